@@ -21,6 +21,9 @@ NAMES = (
     "scan",
     "lora",
     "group",
+    "transfer",
+    "stream",
+    "neurons",
     "program",
 )
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]

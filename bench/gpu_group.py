@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
@@ -68,7 +69,7 @@ def measure(path: Path, rank: int, size: int) -> None:
 
 
 def check_engine(num_ranks: int) -> None:
-    """Ranks that share each layer: as near to float32 as one process, and the same bits alone and among others."""
+    """Ranks that share each layer: as near to float32 as one process, and the same bits alone, among others and in halves."""
     from bench.gpu_engine_checks import ask, assert_near, random_llama
     from tidemill.config import EngineOptions
     from tidemill.engine.load import load_core
@@ -88,6 +89,10 @@ def check_engine(num_ranks: int) -> None:
         assert_near(reference, core, list(range(2, 200)))
         core.close()
         print(f"engine of {num_ranks} ranks: right", flush=True)
+        core = load_core(replace(options, nano_batching="on"))
+        assert ask(core, requests) == together, "steps in halves differ"
+        core.close()
+        print(f"engine of {num_ranks} ranks, steps in halves: right", flush=True)
 
 
 def time_engine(num_ranks: int) -> None:

@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,many,sparse] [--json out.json] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,roles,roles_time,many,sparse] [--json out.json] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import triton
 
-from tidemill.kernels.cuda import gemm
+from tidemill.kernels.cuda import gemm, hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
 from tidemill.kernels.cuda.launch import compile_only
@@ -347,7 +347,7 @@ def compile_cases(cases: list[list[Case]]) -> None:
     with compile_elsewhere(), compile_only():
         for group in cases:
             for case in group:
-                key = case.kind, act_of(case.name), case.tile
+                key = case.kind, case.name if case.kind.endswith("roles") else act_of(case.name), case.tile
                 if key not in done:
                     done.add(key)
                     try:
@@ -444,6 +444,78 @@ def time_many(until: float) -> None:
         print(f"  dequantize w4 g128 {name}: {took:.1f} us ({math.prod(shape) * 2.5 / BANDWIDTH * 1e6:.1f})", flush=True)
 
 
+ROLES: dict[int, list[tuple[int, ...]]] = {
+    1: [(8, 128, 8, 4, 1), (8, 128, 8, 6, 1), (8, 128, 16, 5, 1)],
+    16: [(16, 128, 8, 4, 1), (16, 128, 8, 6, 1)],
+    64: [(64, 64, 8, 4), (64, 128, 8, 4), (64, 128, 8, 4, 1), (64, 64, 8, 4, 1)],
+    256: [(128, 64, 6, 4), (128, 128, 6, 3), (256, 64, 3, 4)],
+    2048: [(128, 128, 6, 3), (256, 64, 3, 4), (256, 128, 3, 2)],
+}
+ROLES_32: dict[int, list[tuple[int, ...]]] = {  # planes of 32: buffers are half as large
+    1: [(8, 128, 8, 8, 1), (8, 128, 16, 8, 1), (8, 128, 16, 12, 1)],
+    16: [(16, 128, 8, 8, 1), (16, 128, 16, 10, 1)],
+    64: [(64, 128, 8, 4), (64, 128, 12, 6), (64, 64, 12, 6)],
+    256: [(128, 128, 8, 4), (256, 128, 6, 4), (256, 128, 8, 3), (128, 64, 8, 6)],
+    2048: [(128, 128, 8, 4), (256, 128, 6, 4)],
+}
+
+
+def check_roles() -> None:
+    """The kernel with roles: the bits of the other one, at every number of rows and in every tile."""
+    checks = [
+        (name, new_packed(num_out, num_in, *FORMATS[name]), act)
+        for name, shapes in {
+            "w4 g128": ((1024, 4096, ""), (4096, 14336, ""), (9216, 2048, "silu")),
+            "w4 g32 offsets (Q4_K)": ((1024, 4096, ""), (9216, 2048, "silu")),
+            "w8 channel": ((1024, 4096, ""),),
+            "ternary": ((1024, 4096, "gelu_tanh"),),
+        }.items()
+        for num_out, num_in, act in shapes
+    ]
+    rows_to_check = (1, 3, 8, 16, 20, 33, 48, 64, 65, 100, 128, 192, 256, 300, 600)
+    with compile_elsewhere(), compile_only():
+        for _, weight, act in checks:
+            x = torch.empty(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
+            for rows in (1, 8, 20, 64, 256, 600):
+                gemm_packed(x[:rows], weight, act=act)
+                hopper_packed.gemm_by_roles(x[:rows], weight, act=act)
+    for name, weight, act in checks:
+        x = torch.randn(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
+        expected = gemm_packed(x, weight, act=act)
+        off = {
+            rows: round(error(made, expected[:rows].float()), 5)
+            for rows in rows_to_check
+            if not torch.equal(made := hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act), expected[:rows])
+        }
+        label = f"roles {name} {weight.num_out}x{weight.num_in} {act}"
+        print(f"check {label}: the other's bits: {not off} {off or ''}{'' if not off else '   <<< WRONG'}", flush=True)
+
+
+def time_roles(until: float) -> None:
+    """Beside the kernel without them."""
+    cases = []
+    for kind, rows_to_try in (("w4 g128", (1, 16, 64, 128, 256, 2048)), ("w4 g32 offsets (Q4_K)", (1, 16, 64, 256, 2048))):
+        for name in SHAPES:
+            cases += [roles_cases(kind, name, rows) for rows in rows_to_try]
+    run_cases(cases, until)
+
+
+def roles_cases(kind: str, name: str, rows: int) -> list[Case]:
+    """And the kernel without them, in its best tile."""
+    num_out, num_in = SHAPES[name]
+    weights = weights_of(kind, name)
+    x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
+    floor = floor_us(weights[0].num_bytes, rows, num_out, num_in, "bf16")
+    made = [
+        Case(f"{kind} by roles", name, rows, tile, weights,
+             lambda w, t=tile: hopper_packed.gemm_by_roles(x, w, hopper_packed.RolesTile(*t), act=act_of(name)), floor)
+        for tile in nearest(ROLES_32 if weights[0].plane == 32 else ROLES, rows)
+    ]  # fmt: skip
+    if rows <= 512:
+        made.append(Case(kind, name, rows, (), weights, lambda w: gemm_packed(x, w, act=act_of(name)), floor))
+    return made
+
+
 def time_sparse(until: float) -> None:
     """2:4 by the library, beside dense."""
     for name in ("o", "gate_up", "down"):
@@ -471,7 +543,7 @@ def time_sparse(until: float) -> None:
                 print(f"  2:4 {kind} {name}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
 
 
-def check_engines() -> None:
+def check_engines(schemes: list[str]) -> None:
     """Of a small random Llama in each scheme: tokens and log probabilities alone, cached, among others and in chunks."""
     from bench.gpu_engine_checks import ask, random_llama
     from tidemill.config import EngineOptions
@@ -488,7 +560,7 @@ def check_engines() -> None:
     x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
     others = {f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
               for i in range(255)}  # fmt: skip
-    for scheme in ("none", "fp8", "int8", "int4"):
+    for scheme in schemes:
 
         def core(scheme: str = scheme, **options: Any) -> Any:
             given = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
@@ -517,16 +589,18 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,many,sparse")
+    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,roles,roles_time,many,sparse")
     parser.add_argument("--json")
+    parser.add_argument("--schemes", default="none,fp8,int8,int4", help="of the engines")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
-        "packed": lambda: time_packed(until), "many": lambda: time_many(until), "sparse": lambda: time_sparse(until),
-        "engine": check_engines,
+        "packed": lambda: time_packed(until), "roles": check_roles, "roles_time": lambda: time_roles(until),
+        "many": lambda: time_many(until),
+        "sparse": lambda: time_sparse(until), "engine": lambda: check_engines(options.schemes.split(",")),
     }  # fmt: skip
     for name in options.only.split(","):
         begin = time.monotonic()

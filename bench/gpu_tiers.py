@@ -1,4 +1,5 @@
-"""Host memory and disk behind the KV cache of the GPU at hand: the same bits as without them, also while requests come and go.
+"""Host memory, disk and another engine behind the KV cache of the GPU at hand: the same bits as without them, also while requests
+come and go.
 
 python -m bench.gpu_tiers            (figures: python -m bench.kv_tiers --device cuda --model ... --host 8589934592)
 """
@@ -49,6 +50,24 @@ def check_answers(folder: Path, draw: random.Random) -> None:
     again.close()
 
 
+def check_transfer(folder: Path, draw: random.Random) -> None:
+    """Two engines on the GPU: what the first has computed, the second fetches."""
+
+    def core(**options: Any) -> EngineCore:
+        return load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**27, max_requests=32, token_budget=256, **options))
+
+    asked = {f"z{i}": ([draw.randrange(2000) for _ in range(300 + 37 * i)], i) for i in range(16)}
+    drawn = {name: (ids, SamplingParams(max_tokens=30, seed=i, ignore_eos=True, logprobs=2)) for name, (ids, i) in asked.items()}
+    lone = ask(core(prefix_caching=False), drawn)
+    first, second = core(kv_export="shm:gpu-check:256M"), core(kv_import="shm:gpu-check")
+    ask(first, {name: (ids, SamplingParams(max_tokens=1, seed=i)) for name, (ids, i) in asked.items()})
+    assert ask(second, drawn) == lone, "pages of another engine"
+    assert loads_of(second, Tier.PEER)
+    for one in (first, second):
+        one.scheduler.check_integrity()
+        one.close()
+
+
 def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
     """Arrivals and aborts while moves are under way. What was asked at the end is answered as by an engine without tiers."""
     common = [[draw.randrange(2000) for _ in range(400)] for _ in range(12)]
@@ -83,6 +102,8 @@ def main() -> None:
     random_llama(folder)
     check_answers(folder, draw)
     print("tiers: the same bits from host memory, from disk and after a restart")
+    check_transfer(folder, draw)
+    print("tiers: the same bits from another engine")
     stress(folder, draw)
     print("tiers: the same bits after arrivals and aborts")
 

@@ -24,7 +24,7 @@ import uvloop
 
 from bench.prefix import conversations, questions
 from tidemill import events
-from tidemill.engine.replicas import BLOCK_LEN
+from tidemill.engine.routing import BLOCK_LEN
 from tidemill.sched.placement import Placement, prefix_keys
 from tidemill.sim.cost import LinearCost
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimResult
@@ -78,15 +78,22 @@ class Asking(asyncio.Protocol):
         return time.perf_counter() - begin
 
 
-def chat_request(number: int, num_chars: int) -> bytes:
-    """As the openai client sends it."""
+def chat_request(number: int, num_chars: int, is_traced: bool = False) -> bytes:
+    """As the openai client sends it. `is_traced`: with a header that differs from request to request."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant. " * 8},
         {"role": "user", "content": f"Question {number}. " + "x" * num_chars},
     ]
     body = json.dumps({"model": "stub", "messages": messages, "max_tokens": 100, "temperature": 0}).encode()
-    names = ["accept: application/json", "accept-encoding: gzip, deflate", "authorization: Bearer key", "user-agent: bench"]
+    names = [
+        "accept: application/json",
+        "accept-encoding: gzip, deflate",
+        "connection: keep-alive",
+        "authorization: Bearer key",
+        "user-agent: bench",
+    ]
     names += [f"x-stainless-{i}: value" for i in range(8)]
+    names += [f"x-request-id: {number:032x}"] if is_traced else []
     head = ["POST /v1/chat/completions HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *names]
     return "\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body
 
@@ -148,12 +155,13 @@ async def overhead(given: argparse.Namespace) -> None:
         await many(stubs[0], requests, given.connections, given.burst)
         used = cpu_s(started[0].pid) - before
         print(f"the stub alone: {given.burst / used:,.0f} requests for each second of its core")
-        for _ in range(3):
+        traced = [chat_request(i, given.chars, is_traced=True) for i in range(given.burst)]
+        for kind, sent in (("the same headers", requests), ("an id in each", traced)) * 3:
             before = cpu_s(router.pid)
-            seconds = await many(port, requests, given.connections, given.burst)
+            seconds = await many(port, sent, given.connections, given.burst)
             used = cpu_s(router.pid) - before
             print(
-                f"{given.connections} connections: {given.burst / seconds:,.0f} requests/s; "
+                f"{given.connections} connections, {kind}: {given.burst / seconds:,.0f} requests/s; "
                 f"{given.burst / used:,.0f} for each second of the router's core"
             )
     finally:

@@ -144,6 +144,7 @@ class Studio:
         self.fresh()
         self.ask(QUESTION)
         self.browser.size(375, 740, 2)
+        self.browser.until("document.querySelector('#side').getAnimations().length === 0")
         self.save("phone")
 
     def dark(self) -> None:

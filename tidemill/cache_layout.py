@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -101,6 +102,17 @@ class CacheLayout:
 
     def with_states(self, states: StateLayout, interval: int) -> CacheLayout:
         return replace(self, groups=(*self.groups, *[state_group(interval)] * states.block_pages), states=states)
+
+    def only(self, layers: Collection[int]) -> CacheLayout:
+        """With room for these alone, of the layers with keys and values. Groups and their page tables stay the same. Pages of
+        states, which may lie anywhere, stay whole."""
+        if self.states is not None:
+            return self
+        places, num_in = list[Place](), Counter[int]()
+        for layer, place in enumerate(self.places):
+            places.append(Place(place.group, num_in[place.group] if layer in layers else 0))
+            num_in[place.group] += layer in layers
+        return replace(self, places=tuple(places), layers_per_page=max([1, *num_in.values()]))
 
     def num_pages_for(self, num_tokens: int, most_at_once: int) -> int:
         """What a sequence of so many tokens holds at most, computed `most_at_once` tokens at a time."""

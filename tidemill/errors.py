@@ -92,6 +92,10 @@ class ConfigError(TidemillError):
     status = 400
 
 
+class PeerMismatch(ConfigError):
+    """Engines that were to exchange KV pages cannot: they have other weights, formats or versions, or no transport."""
+
+
 class ModelNotFound(TidemillError):
     """No checkpoint under that name."""
 
@@ -137,6 +141,10 @@ class WorkerLost(EngineDead):
     """A process of a group that computes one model together has ended; the group ends with it."""
 
 
+class WeightsLost(EngineDead):
+    """The file that weights are streamed from is no longer what it was; the engine ends."""
+
+
 class NoUpstream(TidemillError):
     """No server behind the router can take the request."""
 
@@ -172,5 +180,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         CalibrationError,
         EngineDead,
         WorkerLost,
+        PeerMismatch,
+        WeightsLost,
     )
 }

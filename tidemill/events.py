@@ -90,6 +90,16 @@ class KernelsFellBack(_Event, frozen=True):
     reason: str
 
 
+class NanoBatchingTried(_Event, frozen=True):
+    """At start: a step of so many tokens was timed whole and in two halves."""
+
+    decodes: bool
+    tokens: int
+    whole_ms: float
+    halves_ms: float
+    is_taken: bool
+
+
 class Deferred(_Event, frozen=True):
     """The next request in the queue could not start, and why. Emitted once per reason, not once per step."""
 
@@ -106,6 +116,34 @@ class Admitted(_Event, frozen=True):
     reason: str
     num_host: int = 0  # of the cached tokens, those that are loaded from host memory
     num_disk: int = 0
+    num_peer: int = 0  # that other engines have computed
+
+
+class Placed(_Event, frozen=True):
+    """Of engines with roles: this one gets a request, or what is left of it."""
+
+    request_id: str
+    part: str  # prefill: up to its first token; decode: from there on; whole
+    reason: str
+
+
+class TakenOver(_Event, frozen=True):
+    """A sample whose first token came from another engine has started here."""
+
+    request_id: str
+    source: int  # the number of that engine
+    num_found: int  # tokens whose KV was there: moved, or computed before
+    num_computed: int  # those that are computed again
+    waited_s: float  # since its first token
+
+
+class LayoutAdvised(_Event, frozen=True):
+    """Whether prefill and decode engines are expected to be better than engines for both, by the load that was measured."""
+
+    disaggregate: bool
+    gain: float  # of the p99 inter-token latency; 0: not known, or engines with roles could not keep up
+    reason: str
+    figures: str = ""  # the load, its step costs, and what is expected of either
 
 
 class Preempted(_Event, frozen=True):
@@ -162,6 +200,7 @@ class PagesLoading(_Event, frozen=True):
     request_id: str
     num_host: int
     num_disk: int
+    num_peer: int = 0
 
 
 class PagesLoaded(_Event, frozen=True):
@@ -172,7 +211,7 @@ class PagesLoaded(_Event, frozen=True):
 
 
 class PagesMoved(_Event, frozen=True):
-    """Between the device, host memory and disk, while steps were computed."""
+    """Between the device, host memory, disk and other engines, while steps were computed."""
 
     tier: str
     is_load: bool  # towards the device
@@ -191,7 +230,7 @@ class MovesFailed(_Event, frozen=True):
 
 
 class TierNotUsed(_Event, frozen=True):
-    """A file of cached pages, or what was to hold it, cannot be used: nothing of it is."""
+    """A file of cached pages, or what was to hold it, or another engine's pages, cannot be used: nothing of it is."""
 
     tier: str
     reason: str
@@ -277,6 +316,15 @@ class ExpertsUsed(_Event, frozen=True):
     tokens_of: tuple[tuple[int, tuple[int, ...]], ...]  # layer, and a count for each of its experts
 
 
+class WeightsStreamed(_Event, frozen=True):
+    """Of a model whose weights are not all in memory, now and then: what was read from disk since the last time."""
+
+    num_bytes: int
+    waited_s: float  # for which steps waited
+    num_asked: int  # layers or experts that steps used
+    num_read: int  # those of them, and those ahead of use, that were not in memory
+
+
 class MasksMade(_Event, frozen=True):
     """Before a step: the token masks of structured outputs."""
 
@@ -319,9 +367,11 @@ Event: TypeAlias = (
     | Resumed
     | MasksMade
     | ExpertsUsed
+    | WeightsStreamed
     | DraftsVerified
     | EngineRestarted
     | KernelsFellBack
+    | NanoBatchingTried
     | ModelLoading
     | ModelLoaded
     | AdapterLoaded
@@ -330,6 +380,9 @@ Event: TypeAlias = (
     | ModelUnloaded
     | Deferred
     | Admitted
+    | Placed
+    | TakenOver
+    | LayoutAdvised
     | Preempted
     | TokensEvicted
     | Forked

@@ -58,6 +58,7 @@ class AttentionSpec(LayerSpec):
     has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
     first_head: int = 0  # of a rank's heads, the number of the first among `all_heads`, which 0 means num_heads
     all_heads: int = 0
+    kv_is_shared: bool = False  # other ranks have the same KV heads, for other queries
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

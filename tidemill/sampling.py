@@ -195,6 +195,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     reasoning: Reasoning | None = None  # before what the grammar applies to
     beams: Beams | None = None  # beam search, of which the n best are the output; temperature and seed have no effect
     pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
+    is_normalized: bool | None = None  # with pooling: an embedding has length 1. None: as the model has it
     kv_policy: KVPolicy | None = (
         None  # which tokens stay in the KV cache; a name or a dict is taken, too. None: the engine's default
     )
@@ -296,7 +297,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     def sample(self, index: int) -> SamplingParams:
         """The parameters of the `index`-th of n samples: its own seed, n = 1."""
         assert self.seed is not None
-        return msgspec.structs.replace(self, n=1, seed=sample_seed(self.seed, index))
+        seed = sample_seed(self.seed, index)
+        return self if (self.n, self.seed) == (1, seed) else msgspec.structs.replace(self, n=1, seed=seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids named here must exist in the model."""

@@ -10,6 +10,7 @@ import sys
 import time
 from itertools import count
 
+import httpx
 import pytest
 
 from tests.server.conftest import behind_our_protocol
@@ -237,6 +238,12 @@ async def test_a_server_that_is_busy_or_away_is_asked_again(tmp_path, prompts, m
     assert sorted(ids(tmp_path / "out.jsonl")) == sorted(ids(prompts))
     assert all(one["response"]["status_code"] == 200 for one in read(tmp_path / "out.jsonl"))
     assert json.loads(bodies[0])["model"] == "m"
+    patient = Remote(f"http://127.0.0.1:{port}", give_up_s=0.1)
+    patient._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response((503, 200)[next(calls) % 2])))
+    calls = count()
+    await asyncio.sleep(0.2)  # a first failure after a long time is not a long time of failures
+    assert (await patient.respond(Request("r", "c", "/v1/completions", b"{}")))[0] == 200
+    await patient.close()
     gone = Remote(f"http://127.0.0.1:{port}", give_up_s=0.0)
     with pytest.raises(EngineDead, match="has answered no line"):
         await gone.respond(Request("r", "c", "/v1/completions", b"{}"))

@@ -13,13 +13,14 @@ import pytest
 from tests.engine.test_client import LONG_S, collect, until
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
+from tidemill.engine.pending import EngineLost
 from tidemill.engine.replicas import Replicas, _gpus, joined
-from tidemill.errors import AdapterError, InvalidRequest, TidemillError
+from tidemill.errors import AdapterError, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
 from tidemill.kv.manager import CACHED, FIRST_OWNER, SHARED
 from tidemill.server.explain import ExplainerOfReplicas
 from tidemill.server.metrics import MetricsOfReplicas
-from tidemill.wire import Pages
+from tidemill.wire import Delta, Pages
 
 
 def test_page_maps_are_joined():
@@ -51,6 +52,33 @@ def test_metrics_and_explanations_tell_replicas_apart():
     assert metrics.totals()["requests_submitted"] == 2
     assert metrics.totals()["kv_pages_free"] == 30
     assert [(story.request_id, story.body()["replica"]) for story in explainer.under_way()] == [("/a/0", 0), ("/b/0", 1)]
+
+
+def test_a_request_with_which_engine_after_engine_is_lost_ends(monkeypatch):
+    """Though nobody can say that it was the cause: as of nodes that run out of memory."""
+    asked, gives_token = [], []
+
+    async def lose(client, request, *_):
+        asked.append(request)
+        if len(asked) in gives_token:
+            yield Delta(request.request_id, 0, [5])
+        lost = EngineLost("gone")
+        lost.is_known, lost.may_have_killed = True, len(asked) not in gives_token
+        raise lost
+
+    monkeypatch.setattr(EngineClient, "submit", lose)
+    monkeypatch.setattr(EngineClient, "working", True)
+
+    async def ask():
+        asked.clear()
+        with pytest.raises(EngineDead, match="5 engines were lost"):
+            await collect(Replicas(2), "x")
+        return len(asked)
+
+    assert asyncio.run(ask()) == 5
+    gives_token.append(3)
+    assert asyncio.run(ask()) == 8  # three, of which the last made progress, and five
+    assert asked[-1].resumed[0].output_ids == [5]
 
 
 def test_gpus_are_those_that_the_process_may_use():

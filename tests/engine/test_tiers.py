@@ -20,6 +20,7 @@ from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
+from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.runner import page_file
 from tidemill.sampling import SamplingParams
@@ -63,7 +64,17 @@ def make_core(model, pages: int = PAGES, slots: int = 0, folder=None, quota: int
         options["kv_disk"] = f"{folder}:{quota}"
     layout = engine_config(model, max_context=256).layout
     num = (3 if layout.states else pages) * len(layout.groups)  # of states a sequence keeps few
-    return core_of(model, engine_config(model, kv_memory_bytes=num * page_bytes, max_context=256, **options), None, None, b"w")
+    config = engine_config(model, kv_memory_bytes=num * page_bytes, max_context=256, **options)
+    core = core_of(model, config, None, None, b"w")
+    if core.scheduler.kv.tiers is not None:
+        core.scheduler.kv.tiers.costs = FreeMoves()
+    return core
+
+
+class FreeMoves(Costs):
+    """What moves take is not noted, so that a slow disk does not make the engine compute instead."""
+
+    def moved(self, *_) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -439,7 +439,7 @@ def build(kernel, types, warps=4, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
              codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, BLOCK=4096)
+build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, ALONE=False, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -525,7 +525,7 @@ build(collectives._all_gather, types, 8, **how)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import hopper_attention, scaled_attention
+from tidemill.kernels.cuda import hopper_attention, hopper_packed, scaled_attention
 
 def build_gluon(kernel, types, constants):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -542,6 +542,11 @@ build_gluon(hopper_attention._attend_prompts_by_roles, types, shape | dict(WORD=
 layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
 types |= dict(qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
 build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
+x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for kind in (gl.bfloat16, gl.int16))
+types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
+             bias_ptr=B, out_ptr=B, partial_ptr=F, done_ptr=I)
+how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=4, BLOCKS=32, SPLIT=True, BUFFERS=6, WORD_BUFFERS=4)
+build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True, REGISTERS=240))
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)
@@ -564,5 +569,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
+        "_gemm_packed_by_roles",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -19,6 +19,7 @@ from tidemill.quant import cuda_packed
 from tidemill.quant.cuda import CudaWeight
 from tidemill.quant.cuda_packed import CudaInt4, CudaPackedWeight, CudaQuantized
 from tidemill.quant.cuda_scaled import CudaFP8, CudaScaledWeight
+from tidemill.quant.cuda_sparse import CudaSparse
 
 
 class Stored:
@@ -149,3 +150,48 @@ def test_schemes_are_settled():
         settled(plain, device="cpu", quantization="fp8")
     with pytest.raises(ConfigError, match="not available"):
         settled(plain, device="cuda", quantization="int3")
+
+
+class Cores:
+    """In the place of cuSPARSELt: takes rows in multiples of 16, and may add something to rows that come with many others."""
+
+    def __init__(self, monkeypatch, off=0.0):
+        self.off, self.rows = off, []
+        monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
+        monkeypatch.setattr(torch, "_cslt_sparse_mm", self.multiply)
+
+    def multiply(self, packed, x, bias=None, transpose_result=False):
+        assert transpose_result
+        assert x.shape[1] % 16 == 0
+        self.rows.append(x.shape[1])
+        made = (packed @ x).t().contiguous() + (0 if bias is None else bias)
+        return made + self.off if x.shape[1] > 16 else made
+
+
+def pruned(outs=64, ins=64):
+    weight = torch.randn(outs, ins, generator=torch.Generator().manual_seed(5))
+    weight.unflatten(1, (-1, 4))[:, :, ::2] = 0
+    return weight
+
+
+def test_two_of_four_are_sparse_and_others_stay_dense(monkeypatch):
+    cores = Cores(monkeypatch)
+    weight, x, bias = pruned(), torch.randn(5, 64), torch.randn(64)
+    made = CudaSparse().join([weight[:32], weight[32:]], bias)
+    assert_close(made(x), x @ weight.t() + bias)
+    assert cores.rows == [16]
+    gate, up = pruned(32), pruned(32) * 2
+    assert_close(CudaSparse().join_gated(gate, up, None, "silu")(x), glu_reference(x @ torch.cat([gate, up]).t(), "silu"))
+    weight[7, 9:12] = 1.0  # three of four
+    assert isinstance(CudaSparse().join([weight], None), CudaWeight)
+    assert isinstance(CudaSparse().join([pruned(33)], None), CudaWeight)
+
+
+def test_sparse_weights_are_refused_if_bits_depend_on_the_rows(monkeypatch):
+    Cores(monkeypatch)
+    made = CudaSparse().join([pruned()], None)
+    made.prepare({1, 16, 64})
+    Cores(monkeypatch, off=0.5)
+    with pytest.raises(ConfigError, match="other bits among 1 rows than among 64"):
+        made.prepare({1, 64})
+    CudaSparse(fast=True).join([pruned()], None).prepare({1, 64})

@@ -97,7 +97,9 @@ def test_every_layout(model, layout):
     core = load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, **LAYOUTS[layout]))
     try:
         answers = run(core, asked)
-        assert excused(answers, expected) <= 1
+        num_ties, num_tokens = excused(answers, expected), sum(len(answer.tokens) for answer in expected.values())
+        print(f"\n{folder.name} {layout}: {num_ties} of {len(asked)} sequences, {num_tokens} tokens, differ from a near-tie on")
+        assert num_ties <= 1
         if layout == "pp2":
             assert answers == expected  # nothing is summed otherwise
         name = next(iter(asked))

@@ -9,12 +9,14 @@ from tests.models import test_bloom, test_families, test_moe, test_state_models
 from tests.models.test_llama import prompts
 from tests.parallel.threads import run_ranks
 from tests.weights.test_gguf import write_gguf
+from tidemill.config import EngineOptions
 from tidemill.kernels import native
 from tidemill.kernels.quantized_linear import QuantizedPanels
 from tidemill.models.registry import model_class
 from tidemill.parallel.shard import Shard
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.rank import world_of
 from tidemill.weights.checkpoint import open_checkpoint
 
 NEAR_TIE = 1e-4
@@ -118,6 +120,22 @@ def test_a_rank_reads_and_holds_its_share(quantized, tmp_path):
         models = run_ranks(size, lambda shard: load_rank(path, shard, dtype))
         assert max(model.num_bytes_read for model in models) <= 1.05 * whole.num_bytes_read / size
         assert max(map(held, models)) <= 1.05 * held(whole) / size
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_reads_and_holds_its_share(tied, tmp_path):
+    """Both ends of a pipeline have a table that is embedding and head: then an even share is half of the weights and of it."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 768, "num_hidden_layers": 8}
+    make_llama(tmp_path, **sizes, tie_word_embeddings=tied)
+    whole, table = load_model(tmp_path), 4 * 768 * 128
+    world = world_of(EngineOptions(model=str(tmp_path), pipeline_parallel=2), whole.whole)
+    checkpoint = open_checkpoint(tmp_path)
+    models = [
+        type(whole).load(checkpoint, whole.whole, WeightPlan(SCHEMES["float32"]), stage=world.stage(rank)) for rank in range(2)
+    ]
+    assert sum(model.num_bytes_read for model in models) == whole.num_bytes_read + (table if tied else 0)
+    for measure in (lambda model: model.num_bytes_read, held):
+        assert max(map(measure, models)) <= 1.05 * (measure(whole) + (table if tied else 0)) / 2
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

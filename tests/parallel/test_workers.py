@@ -3,6 +3,7 @@
 Most workers here are threads, to save the start of processes: they run a worker's code over the same sockets.
 """
 
+import asyncio
 import os
 import signal
 import threading
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import transformers
 
+from tests.engine.test_lora import ask, make_lora
+from tests.engine.test_tiers import PROMPTS, one_by_one
 from tests.helpers import greedy, make_llama, run
+from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.engine.worker_rank import Worker
@@ -20,11 +25,15 @@ from tidemill.parallel.channel import connect
 from tidemill.parallel.world import World, split_layers
 from tidemill.runner import team as team_module
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.page_moves import CpuMover
 from tidemill.runner.stage_runner import cut_items
 from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem
+from tidemill.server.listen import Listen
+from tidemill.server.models import Served
+from tidemill.server.run import Sharing, serve
 from tidemill.version import __version__
 from tidemill.wire import Submit
 
@@ -111,6 +120,101 @@ def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expecte
     assert process.poll() is not None
 
 
+def with_host_memory(folder, layout, pages=16, slots=200):
+    """A pool so small that each of the prompts evicts those before it."""
+    page_bytes = core_of(folder, max_context=256).config.page_bytes // layout.get("tensor_parallel", 1)
+    sizes = {"kv_memory_bytes": pages * page_bytes, "kv_host_memory_bytes": slots * page_bytes}
+    return load_core(EngineOptions(model=str(folder), threads=1, max_context=256, **sizes, **layout))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_every_rank_moves_its_part_of_a_page(folder, as_threads, layout):
+    core = with_host_memory(folder, layout)
+    try:
+        first = one_by_one(core)[0]
+        again, started, happened = one_by_one(core)
+        assert again == first  # from host memory, bit for bit
+        assert all(one.num_host >= 96 for one in list(started.values())[:-1])
+        moved = [one for one in happened if isinstance(one, events.PagesMoved) and one.is_load]
+        own = core.runner.own.mover._pages.shape[1]
+        assert sum(one.num_bytes for one in moved) == 2 * own * sum(one.num_pages for one in moved) > 0
+        assert not core.runner.mover._under_way
+    finally:
+        core.close()
+    assert {name: answer.tokens for name, answer in first.items()} == {
+        name: answer.tokens for name, answer in run(core_of(folder, max_context=256), PROMPTS).items()
+    }
+
+
+def test_a_page_that_one_rank_cannot_load_is_computed_again(folder, as_threads, monkeypatch):
+    core = with_host_memory(folder, {"tensor_parallel": 2})
+    copy = CpuMover._copy
+
+    def fails(mover, move):
+        if mover is not core.runner.own.mover and move.is_load and move.target % 3 == 0:
+            raise OSError("as if the memory were broken")
+        return copy(mover, move)
+
+    monkeypatch.setattr(CpuMover, "_copy", fails)
+    try:
+        first = one_by_one(core)[0]
+        again, _, happened = one_by_one(core)
+        assert again == first
+        assert any(isinstance(one, events.MovesFailed) and "broken" in one.reason for one in happened)
+    finally:
+        core.close()
+
+
+def test_a_stage_has_pages_for_its_own_layers(folder, expected, as_threads):
+    small = EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**21, pipeline_parallel=2)
+    one, core = core_of(folder), load_core(small)
+    try:
+        assert core.runner.cache.shape[1] == 2  # of 4 layers
+        assert core.runner.cache[0].nbytes == core.config.page_bytes == one.config.page_bytes // 2
+        assert core.config.kv_bytes <= 2**21 < core.config.kv_bytes + core.config.page_bytes  # of each rank
+        assert run(core, requests()) == expected
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, layout):
+    prompt = [(7 * i * i) % 250 + 2 for i in range(90)]
+    kinds = {"window": {"recent": 40}, "streaming": {"sinks": 3, "recent": 40}, "h2o": {"budget": 48}}
+    kinds |= {"snapkv": {"budget": 40, "observed": 8}, "quest": {"budget": 0.4, "dense_layers": 1}}
+    asked = {kind: (prompt, greedy(20, ignore_eos=True, kv_policy={"kind": kind} | more)) for kind, more in kinds.items()}
+    asked |= {"full": (prompt, greedy(20, ignore_eos=True))}
+    expected = run(core_of(folder), asked)
+    core = core_of(folder, **layout)
+    try:
+        answers = run(core, asked)
+    finally:
+        core.close()
+    assert {name: answer.tokens for name, answer in answers.items()} == {name: answer.tokens for name, answer in expected.items()}
+    assert len({tuple(answer.tokens) for answer in answers.values()}) > 3  # they do give up something
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_every_rank_has_its_part_of_an_adapter(folder, as_threads, tmp_path, layout):
+    base = transformers.LlamaForCausalLM.from_pretrained(folder)
+    paths = [make_lora(tmp_path / f"{seed}", base, seed, rank=4) for seed in (1, 2)]
+    prompt = [(7 * i) % 250 + 2 for i in range(20)]
+    asked = {f"{i}": (prompt, greedy(8, ignore_eos=True), i) for i in range(3)}
+
+    def answers(**layout):
+        core = core_of(folder, max_loras=1, **layout)  # the second takes the slot of the first
+        try:
+            for number, path in enumerate(paths, 1):
+                core.adapters.load_now(number, f"a{number}", str(path))
+            return {name: answer.tokens for name, answer in ask(core, asked).items()}
+        finally:
+            core.close()
+
+    expected = answers()
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    assert answers(**layout) == expected
+
+
 # ---- starts that fail
 
 
@@ -184,15 +288,20 @@ def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
         ({"expert_parallel": True}, "needs several ranks"),
         ({"remote_workers": 1}, "At least rank 0 is on this host"),
         ({"tensor_parallel": 2, "remote_workers": 1}, "needs --workers-address"),
-        ({"tensor_parallel": 2, "kv_policy": "streaming"}, "2 ranks cannot be combined with --kv-policy"),
-        ({"pipeline_parallel": 2, "kv_host_memory_bytes": 2**20}, "cannot be combined with --kv-host-memory"),
-        ({"pipeline_parallel": 2, "max_loras": 1}, "cannot be combined with --lora"),
+        ({"tensor_parallel": 4, "kv_policy": "streaming"}, "there are more ranks than KV heads"),
+        ({"pipeline_parallel": 2, "kv_disk": "folder"}, "cannot be combined with --kv-disk"),
         ({"pipeline_parallel": 2, "speculate": "eagle"}, "cannot be combined with --speculate eagle"),
     ],
 )
 def test_what_cannot_be(folder, options, words):
     with pytest.raises(ConfigError, match=words):
         core_of(folder, **options)
+
+
+def test_workers_of_other_hosts_are_not_unloaded(folder):
+    served = Served(EngineOptions(model=str(folder), tensor_parallel=2, remote_workers=1))
+    with pytest.raises(ConfigError, match="they end when it is unloaded"):
+        asyncio.run(serve([served], Listen(port=0), sharing=Sharing(idle_s=5)))
 
 
 # ---- plans
@@ -203,6 +312,8 @@ def test_layers_are_shared_out_by_cost():
     assert split_layers([1] * 10, 2, last=3) == (6, 10)
     assert split_layers([9, 1, 1, 1], 2) == (1, 4)
     assert split_layers([1] * 4, 4) == (1, 2, 3, 4)
+    assert split_layers([1, 1, 9, 1], 2, fits=lambda begin, end: end - begin == 2) == (2, 4)
+    assert split_layers([1] * 4, 2, fits=lambda begin, end: end - begin == 1) is None
     world = World(2, (3, 5))
     assert [(world.stage(rank).first, world.stage(rank).end, world.shard(rank).rank) for rank in range(4)] == [
         (0, 3, 0), (0, 3, 1), (3, 5, 0), (3, 5, 1),

@@ -67,12 +67,16 @@ def until(state):
 
 
 def engines():
-    """Engine processes of this machine."""
+    return processes(b"tidemill.engine")
+
+
+def processes(module):
+    """Those of this machine that run it."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"\0tidemill.engine\0" in file.read():
+                if b"\0%b\0" % module in file.read():
                     found.append(int(pid))
         except OSError:
             continue
@@ -116,6 +120,31 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
         finally:
             await client.close()
         while engines() - before:
+            await asyncio.sleep(0.1)
+        cluster.close()
+
+    asyncio.run(main())
+
+
+def test_ranks_of_a_replica(nodes, tiny_folder):
+    """An actor whose engine has two ranks: one of them is killed, and requests go on; closed, neither is left."""
+
+    async def main():
+        before, truth = processes(b"tidemill.engine.worker"), await expected(tiny_folder, 32)
+        cluster = Cluster(nodes.address, wait_s=120)
+        client = EngineClient(new_link=lambda: RayLink(cluster, cluster.needs_of(options(tiny_folder, tensor_parallel=2), 1)))
+        try:
+            await client.start(options(tiny_folder, tensor_parallel=2))
+            work = [asyncio.create_task(answer(client, number, 32)) for number in range(8)]
+            while not any(pending.has_token for pending in client._pending.values()):
+                await asyncio.sleep(0.001)
+            (worker,) = processes(b"tidemill.engine.worker") - before
+            os.kill(worker, signal.SIGKILL)
+            assert await asyncio.gather(*work) == truth[:8]
+            assert client.num_restarts == 1
+        finally:
+            await client.close()
+        while processes(b"tidemill.engine.worker") - before:
             await asyncio.sleep(0.1)
         cluster.close()
 

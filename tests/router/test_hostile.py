@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.router.test_forward import ask, until
 from tidemill.router import front, upstream
 from tidemill.router.limits import Limits
 from tidemill.router.upstream import Upstream
-from tidemill.server.guard import Access
+from tidemill.server.guard import Access, Caller
 
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -77,6 +78,97 @@ async def test_bodies_in_chunks_and_pipelined_requests_are_answered_in_order():
         client.close()
         await until(lambda: not router.fronts.all)
         assert router.fronts.num_buffered == 0
+
+
+async def test_a_head_that_comes_again_is_read_as_the_first_time():
+    """Bytes that were parsed once are not parsed again; whatever differs from them is."""
+    stub = Stub("a")
+    async with routed(stub, access=Access.of(["a" * 16], None, [], [], [])) as (router, port):
+        client = await Client.open(port)
+        key = "authorization: Bearer " + "a" * 16
+        for body in (b"1", b"22", b"", b"a" * 999):
+            client.send(post(body, "/v1/completions", key))
+            assert (await client.answer())[0] == 200
+        assert [(sent.body, sent.header("content-length")) for sent in stub.sent] == [
+            (b"1", "1"), (b"22", "2"), (b"", "0"), (b"a" * 999, "999"),
+        ]  # fmt: skip
+        again = post(b"whole", "/v1/completions", key)
+        client.send(again[:-2])  # in two pieces
+        await asyncio.sleep(0.02)
+        client.send(again[-2:] + again)  # and with the next one behind it
+        assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
+        client.send(again[:-5] + b"other" + get("/v1/completions", key))  # two in a piece: the length ends the first
+        assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
+        assert [sent.body for sent in stub.sent[4:]] == [b"whole", b"whole", b"other", b""]
+        client.send(post(b"1", "/v1/completions", key.replace("a" * 16, "b" * 16)))
+        assert (await client.answer())[0] == 401
+        assert router.fronts.num_buffered == 0
+        client = await Client.open(port)
+        for number in ("1", "2\x01", "3"):  # a header of each request's own
+            client.send(post(number.encode(), "/v1/completions", key, f"x-id: {number}", "connection: keep-alive"))
+            if number == "2\x01":
+                assert (await client.rest()).startswith(b"HTTP/1.1 4")
+                client = await Client.open(port)
+            else:
+                assert (await client.answer())[0] == 200
+        assert [(sent.body, sent.header("x-id")) for sent in stub.sent[8:]] == [(b"1", "1"), (b"3", "3")]
+        for other in (b"host: elsewhere.example", b"transfer-encoding: chunked", b"x-id : 1", b"x-id: 1\r\n 2"):
+            client = await Client.open(port)
+            client.send(again)
+            assert (await client.answer())[0] == 200
+            client.send(again.replace(b"host: localhost", other))
+            assert (await client.rest()).startswith(b"HTTP/1.1 4")
+        before = len(stub.sent)
+        for length in (b"+1", b" 1 1", b"1\n", b"0x1", b"99999999999"):
+            client = await Client.open(port)
+            client.send(again)
+            assert (await client.answer())[0] == 200
+            client.send(again.replace(b"content-length: 5", b"content-length: " + length)[:-5] + b"1")
+            assert (await client.rest()).startswith(b"HTTP/1.1 4")
+        assert len(stub.sent) == before + 5
+
+
+class Wire:
+    """What the router writes to a client goes nowhere."""
+
+    write = abort = close = write_eof = lambda self, data=b"": None
+
+    def get_extra_info(self, name):
+        return ("127.0.0.1", 1)
+
+    def can_write_eof(self):
+        return True
+
+
+def taken(*pieces: bytes) -> list[tuple]:
+    """Requests as a connection hands them on, each answered at once."""
+    found = []
+
+    def handle(made, request):
+        found.append((request.method, request.target, request.headers, request.first, request.head_for(b"u", b""), request.body))
+        made.answer(200, b"")
+
+    made = front.Fronts(lambda request: Caller(), handle, 10).make()
+    made.connection_made(Wire())
+    for piece in pieces:
+        made.data_received(piece)
+    return found
+
+
+async def test_a_head_like_the_one_before_means_what_it_would_alone():
+    base = post(b"body", "/v1/completions", "x-id: 17", "connection: keep-alive", "X-Other:  spaced ", "te: x", "accept: */*")
+    chance, num_alike = random.Random(1), 0
+    assert len(taken(base, base)) == 2
+    for _ in range(600):
+        other = bytearray(base)
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            at = chance.randrange(len(other))
+            how = chance.randrange(3)
+            other[at : at + (how != 0)] = bytes([chance.choice(b"\r\n :;,\t\0x19aZ\x7f\x80-")]) if how != 2 else b""
+        alone, after = taken(bytes(other)), taken(base, bytes(other))
+        assert after[1:] == alone, bytes(other)
+        num_alike += len(alone)
+    assert num_alike > 60
 
 
 async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():
@@ -308,6 +400,21 @@ async def test_a_key_is_checked_before_the_body_is_taken():
         assert bytes(held._body) == b"[]" * 100  # and not an object for each piece
         client.close()
         await until(lambda: not router.fronts.all)
+        assert router.fronts.num_buffered == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/"])
+async def test_without_a_key_little_is_held(path):
+    async with routed(Stub("a"), access=Access.of(["a" * 16], None, [], [], [])) as (router, port):
+        client = await Client.open(port)
+        client.send(post(b"{}", path))
+        assert (await client.answer())[0] in (200, 405)
+        client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 8000000\r\n\r\n" % path.encode())
+        assert (await client.answer())[0] == 413
+        client = await Client.open(port)
+        client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" % path.encode())
+        client.send(b"2000\r\n" + b"a" * 0x2000 + b"\r\n")
+        assert (await client.answer())[0] == 413
         assert router.fronts.num_buffered == 0
 
 

@@ -76,6 +76,21 @@ def test_short_common_prefix_does_not_gather_all_conversations():
     assert min(counts.values()) > 50
 
 
+def test_new_prompts_fill_all_caches_alike():
+    """Some are a hundred times as long as others: the cache of whoever gets those would forget the sooner."""
+    placement, names, chance = Placement(), ["a", "b", "c", "d"], random.Random(3)
+    got, shares = Counter(), []
+    for number in range(1500):
+        keys = prefix_keys(b"%d" % number, bytes(256 * int(chance.paretovariate(0.8)) % 100_000), 256)
+        name = placement.choose(keys, idle(names)).name
+        placement.note(name, keys)
+        got[name] += len(keys)
+        if number % 300 == 299:
+            shares += [num * 4 / sum(got.values()) for num in got.values()]
+            got.clear()
+    assert max(shares) < 1.5, shares
+
+
 def test_roots_blocks_and_memory_are_bounded_and_separate():
     text = random.Random(1).randbytes(MAX_BLOCKS * 64 + 640)
     keys = prefix_keys(b"model", text, 64)

@@ -63,9 +63,15 @@ class Stream:
     def wait_stream(self, other):
         pass
 
+    def wait_event(self, event):
+        pass
+
 
 class Event:
-    def record(self):
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self, stream=None):
         pass
 
     def synchronize(self):
@@ -75,8 +81,8 @@ class Event:
 class Again:
     """In the place of a recorded graph."""
 
-    def __init__(self, step, size, programs):
-        self.step, self.size, self.programs, self.graph, self.out = step, size, programs, self, None
+    def __init__(self, step, size, programs, second=None):
+        self.step, self.size, self.programs, self.second, self.graph, self.out = step, size, programs, second, self, None
 
     def replay(self):
         self.out = self.step()
@@ -108,7 +114,9 @@ def on_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
-    monkeypatch.setattr(cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs))
+    monkeypatch.setattr(
+        cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs, step.second)
+    )
     for module, name, value in (
         (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),

@@ -6,6 +6,7 @@ import pytest
 
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import INDEXES, KVManager
+from tidemill.kv.tiers import Moved, Tiers
 from tidemill.kv_policy import KVPolicy, settle
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
@@ -21,13 +22,28 @@ class Cache:
     def __init__(self, scheduler):
         self.scheduler, self.kv, self.size = scheduler, scheduler.kv, scheduler.kv.page_size
         self.content, self.slots, self.policies = {}, {}, {}
+        self.host, self.moved = {}, []  # content by slot of host memory; moves made and not reported yet
+
+    def move(self, plan, is_load):
+        """At once, whenever it is reported."""
+        for move in plan.page_moves:
+            if move.is_load is not is_load:
+                continue
+            if is_load:
+                for offset, value in self.host[move.source].items():
+                    self.content[move.target, offset] = value
+            else:
+                self.host[move.target] = {offset: self.content.get((move.source, offset)) for offset in range(self.size)}
+            self.moved.append(Moved(move.number, 100, 0.1))
 
     def run(self, plan):
+        self.move(plan, is_load=False)
         for new in plan.new_rows:
             self.slots[new.row], self.policies[new.row] = None, new.cache
         read = [{offset: self.content.get((source, offset)) for offset in range(self.size)} for source, _ in plan.page_copies]
         for (_, target), held in zip(plan.page_copies, read, strict=True):
             self.content |= {(target, offset): value for offset, value in held.items()}
+        self.move(plan, is_load=True)
         plain = [item for item in plan.items if self.policies[item.row] is None]
         for item in plain:
             for position in range(item.start, item.start + item.count):
@@ -90,13 +106,17 @@ def policy_of(rng):
     return KVPolicy(kind, **given)
 
 
-@pytest.mark.parametrize("index", INDEXES)
-@pytest.mark.parametrize("num_steps", [250, pytest.param(3500, marks=pytest.mark.slow)])
-def test_everyone_finds_what_it_sees(index, num_steps):
-    rng = random.Random(index)
+@pytest.mark.parametrize(("index", "num_slots"), [*((index, 0) for index in INDEXES), ("hash", 8), ("hash", 30)])
+@pytest.mark.parametrize("num_steps", [250, pytest.param(7000, marks=pytest.mark.slow)])
+def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
+    """`num_slots`: of host memory behind the pages."""
+    rng, num_moves = random.Random(f"{index}{num_slots or ''}"), {True: 0, False: 0}
     for page_size, num_pages in ((1, 90), (4, 21), (4, 60)):
+        tiers = Tiers(num_slots, page_bytes=100) if num_slots else None
+        if tiers is not None:
+            tiers.costs.computed(1, 1.0)  # so that to load is faster
         scheduler = Scheduler(
-            KVManager(num_pages + 1, page_size, True, index=index),
+            KVManager(num_pages + 1, page_size, True, index=index, tiers=tiers),
             num_rows=4, token_budget=16, max_context=CONTEXT, policy=make_policy("continuous"), clock=VirtualClock(),
             emit=EventBuffer(),
         )  # fmt: skip
@@ -116,9 +136,15 @@ def test_everyone_finds_what_it_sees(index, num_steps):
                 scheduler.abort(live.pop(rng.choice(list(live))), "fuzz")
             if scheduler.running and rng.random() < 0.03:
                 scheduler._preempt(rng.choice(scheduler.running), "fuzz")
+            if cache.moved and rng.random() < 0.5:
+                rng.shuffle(cache.moved)
+                scheduler.moved(cache.moved)
+                cache.moved = []
             plan = scheduler.plan()
             if plan is None:
                 continue
+            for move in plan.page_moves:
+                num_moves[move.is_load] += 1
             cache.run(plan)
             sampled = {item.row: [rng.choice([1, 2])] for item in plan.items if item.samples}
             for done in scheduler.commit(plan, sampled):
@@ -126,3 +152,4 @@ def test_everyone_finds_what_it_sees(index, num_steps):
                     del live[done.request.seq]
             scheduler.check_integrity()
         assert num_evicting > num_steps // 30
+    assert all(num > 10 for num in num_moves.values()) == bool(num_slots), num_moves

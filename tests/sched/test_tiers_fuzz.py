@@ -1,5 +1,5 @@
-"""Random traffic over a pool with host memory and disk behind it. The runner here really moves what pages hold, late and in
-another order than it was told where it may, and fails now and then; what a request reads must be what was computed."""
+"""Random traffic over a pool with host memory, disk and another engine behind it. The runner here really moves what pages hold,
+late and in another order than told where it may, and fails now and then; what a request reads must be what was computed."""
 
 import random
 
@@ -11,23 +11,29 @@ from tidemill.kv.tiers import NOWHERE, Moved, Tier, Tiers
 from tidemill.runner.base import accept
 from tidemill.sched.queue import ORDERS
 
+KINDS = [(Tier.HOST, False), (Tier.HOST, True), (Tier.DISK, False), (Tier.DISK, True), (Tier.PEER, True), (Tier.EXPORT, False)]
+
 
 class TierMachine(SchedulerMachine):
-    def __init__(self, chance, num_slots, num_records, records=None):
+    def __init__(self, chance, num_slots, num_records, records=None, num_exports=0, remote=None):
+        """`remote`: what another engine has, by place: key and content."""
         super().__init__()
+        self.num_exports, self.exported, self.remote = num_exports, {}, {} if remote is None else remote
         self.chance, self.num_slots, self.num_records = chance, num_slots, num_records
         self.slots, self.records = {}, {} if records is None else records  # by slot: content; by record: key and content
         self.queued = {tier: [] for tier in Tier}
         self.done = []
-        self.counts = {(tier, is_load): 0 for tier in Tier for is_load in (False, True)}
+        self.counts = dict.fromkeys(KINDS, 0)
         self.num_failed = 0
 
     def make_kv(self, *how):
         on_disk = [(key, record) for record, (key, _) in self.records.items()]
-        self.tiers = Tiers(self.num_slots, self.num_records, on_disk, page_bytes=100)
+        self.tiers = Tiers(self.num_slots, self.num_records, on_disk, page_bytes=100, num_exports=self.num_exports)
         self.tiers.num_skipped = 2
         self.tiers.costs.computed(1, self.chance.choice([0.0, 1.0]))
-        return KVManager(*how, self.tiers)
+        kv = KVManager(*how, self.tiers)
+        kv.learn([(place, key) for place, (key, _) in self.remote.items()])
+        return kv
 
     def waits_for_moves(self):
         return bool(self.tiers._under_way)
@@ -40,23 +46,32 @@ class TierMachine(SchedulerMachine):
 
     def before_write(self, page):
         """Stores are made in order until this page's is."""
-        host = self.queued[Tier.HOST]
-        while any(move.source == page and not move.is_load for move in host):
-            self.move(Tier.HOST)
+        for tier in (Tier.HOST, Tier.EXPORT):
+            while any(move.source == page and not move.is_load for move in self.queued[tier]):
+                self.move(tier)
 
     def move(self, tier):
         move, content = self.queued[tier].pop(0), None
-        fails = tier is Tier.DISK and self.chance.random() < 0.1
+        fails = tier is not Tier.HOST and self.chance.random() < 0.1
+        if tier is Tier.PEER and self.remote.get(move.source, (b"", {}))[0] != move.key:
+            fails = True  # it has other content by now, and so another checksum
         if fails:
             self.num_failed += 1
             if move.is_load:
                 self.before_write(move.target)
                 self.contents[move.target] = {0: "what a failed load left"}
-            elif move.source != NOWHERE:
+            elif tier is Tier.DISK and move.source != NOWHERE:
                 self.records.pop(move.target, None)
+            elif tier is Tier.EXPORT:
+                self.exported.pop(move.target, None)
+        elif tier is Tier.EXPORT:
+            self.exported.pop(move.target, None)
+            if move.source != NOWHERE:
+                self.exported[move.target] = move.key, dict(self.contents[move.source])
         elif move.is_load:
             self.before_write(move.target)
-            content = self.slots[move.source] if tier is Tier.HOST else self.records[move.source][1]
+            where = {Tier.HOST: self.slots, Tier.DISK: self.records, Tier.PEER: self.remote}[tier]
+            content = where[move.source] if tier is Tier.HOST else where[move.source][1]
             if tier is Tier.DISK:
                 assert self.records[move.source][0] == move.key
             self.contents[move.target] = dict(content)
@@ -70,7 +85,7 @@ class TierMachine(SchedulerMachine):
         self.done.append(Moved(move.number, 100, 0.1, "it broke" if fails else ""))
 
     def move_some(self, all_of_them=False):
-        for tier in self.chance.sample(list(Tier), 2):
+        for tier in self.chance.sample(list(Tier), len(Tier)):
             num = len(self.queued[tier])
             for _ in range(num if all_of_them else self.chance.randrange(num + 1)):
                 if self.queued[tier]:
@@ -79,6 +94,23 @@ class TierMachine(SchedulerMachine):
         if self.done:
             self.scheduler.moved(self.done)
         self.done = []
+        self.scheduler.check_integrity()
+
+    def hear(self):
+        """Of the other engine: it has computed the same, or has evicted something, with and without saying so, or it is gone."""
+        kv, what = self.scheduler.kv, self.chance.random()
+        if what < 0.5:
+            for slot, (key, content) in self.exported.items():
+                self.remote[100 + slot] = key, dict(content)
+                kv.learn([(100 + slot, key)])
+        elif what < 0.6 and self.remote:
+            self.remote[self.chance.choice(list(self.remote))] = b"another content", {0: "of another key"}
+        elif what < 0.7 and self.remote:
+            place = self.chance.choice(list(self.remote))
+            kv.learn([(place, b"")], [self.remote.pop(place)[0]] if self.chance.random() < 0.5 else [])
+        elif what < 0.75:
+            kv.learn([(place, b"") for place in self.remote])
+            self.remote.clear()
         self.scheduler.check_integrity()
 
     def fail_step(self):
@@ -120,6 +152,8 @@ class TierMachine(SchedulerMachine):
         assert not self.tiers.is_busy
         assert not self.tiers._kept
         assert len(self.tiers.host) + len(self.tiers.host._free) == self.num_slots
+        assert not kv.exporting
+        assert {key: slot for slot, (key, _) in self.exported.items()} == self.tiers.exports._at
         for key, record in self.tiers.disk._at.items():
             assert self.records[record][0] == key
 
@@ -128,12 +162,13 @@ class TierMachine(SchedulerMachine):
 def test_pages_come_back_as_they_were(num_runs):
     counts, num_failed, num_steps = {}, 0, 0
     for seed in range(num_runs):
-        chance, records = random.Random(seed), {}
-        num_slots, num_records = chance.choice([1, 3, 8, 40]), chance.choice([0, 0, 4, 60])
+        chance, records, remote = random.Random(seed), {}, {}
+        num_exports = [30, 0, 2][seed % 3]
+        num_slots, num_records = chance.choice([0, 1, 3, 8, 40]), [60, 0, 4, 0][seed % 4]
         kinds = chance.choice([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]])
         page_size, policy = chance.choice([1, 2, 4]), chance.choice(["continuous", "splitfuse", "prefill-first"])
-        for _ in range(2):  # the second time after a kill: only what is on disk is left
-            machine = TierMachine(chance, num_slots, num_records, records)
+        for _ in range(2):  # the second time after a kill: only what is on disk, and in the other engine, is left
+            machine = TierMachine(chance, num_slots, num_records, records, num_exports, remote)
             machine.start(policy, page_size, 4, 48, True, "hash", chance.choice(ORDERS), 1.0, kinds)
             for _ in range(16):
                 submit_some(machine, chance)
@@ -148,6 +183,7 @@ def test_pages_come_back_as_they_were(num_runs):
                 drafts = chance.choices(range(2), k=chance.randrange(6))
                 machine.step(chance.choices(range(EOS + 1), k=5), drafts, chance.randrange(1, 4), chance.randrange(2))
                 machine.move_some()
+                machine.hear()
                 machine.sound()
                 num_steps += 1
             for kind, num in machine.counts.items():

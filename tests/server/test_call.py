@@ -37,7 +37,8 @@ def ask(server, route="/v1/completions", body=None, key=KEYS[0], name=None, **mo
 def line_of(path, name):
     """Written when the request has ended, which may be after its response was read."""
     while True:
-        for line in path.read_text().splitlines() if path.exists() else ():
+        whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")  # the last may be half written
+        for line in whole.splitlines():
             if name in (json.loads(line)["id"], json.loads(line).get("label")):
                 return json.loads(line)
         time.sleep(0.02)

@@ -4,7 +4,17 @@ import json
 import re
 from pathlib import Path
 
-from tidemill.events import Admitted, DraftsVerified, ExpertsUsed, MovesFailed, PagesMoved, Preempted
+from tidemill.events import (
+    Admitted,
+    DraftsVerified,
+    ExpertsUsed,
+    MovesFailed,
+    PagesMoved,
+    Placed,
+    Preempted,
+    TakenOver,
+    WeightsStreamed,
+)
 from tidemill.server.metrics import Metrics
 
 FROM_TIERS = Admitted(0.0, "x", 0, 96, 100, 0.0, "prefix hit", num_host=64, num_disk=16)
@@ -17,11 +27,13 @@ def test_the_dashboard_and_the_metrics_agree():
     metrics.finished.labels("stop").inc(0)
     metrics.take([ExpertsUsed(0.0, 64, ((3, (1, 5)), (4, (2, 4)))), DraftsVerified(0.0, 7, "ngram", (("x", 4, 3),))])
     metrics.take([PagesMoved(0.0, "host", True, 2, 100, 0.1), MovesFailed(0.0, "disk", False, 1, "full"), FROM_TIERS])
+    metrics.take([Placed(0.0, "x", "prefill", "first"), TakenOver(0.0, "x", 0, 64, 7, 0.01)])
+    metrics.take([WeightsStreamed(0.0, 100, 0.1, 3, 2)])
     there = set(re.findall(r"^(tidemill_\w+?)(?:\{| )", metrics.render().decode(), re.MULTILINE))
     assert shown <= there, shown - there
     plain = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in there}
     assert plain == {re.sub(r"_(total|bucket)$", "", name) for name in shown}
-    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 16
+    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 17
 
 
 def test_experts_are_counted_by_number_and_compared_by_layer():

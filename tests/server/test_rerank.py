@@ -1,6 +1,7 @@
 """Encoders behind the server: embeddings with the openai client, reranking and scores in the shapes of vLLM, Jina and Cohere."""
 
 import base64
+import json
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ import torch
 from tests.encoders import make_encoder, pooling_files, reference_embedding
 from tests.server.conftest import Server
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.server.vectors import packed
 
 DOCUMENTS = ["slow water turns the wheel", "the night is old", "a boat of stone"]
 
@@ -44,6 +46,60 @@ def test_2048_inputs_in_one_call(encoders):
     assert alone.embedding == made.data[1000].embedding
     with pytest.raises(openai.BadRequestError, match="at most 2048"):
         client.embeddings.create(model="embedder", input=[*texts, "one more"])
+
+
+FORMATS = {
+    "float32": (torch.float32, torch.int32),
+    "float16": (torch.float16, torch.int16),
+    "bfloat16": (torch.bfloat16, torch.int16),
+    "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
+    "fp8_e5m2": (torch.float8_e5m2, torch.uint8),
+}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_vectors_are_rounded_as_torch_does(dtype):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 2, 4096)
+    vector = [*values.tolist(), 0.0, -0.0, 1.0, -1.0, 1.0625, 1.1875]  # the last two are ties of four bits
+    little = torch.tensor(vector).to(FORMATS[dtype][0]).view(FORMATS[dtype][1])
+    assert packed(vector, dtype, "little") == packed(vector, dtype, "native") == little.numpy().tobytes()
+    assert packed(vector, dtype, "big") == little.numpy().byteswap().tobytes()
+
+
+def test_embeddings_as_bytes_in_vllms_formats(encoders):
+    running, _, _ = encoders
+    ask = {"model": "embedder", "input": DOCUMENTS}
+    plain = [one["embedding"] for one in post(running, "/v1/embeddings", **ask).json()["data"]]
+    expected = b"".join(packed(vector, "bfloat16", "big") for vector in plain)
+    ask |= {"embed_dtype": "bfloat16", "endianness": "big"}
+    given = post(running, "/v1/embeddings", **ask, encoding_format="bytes")
+    assert given.content == expected
+    metadata = json.loads(given.headers["metadata"])
+    size = 2 * len(plain[0])
+    wanted = {"index": 2, "embed_dtype": "bfloat16", "endianness": "big", "start": 2 * size, "end": 3 * size}
+    assert metadata["data"][2] == wanted | {"shape": [len(plain[0])]}
+    bare = post(running, "/v1/embeddings", **ask, encoding_format="bytes_only")
+    assert bare.content == expected
+    assert "metadata" not in bare.headers
+    as_text = [one["embedding"] for one in post(running, "/v1/embeddings", **ask, encoding_format="base64").json()["data"]]
+    assert b"".join(map(base64.b64decode, as_text)) == expected
+    many = post(running, "/v1/embeddings", model="embedder", input=["a"] * 401, encoding_format="bytes")
+    assert (many.status_code, "400 inputs" in many.json()["error"]["message"]) == (400, True)
+
+
+def test_pooling_and_vectors_that_are_not_normalized(encoders):
+    running, _, _ = encoders
+    (plain,) = post(running, "/pooling", model="embedder", input=DOCUMENTS[0], task="embed").json()["data"]
+    (same,) = post(running, "/v1/embeddings", model="embedder", input=DOCUMENTS[0]).json()["data"]
+    assert plain == {"index": 0, "object": "pooling", "data": same["embedding"]}
+    (longer,) = post(running, "/v1/embeddings", model="embedder", input=DOCUMENTS[0], use_activation=False).json()["data"]
+    vector = torch.tensor(longer["embedding"])
+    assert abs(vector.norm() - 1) > 1e-2
+    assert (vector / vector.norm() - torch.tensor(plain["data"])).abs().max() < 1e-6
+    (scores,) = post(running, "/pooling", model="reranker", input=DOCUMENTS[0]).json()["data"]
+    assert len(scores["data"]) == 1
+    for wrong in ({"model": "embedder", "task": "classify"}, {"model": "reranker", "task": "embed"}):
+        assert post(running, "/pooling", input="a", **wrong).status_code == 400
 
 
 def test_dimensions_base64_and_truncation(encoders):

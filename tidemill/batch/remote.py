@@ -15,7 +15,7 @@ from tidemill.server import batch_lines
 AT_ONCE = 64
 _RETRIED = frozenset({429, 502, 503, 504})
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
-_GIVE_UP_S = 600.0  # without an answer to any line
+_GIVE_UP_S = 600.0  # of failures, without an answer to any line between them
 _TIMEOUT = httpx.Timeout(None, connect=10)  # a line may wait as long as the server's queue is
 _ERROR_CHARS = 500
 
@@ -31,7 +31,7 @@ class Remote:
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=num_at_once, max_keepalive_connections=num_at_once),
         )
-        self._answered_s = time.monotonic()
+        self._failing_s: float | None = None  # since when no line was answered, of those that came back
 
     async def respond(self, request: Request) -> tuple[int, bytes]:
         delay_s = _FIRST_DELAY_S
@@ -41,14 +41,16 @@ class Remote:
                     self._url + request.url, content=request.body, headers={"Content-Type": "application/json"}
                 )
                 if reply.status_code not in _RETRIED or reply.headers.get("x-should-retry") == "false":
-                    self._answered_s = time.monotonic()
+                    self._failing_s = None
                     return reply.status_code, _on_one_line(reply.content)
                 why = f"status {reply.status_code}"
                 wanted = reply.headers.get("retry-after", "")
                 delay_s = max(delay_s, float(wanted)) if wanted.isdecimal() else delay_s
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = str(error) or type(error).__name__
-            if time.monotonic() - self._answered_s > self._give_up_s:
+            now = time.monotonic()
+            self._failing_s = now if self._failing_s is None else self._failing_s
+            if now - self._failing_s >= self._give_up_s:
                 fix = "Check --url and the server. What is written is kept: run the same command again."
                 raise EngineDead(f"{self._url} has answered no line for {self._give_up_s:.0f} s: {why}.", fix=fix)
             await asyncio.sleep(min(delay_s, _MAX_DELAY_S))

@@ -8,6 +8,8 @@ from typing import Any
 
 from tidemill.bench.record import Record
 from tidemill.errors import ConfigError
+from tidemill.planning.plans import Case, Result
+from tidemill.planning.search import Found
 
 _QUEUE, _PREFILL, _DECODE = "#c9ccd1", "#e08a2e", "#3b76af"
 
@@ -85,3 +87,42 @@ def plot_rates(points: Sequence[tuple[float, dict[str, Any]]], path: Path) -> Pa
     for axis in (left, right):
         axis.grid(alpha=0.3)
     return _save(figure, path)
+
+
+_KINDS = {"colocated": "#0e6468", "prefill and decode": "#e08a2e", "shared by models": "#7a5ca8"}
+
+
+def plot_plans(case: Case, found: Found, path: Path) -> Path:
+    """All simulated plans: how far from the SLOs by devices, and the two times at the 99th percentile."""
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(10, 3.8))
+    for kind, color in _KINDS.items():
+        some = [one for one in found.results if _kind(one) == kind and one.strain < 1e6]
+        if some:
+            left.scatter(
+                [one.plan.num_devices for one in some], [one.strain for one in some], s=14, color=color, label=kind, alpha=0.7
+            )
+            times = [1000 * one.ttft_s[1] for one in some], [1000 * one.tpot_s[1] for one in some]
+            right.scatter(*times, s=14, color=color, alpha=0.7)
+    left.axhline(1, color="#5a686a", linewidth=0.8, linestyle=":")
+    left.set(xlabel=f"{case.hardware.name} devices", ylabel="strain (up to 1: SLOs kept)", yscale="log")
+    right.axvline(1000 * case.slo.ttft_s, color="#5a686a", linewidth=0.8, linestyle=":")
+    right.axhline(1000 * case.slo.tpot_s, color="#5a686a", linewidth=0.8, linestyle=":")
+    right.set(xlabel="time to first token, p99 (ms)", ylabel="time per output token, p99 (ms)", xscale="log", yscale="log")
+    for one, mark in ((found.winner, "*"), (found.runner_up, "D")):
+        if one is not None and one.strain < 1e6:
+            name = f"{'winner' if mark == '*' else 'runner-up'}: {one.plan.name}"
+            left.scatter(
+                [one.plan.num_devices], [one.strain], s=110 if mark == "*" else 45, marker=mark, color="#b3261e", label=name
+            )
+            right.scatter(
+                [1000 * one.ttft_s[1]], [1000 * one.tpot_s[1]], s=110 if mark == "*" else 45, marker=mark, color="#b3261e"
+            )
+    left.legend(frameon=False, fontsize=7)
+    figure.suptitle("simulated", fontsize=9, x=0.01, ha="left")
+    return _save(figure, path)
+
+
+def _kind(result: Result) -> str:
+    if result.plan.is_disaggregated:
+        return "prefill and decode"
+    return "shared by models" if any(len(pool.models) > 1 for pool in result.plan.pools) else "colocated"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from tidemill.errors import ConfigError
+from tidemill.sim.trace import MOONCAKE_BLOCK, read_rows
 
-MOONCAKE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
 _FIRST_ID = 100  # below it many vocabularies have special tokens
 
 
@@ -71,42 +68,20 @@ def read_trace(
     """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp in ms, lengths, a
     hash per 512 tokens, so that shared prefixes stay shared). Times and lengths are multiplied by the scales; a request that
     does not fit `max_context` is cut to it."""
-    try:
-        rows = _azure_rows(path) if path.suffix == ".csv" else _mooncake_rows(path)
-        records = [row for row, _ in zip(rows, range(limit), strict=False)]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a trace: {error!r}.", fix="Azure CSV and Mooncake JSONL are known."
-        ) from error
-    if not records:
-        raise ConfigError(f"{path} holds no request.")
-    rng, start = random.Random(seed), records[0][0]
+    rows = read_rows(path, limit)
+    rng = random.Random(seed)
     block_len = max(1, round(MOONCAKE_BLOCK * length_scale))
     items = []
-    for at, num_prompt, num_output, hashes in records:
-        output = max(1, min(round(num_output * length_scale), max_context // 2))
-        length = max(1, min(round(num_prompt * length_scale), max_context - output))
+    for row in rows:
+        output = max(1, min(round(row.num_output * length_scale), max_context // 2))
+        length = max(1, min(round(row.num_prompt * length_scale), max_context - output))
         ids: list[int] = []
-        for block in hashes:
+        for block in row.blocks[: -(-length // block_len)]:
             ids += _ids(random.Random(f"block {block}"), block_len, vocab)
         ids = (ids + _ids(rng, max(0, length - len(ids)), vocab))[:length]
-        items.append(Item((at - start) * time_scale, ids, output))
+        items.append(Item(row.at_s * time_scale, ids, output))
     return items
 
 
 def _ids(rng: random.Random, num: int, vocab: int) -> list[int]:
     return [rng.randrange(_FIRST_ID, vocab) for _ in range(num)]
-
-
-def _azure_rows(path: Path) -> Iterable[tuple[float, int, int, list[int]]]:
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # seven digits of a second: one too many for Python
-            yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"]), []
-
-
-def _mooncake_rows(path: Path) -> Iterable[tuple[float, int, int, list[int]]]:
-    with path.open() as file:
-        for line in file:
-            row = json.loads(line)
-            yield row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), list(row["hash_ids"])

@@ -35,7 +35,8 @@ def explain(
     for story in stories:
         first = "" if story["first_token_ms"] is None else f", first token after {story['first_token_ms']:.1f} ms"
         title = f"{story['id']}: {story['status']}, {story['total_ms']:.1f} ms{first}\n{story['admission']}"
-        title = "\n".join([title, *story.get("held", ())])
+        where = [f"engine {story['replica']}, {line}" for line in story.get("placed", ())]
+        title = "\n".join([title, *where, *story.get("held", ())])
         table = Table("span", "ms", "%", "because", title=title, title_justify="left")
         for span in story["spans"]:
             table.add_row(span["span"], f"{span['ms']:.1f}", f"{span['percent']:.1f}", span["because"])

@@ -117,6 +117,7 @@ FOREIGN = (
     _no_effect("--metrics --props", LLAMA, "metrics and the live view are always there"),
     _no_effect("-cnv --conversation", LLAMA, "chat is a conversation"),
     _refused("--trust-remote-code", VLLM, "code in a model's repository is never run", takes_value=False),
+    _refused("--cpu-offload-gb", VLLM, "say how much memory weights may take with --weight-memory; the others are streamed"),
     _refused("--tokenizer", VLLM, "the tokenizer is the model's own"),
     _refused("--revision", VLLM, "the newest version is taken; download another with `hf download` and give its folder"),
     _refused("--download-dir", VLLM, "models are kept in the hub's cache; set HF_HOME to move it"),

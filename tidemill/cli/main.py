@@ -10,6 +10,7 @@ from rich.console import Console
 from tidemill.cli import (
     batch,
     bench,
+    calibrate,
     calibrate_kv,
     chat,
     completion,
@@ -21,12 +22,14 @@ from tidemill.cli import (
     memory,
     models,
     ollama,
+    plan,
     plan_layout,
     prompt_cache,
     prune,
     quantize,
     route,
     serve,
+    simulate,
     train_draft,
     worker,
 )
@@ -61,8 +64,11 @@ app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
+app.command(cls=Command)(plan.plan)
 app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
+app.command(epilog=EPILOG, cls=Command)(calibrate.calibrate)
+app.command(epilog=EPILOG, cls=Command)(simulate.simulate)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)

@@ -20,6 +20,7 @@ from tidemill.config import (
     parse_bytes,
     sequence_bytes,
 )
+from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS, ON_DEVICE
 from tidemill.model_config import ModelConfig
@@ -28,7 +29,7 @@ from tidemill.weights.locate import locate
 console = Console(highlight=False)
 
 
-@takes("model", "device", "dtype", "kv-dtype", "kv-host-memory", "kv-disk")
+@takes("model", "device", "dtype", "kv-dtype", "kv-host-memory", "kv-disk", "weight-memory")
 def memory(
     settings: Settings,
     context: Annotated[
@@ -53,18 +54,19 @@ def memory(
     if tokens < 1 or requests < 1:
         raise ConfigError("context and requests must be at least 1.")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
+    held, why_held = decide_weight_memory(options, device, 1, weights, config, machine)
     kind, per_token = FORMATS[kv_dtype], config.kv_bytes_per_token(kv_dtype)
     per_request, why_layout = sequence_bytes(options, config, device, kv_dtype, tokens)
     kv = per_request * requests
     activations = config.activation_bytes(256, max(64, requests))
     have = parse_bytes(available) if available else machine.gpu_free_bytes if device == "cuda" else machine.available_bytes
     host = options.kv_host_memory_bytes or 0
-    room = have - weights - activations - (host if device == "cpu" else 0)
+    room = have - (held or weights) - activations - (host if device == "cpu" else 0)
     table = Table("part", "bytes", "how", title=f"{options.model}: {requests} × {tokens:,} tokens, {dtype}", title_justify="left")
     table.add_row(
         "weights",
-        fmt_bytes(weights),
-        f"{config.num_parameters:,} parameters; {why_dtype}",
+        fmt_bytes(held or weights),
+        f"{config.num_parameters:,} parameters; {why_dtype}" + (f"; {why_held}" if held else ""),
     )
     table.add_row(
         "KV cache",
@@ -73,7 +75,7 @@ def memory(
         f"{' and scales' if kind.has_scales else ''} = {per_token:,} a token; {why_layout}",
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
-    table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")
+    table.add_row("total", fmt_bytes((held or weights) + kv + activations), "", style="bold")
     console.print(table)
     if config.attention_layers and config.pooler is None:
         console.print(_formats(options, config, device, dtype, tokens, room))

@@ -163,7 +163,8 @@ OPTIONS = (
     Option(
         "quantization", "text", ENGINE, field="quantization", choices=("auto", "none", *QUANTIZATIONS),
         help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
-        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
+        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read; sparse24: matrices with two "
+        "zeros among four values on sparse tensor cores.",
     ),
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
@@ -186,6 +187,12 @@ OPTIONS = (
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
+    Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
+           help="Memory for weights, like 8G, of a model that is larger: what does not fit is read from disk as it is "
+           "needed."),
+    Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
+           help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the "
+           "fastest disk."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),
@@ -194,6 +201,14 @@ OPTIONS = (
     Option("kv-disk", "text", ENGINE, field="kv_disk", automatic="none",
            help="A folder and its quota behind that, as PATH:SIZE, like /var/cache/tidemill:20G. Cached pages stay there, also "
            "over a restart."),
+    Option("kv-export", "text", ENGINE, field="kv_export", automatic="none",
+           help="Where other engines fetch KV pages that this one has computed, and how much memory these take: shm:NAME:SIZE on "
+           "one host, tcp:HOST:PORT:SIZE or nixl:HOST:PORT:SIZE between hosts."),
+    Option("kv-import", "text", ENGINE, field="kv_import", automatic="none",
+           help="Engines whose KV pages are fetched instead of computed, where that is faster: shm:NAME, tcp:HOST:PORT or "
+           "nixl:HOST:PORT, with commas between them."),
+    Option("kv-key-file", "text", ENGINE, field="kv_key_file", automatic="none",
+           help="For tcp: and nixl: of --kv-export and --kv-import: a file with the key that these engines share."),
     Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU, or if states are large",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
@@ -256,11 +271,23 @@ OPTIONS = (
     Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
            help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
            "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
+    Option("prefill", "integer", SERVING, field="prefill_engines", low=0, high=64,
+           help="Engines that compute prompts up to the first token, beside --decode engines that go on from there: long prompts "
+           "do not hold up the tokens of others."),
+    Option("decode", "integer", SERVING, field="decode_engines", low=0, high=64,
+           help="Engines that go on with requests whose prompts --prefill engines have computed."),
+    Option("kv-transfer-memory", "size", SERVING, field="kv_transfer_bytes", automatic="256 MiB",
+           help="Shared memory of each --prefill engine, for KV pages on their way to decode engines: at least a prompt's."),
+    Option("disaggregate", "text", SERVING, "auto: say whether --prefill and --decode would serve the measured load better.",
+           "off", choices=("off", "auto")),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
            "attention that the compiled kernels do not have. Not batch-invariant."),
+    Option("nano-batching", "text", ENGINE, field="nano_batching", choices=("auto", "on", "off"),
+           help="On a GPU: steps in two halves, so that one half's attention runs beside the other's matmuls. auto: at the sizes "
+           "where a trial at start is at least 2 % faster. Tokens are the same."),
     Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
            help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,

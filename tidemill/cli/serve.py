@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +78,9 @@ def serve(
     def on_ready(models: Models, port: int) -> None:
         bar.stop()
         print_ready(models, listen, port, bool(access.keys or access.admin_keys))
+        if settings["disaggregate"] == "auto" and not served[0].engine.has_roles:
+            told = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
+            console.print(f"Disaggregation: {told}.", style="dim")
 
     raise_on_interrupt()
     cluster, fleet = _on_ray(settings, served)
@@ -103,6 +107,7 @@ def serve(
                     tracing=tracing,
                     sharing=sharing,
                     fleet=fleet,
+                    advises=settings["disaggregate"] == "auto",
                 )
             )
     finally:
@@ -199,8 +204,13 @@ def _named(text: str) -> tuple[list[str], str]:
 
 
 def print_ready(models: Models, listen: Listen, port: int, needs_key: bool) -> None:
+    from tidemill.engine.replicas import Replicas
+
     for service in models:
         console.print(budget_table(service.model_name, service.ready))
+        if isinstance(service.client, Replicas):
+            kinds = Counter(one.get("role", "alike") for one in service.client.described())
+            console.print(f"Engines, each as above: {', '.join(f'{num} {kind}' for kind, num in kinds.items())}")
     if len(models.names) > 1:
         states = ", ".join(f"{name} ({state})" for name, state in models.states().items())
         console.print(f"Models: {states}", markup=False)
@@ -236,7 +246,8 @@ def budget_table(name: str, ready: Ready) -> Table:
     if config.num_ranks > 1:
         parts = f"{config.tensor_parallel} share each layer, {config.pipeline_parallel} stages"
         table.add_row("ranks", str(config.num_ranks), f"{parts}; weights and KV cache below are of each that shares layers")
-    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}")
+    streamed = f"; {why['weight_memory']}" if config.weight_memory else ""
+    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}{streamed}")
     table.add_row(
         "KV cache",
         f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",

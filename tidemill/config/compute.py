@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.config.options import Decision, EngineOptions, at_least
+from tidemill.config.options import Decision, EngineOptions, at_least, one_of
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
@@ -10,7 +10,12 @@ from tidemill.model_config import ModelConfig
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
 STORED_FORMATS = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4")  # a checkpoint says so by itself
-QUANTIZATIONS = {"fp8": "8-bit floats", "int8": "8 bits", "int4": "4 bits"}  # that weights may be rounded to as they are read
+QUANTIZATIONS = {  # of weights as they are read
+    "fp8": "in 8-bit floats, rounded as they are read",
+    "int8": "in 8 bits, rounded as they are read",
+    "int4": "in 4 bits, rounded as they are read",
+    "sparse24": "with two zeros among four values on sparse tensor cores",
+}
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
@@ -79,7 +84,7 @@ def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelC
         raise ConfigError(
             f"quantization {asked} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
         )
-    return asked, f"given: linears in {QUANTIZATIONS[asked]}, rounded as they are read{experts}"
+    return asked, f"given: linears {QUANTIZATIONS[asked]}{experts}"
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
@@ -178,6 +183,13 @@ def decide_fast_math(options: EngineOptions, device: str, model: ModelConfig) ->
             param="fast_math",
         )
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
+
+
+def decide_nano_batching(options: EngineOptions, device: str) -> Decision[str]:
+    given = one_of("nano_batching", options.nano_batching, ("auto", "on", "off"))
+    if given == "on" and device != "cuda":
+        raise ConfigError("nano_batching is for GPUs.", fix="Leave --nano-batching out.", param="nano_batching")
+    return (given if device == "cuda" else "off"), "steps in two halves that overlap, on a GPU"
 
 
 def decide_max_loras(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:

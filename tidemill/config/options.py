@@ -21,7 +21,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
-    quantization: str = "auto"  # of weights on a GPU: as stored, none, or fp8, int8 or int4, made as they are read
+    quantization: str = "auto"  # of weights on a GPU: as stored, none, or fp8, int8, int4 or sparse24, made as they are read
     kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
     kv_calibration: str | None = None  # a file that calibrate-kv has written
     page_size: int | None = None
@@ -30,9 +30,14 @@ class EngineOptions:
     max_waiting: int = 4096
     token_budget: int | None = None
     memory_bytes: int | None = None  # for weights, activations and KV cache together
+    weight_memory_bytes: int | None = None  # for weights; what does not fit is streamed from disk
+    weight_cache: str | None = None  # PATH:SIZE, for the files that weights are streamed from
     kv_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None  # behind the KV cache
     kv_disk: str | None = None  # PATH:SIZE, behind host memory
+    kv_export: str | None = None  # where other engines fetch the pages of this one
+    kv_import: str | None = None  # engines whose pages this one fetches, with commas between them
+    kv_key_file: str | None = None  # of these engines, where they are on several hosts
     policy: str = "continuous"
     kv_layout: str = "paged"  # or virtual
     kv_policy: str | None = None  # of requests that do not ask for one: a name, or JSON
@@ -52,7 +57,11 @@ class EngineOptions:
     workers_address: str | None = None  # HOST:PORT
     workers_key_file: str | None = None
     data_parallel: int = 1  # engines that serve the model side by side
+    prefill_engines: int = 0  # with decode_engines: engines that compute prompts, up to the first token
+    decode_engines: int = 0  # those that go on from there
+    kv_transfer_bytes: int | None = None  # of each prefill engine, for pages that decode engines fetch
     fast_math: bool = False
+    nano_batching: str = "off"  # on a GPU: steps in two halves that overlap; auto: where a trial at start is faster, on, off
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
     draft_model: str | None = None
@@ -66,6 +75,43 @@ class EngineOptions:
     loras: tuple[str, ...] = ()  # NAME=PATH of LoRA adapters
     max_loras: int | None = None
     max_lora_rank: int | None = None
+
+    @property
+    def has_roles(self) -> bool:
+        """Prompts are computed by other engines than what follows."""
+        return bool(self.prefill_engines or self.decode_engines)
+
+    @property
+    def num_engines(self) -> int:
+        return self.prefill_engines + self.decode_engines if self.has_roles else self.data_parallel
+
+    def check_roles(self) -> None:
+        if not self.has_roles:
+            return
+        if not (self.prefill_engines and self.decode_engines):
+            lacking = "decode" if self.prefill_engines else "prefill"
+            fix = "Give both, like --prefill 1 --decode 1, or neither."
+            raise ConfigError(f"There is no {lacking} engine.", fix=fix, param=f"{lacking}_engines")
+        if self.data_parallel > 1:
+            fix = "Leave out --data-parallel: --prefill and --decode say how many engines there are."
+            raise ConfigError("Engines are either alike or have roles.", fix=fix, param="data_parallel")
+        if self.remote_workers:
+            fix = "Start a server on each host, and put `tidemill route` before them."
+            raise ConfigError("Engines with roles cannot share workers of other hosts.", fix=fix, param="remote_workers")
+        obstacles = {
+            "prefix_caching": not self.prefix_caching,
+            "prefix_index": self.prefix_index != "hash",
+            "kv_layout": self.kv_layout != "paged",
+            "tensor_parallel": self.tensor_parallel > 1,
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "kv_export": self.kv_export is not None,
+            "kv_import": self.kv_import is not None,
+        }
+        for name, is_there in obstacles.items():
+            if is_there:
+                fix = "Leave it out, or --prefill and --decode."
+                what = f"With {name} = {getattr(self, name)}, KV pages cannot go from prefill engines to decode engines."
+                raise ConfigError(what, fix=fix, param=name)
 
     @property
     def lora_paths(self) -> dict[str, str]:

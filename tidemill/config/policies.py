@@ -26,6 +26,8 @@ def decide_kv_policies(
         why = f"this model's layers have {' and '.join(kinds)}, which KV policies do not know"
     elif not any(spec.rotation for spec in specs):
         why = "this model has learned its positions; KV policies need rotary ones"
+    elif any(spec.kv_is_shared for spec in specs):
+        why = "there are more ranks than KV heads: none sees all of the attention that a key gets"
     elif kv_dtype not in ("float32", "bfloat16"):
         why = f"KV policies take keys in float32 or bfloat16, not in {kv_dtype}"
     elif kv_layout != "paged":

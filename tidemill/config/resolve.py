@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import (
+    bytes_of_page,
     decide_kv_calibration,
     decide_kv_dtype,
     decide_layout,
@@ -27,6 +29,7 @@ from tidemill.config.compute import (
     decide_max_lora_rank,
     decide_max_loras,
     decide_max_requests,
+    decide_nano_batching,
     decide_scheme,
     decide_threads,
     decide_token_budget,
@@ -36,7 +39,9 @@ from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages,
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
+from tidemill.config.streaming import decide_weight_cache, decide_weight_memory
 from tidemill.config.tiers import decide_disk, decide_host_slots
+from tidemill.config.transfer import decide_export, decide_import
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
 from tidemill.kv_policy import UNBOUNDED, KVPolicy
@@ -95,10 +100,18 @@ class EngineConfig:
     host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
     kv_disk: str = ""  # a folder behind it, or empty
     kv_disk_bytes: int = 0
+    kv_export: str = ""  # the address at which other engines find pages, or empty
+    export_slots: int = 0
+    kv_import: tuple[str, ...] = ()  # addresses of other engines
+    kv_key_file: str | None = None
     kv_layout: str = "paged"
+    weight_memory: int = 0  # bytes of weights in memory, if not all are there
+    weight_cache: str = ""  # the folder of the files that the others are streamed from
+    weight_cache_bytes: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: bool = False
+    nano_batching: str = "off"
     reasons: dict[str, str] = field(default_factory=dict)
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
@@ -121,8 +134,13 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
-        host = self.host_slots * self.page_bytes if self.device == "cpu" else 0
+        host = (self.host_slots + self.export_slots) * self.page_bytes if self.device == "cpu" else 0
         return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + host + spare
+
+    @property
+    def has_tiers(self) -> bool:
+        """There is something behind the KV cache: host memory, or other engines."""
+        return bool(self.host_slots or self.export_slots or self.kv_import)
 
     @property
     def page_bytes(self) -> int:
@@ -146,8 +164,15 @@ class EngineConfig:
         return self.num_kv_tokens / self.max_context
 
 
-def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_model: ModelConfig | None = None) -> EngineConfig:
-    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`."""
+def resolve(
+    options: EngineOptions,
+    model: ModelConfig,
+    machine: Machine,
+    draft_model: ModelConfig | None = None,
+    stages: Sequence[Collection[int]] = (),
+) -> EngineConfig:
+    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`. `stages`: of a pipeline,
+    the layers with keys and values that each has."""
     reasons: dict[str, str] = {}
 
     def settle(name: str, decision: Decision[T]) -> T:
@@ -183,8 +208,17 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     memory = measure(
         options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
     )
+    num_ranks, all_bytes = tensor_parallel * pipeline_parallel, memory.weight_bytes
+    weight_memory = settle("weight_memory", decide_weight_memory(options, device, num_ranks, all_bytes, model, machine))
+    weight_cache, weight_cache_bytes = settle("weight_cache", decide_weight_cache(options))
+    if weight_memory:
+        memory = replace(memory, weight_bytes=weight_memory)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
+    held = max([layout.only(layers) for layers in stages] or [layout], key=lambda one: one.layers_per_page)
+    of_rank = replace(memory, page_bytes=bytes_of_page(model, kv_dtype, page_size, held))
+    if options.kv_memory_bytes is not None:  # of each rank; what is left of a machine, its stages share
+        memory = of_rank
     most_pages = max_requests * memory.num_pages_for(context)
     if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
         most_pages = min(most_pages, token_budget // page_size + 2 * max_requests)
@@ -200,15 +234,19 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
     session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
     kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
-    host_slots = 0
+    host_slots = export_slots = 0
+    kv_export, kv_import = "", tuple[str, ...]()
     if model.pooler is not None:
         reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
     else:
-        used = num_pages * memory.page_bytes
-        host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
+        used = num_pages * of_rank.page_bytes
+        host_slots = settle("host_slots", decide_host_slots(options, of_rank, used, prefix_caching, prefix_index, machine))
+        taken = host_slots * of_rank.page_bytes + (0 if of_rank.gpu else of_rank.weight_bytes + of_rank.activation_bytes + used)
+        kv_export, export_slots = settle(
+            "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine)
+        )
+        kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
-    if tensor_parallel * pipeline_parallel > 1 and kv_policies:
-        kv_policies = settle("kv_policies", ((), "KV policies are not there with several ranks"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
@@ -217,7 +255,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         scheme=scheme,
         kv_dtype=kv_dtype,
         page_size=page_size,
-        layout=layout,
+        layout=held,
         num_pages=num_pages,
         max_context=context,
         max_requests=max_requests,
@@ -233,7 +271,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         fast_math=fast_math,
         structured_backend=options.structured_backend,
         weight_bytes=memory.weight_bytes,
-        kv_bytes=num_pages * memory.page_bytes,
+        kv_bytes=num_pages * of_rank.page_bytes,
         activation_bytes=memory.activation_bytes,
         speculate=speculate,
         max_drafts=max_drafts,
@@ -256,7 +294,15 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         host_slots=host_slots,
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
+        kv_export=kv_export,
+        export_slots=export_slots,
+        kv_import=kv_import,
+        kv_key_file=options.kv_key_file,
         kv_layout=kv_layout,
+        weight_memory=weight_memory,
+        weight_cache=weight_cache,
+        weight_cache_bytes=weight_cache_bytes,
+        nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,
@@ -281,8 +327,9 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
-        prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
-        kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
+        weight_memory_bytes=None, prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None,
+        kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
+        batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
         remote_workers=0,
     )  # fmt: skip

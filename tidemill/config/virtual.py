@@ -38,8 +38,8 @@ def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype:
         return "this model has layers with windows, which give back pages in the middle of a row"
     if kv_dtype not in ("float32", "bfloat16", "float16"):
         return f"keys and values of {kv_dtype} have their scales in the page"
-    if options.kv_host_memory_bytes or options.kv_disk:
-        return "host memory and disk behind the cache (kv_host_memory, kv_disk) take pages of one pool"
+    if options.kv_host_memory_bytes or options.kv_disk or options.kv_export or options.kv_import:
+        return "what is behind the cache (kv_host_memory, kv_disk, kv_export, kv_import) takes pages of one pool"
     if options.speculate in ("exit", "exit-bandit"):
         return f"drafts of the first layers (speculate {options.speculate}) read pages"
     if options.fast_math:

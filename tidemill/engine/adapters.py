@@ -22,7 +22,7 @@ from tidemill.events import EventSink
 from tidemill.wire import AdapterInfo, AdapterReply, LoadAdapter, Refused
 
 if TYPE_CHECKING:
-    from tidemill.layers.lora import Loras
+    from tidemill.runner.base import AdapterSlots
     from tidemill.weights.lora import LoraWeights
 
 _LOOK_EVERY_S = 0.002  # for an adapter to be read, when there is nothing else to do
@@ -47,7 +47,7 @@ class Adapter:
 
 
 class AdapterStore:
-    def __init__(self, loras: Loras | None, config: EngineConfig, now: Callable[[], float], emit: EventSink) -> None:
+    def __init__(self, loras: AdapterSlots | None, config: EngineConfig, now: Callable[[], float], emit: EventSink) -> None:
         self._loras, self._max_rank, self._now, self._emit = loras, config.max_lora_rank, now, emit
         self._slots: list[Adapter | None] = [None] * config.max_loras
         self._known: dict[int, Adapter] = {}

@@ -27,6 +27,7 @@ from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, Link, error_from
 from tidemill.engine.pending import EngineLost, Pending
+from tidemill.engine.progress import Progress
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.sched.queue import check_room
@@ -40,7 +41,6 @@ from tidemill.wire import (
     Gone,
     Loading,
     Pages,
-    PromptProgress,
     Ready,
     Refused,
     Renew,
@@ -75,14 +75,16 @@ class EngineClient:
         start_s: float = START_S,
         new_link: Callable[[], Link] = EngineLink,
         hands_over: bool = False,
+        gate: Callable[[Submit], str] | None = None,
     ) -> None:
         """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
         `start_s`: without progress, after which a start has failed. `new_link`: to an engine that is to be started.
-        `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once."""
+        `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once. `gate`: why a
+        request must wait until it is let in; empty: it need not."""
         self._on_events = on_events
         self._on_pages = on_pages
         self._stall_s, self._start_s = stall_s, start_s
-        self._new_link, self._hands_over = new_link, hands_over
+        self._new_link, self._hands_over, self._gate = new_link, hands_over, gate
         self._pending: dict[str, Pending] = {}
         self._leaving: set[str] = set()  # aborted, and the engine has not confirmed it yet
         self._link: Link | None = None  # None: there is no engine at the moment
@@ -90,8 +92,7 @@ class EngineClient:
         self._last_step_s = 0.0  # when it was reported
         self._longest_step_s = 0.0  # of late
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
-        self._telling: dict[str, Pending] = {}  # whose progress is told, until they have a token
-        self._planned: dict[int, tuple[tuple[str, int], ...]] = {}  # by step, while there are such
+        self._progress = Progress()
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
         self.adapters = AdapterNames(self._send, self._uses_adapter)
@@ -215,11 +216,13 @@ class EngineClient:
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
         pending = Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         if tells_progress:
-            self._telling[request.request_id] = pending
+            self._progress.tell(pending)
+        why = self._why_held if self._is_held else self._gate(request) if self._gate else ""
         if request.resumed is not None:
-            self._take_up(pending, request.resumed)
-        if self._is_held:
-            self._queue(pending)
+            self._take_up(pending, request.resumed, is_queued=bool(why))
+        if why:
+            self._queue(pending, why)
+            pending.waits_because = "" if self._is_held else why
         self._pending[request.request_id] = pending
         self._note_use(request)
         num_left = len(pending.outputs) - len(pending.over)
@@ -241,7 +244,11 @@ class EngineClient:
                 alarm.cancel()
             self._end(pending)
 
-    def _take_up(self, pending: Pending, resumed: list[Resumed]) -> None:
+    @property
+    def _why_held(self) -> str:
+        return "the model is not loaded" if self._link is None else "the model will be unloaded for another"
+
+    def _take_up(self, pending: Pending, resumed: list[Resumed], is_queued: bool) -> None:
         """A request that another engine had begun."""
         request = pending.request
         pending.is_known = True
@@ -250,7 +257,7 @@ class EngineClient:
         for one in resumed:
             pending.outputs[one.index] = list(one.output_ids)
         for index, name in enumerate(self._names(request)):
-            if index not in pending.over and not self._is_held:  # or else it is reported where it is queued
+            if index not in pending.over and not is_queued:  # or else it is reported where it is queued
                 given = len(request.prompt_ids), request.priority, request.tenant
                 self._report([events.Submitted(time.monotonic(), name, *given)])
 
@@ -275,7 +282,18 @@ class EngineClient:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""
         self._send(ShowPages())
 
-    def _queue(self, pending: Pending) -> None:
+    @property
+    def at_gate(self) -> list[Pending]:
+        """Requests that wait to be let in."""
+        return [one for one in self._pending.values() if one.waits_because and not one.is_over]
+
+    def let_in(self, pending: Pending) -> None:
+        """The engine may have it."""
+        pending.waits_because = ""
+        if pending.request.request_id not in self._leaving:
+            self._submit(pending)
+
+    def _queue(self, pending: Pending, why: str) -> None:
         """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
         assert self.ready is not None
         request, background = pending.request, pending.request.priority >= BACKGROUND
@@ -291,14 +309,14 @@ class EngineClient:
         pending.is_known = True
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))
-        now, why = time.monotonic(), "the model is not loaded" if self._link is None else "the model will be unloaded for another"
+        now = time.monotonic()
         for name in self._names(request):
             submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
             self._report([submitted, events.Deferred(now, name, why)])
 
     def _submit(self, pending: Pending) -> None:
         """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
-        if self._link is not None and not self._is_held:
+        if self._link is not None and not self._is_held and not pending.waits_because:
             pending.is_submitted = True
             self._send(pending.again())
 
@@ -309,7 +327,7 @@ class EngineClient:
         if self._pending.get(request_id) is not pending:
             return
         del self._pending[request_id]
-        self._telling.pop(request_id, None)
+        self._progress.forget(request_id)
         self._note_use(pending.request)
         if pending.request.adapter:
             self.adapters.requests_ended()
@@ -468,7 +486,7 @@ class EngineClient:
         """But for those that engines may have died of."""
         for pending in [one for one in some if not one.is_over and not one.num_deaths and one.request.priority != PROBE]:
             lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
-            lost.is_known = pending.is_known
+            lost.is_known, lost.may_have_killed = pending.is_known, pending.may_have_killed
             self._end(pending, lost)
             self._report_lost(self._names_of(pending.request.request_id), "its engine was lost: it goes on in another")
 
@@ -512,7 +530,7 @@ class EngineClient:
         if isinstance(message, StepOutput):
             if any(isinstance(event, events.StepDone) for event in message.events):
                 self._last_step_s, self._stalled_s = time.monotonic(), 0.0
-            self._tell_progress(message.events)
+            self._progress.take(message.events)
             for delta in message.deltas:
                 self._take_delta(delta)
             if message.events:
@@ -540,7 +558,7 @@ class EngineClient:
             return
         pending.outputs[delta.index] += delta.token_ids
         pending.has_token = True
-        self._telling.pop(delta.request_id, None)
+        self._progress.forget(delta.request_id)
         if self._on_trial == delta.request_id:
             self._try_next()
         if delta.finish_reason:
@@ -550,28 +568,6 @@ class EngineClient:
         if pending.inbox.num_cells > inbox.MAX_CELLS:
             what = "The client does not read: too much of the response waits for it."
             self._end(pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities."))
-
-    def _tell_progress(self, batch: list[Event]) -> None:
-        """Of prompts, before their first token, to readers that asked for it."""
-        for event in batch if self._telling else ():
-            if isinstance(event, events.Admitted):
-                if (pending := self._telling.get(event.request_id.removesuffix(":0"))) is not None:  # of its first sample
-                    self._tell(pending, event.num_cached, event.num_cached)
-            elif isinstance(event, events.StepPlanned):
-                self._planned[event.step] = event.tokens_of
-            elif isinstance(event, events.StepDone):
-                for name, num in self._planned.pop(event.step, ()):
-                    if (pending := self._telling.get(name.removesuffix(":0"))) is not None and pending.progress is not None:
-                        self._tell(pending, pending.progress.num_cached, pending.num_prefilled + num)
-        if not self._telling:
-            self._planned.clear()
-
-    def _tell(self, pending: Pending, num_cached: int, num_done: int) -> None:
-        num_prompt = len(pending.request.prompt_ids)
-        pending.num_prefilled = min(num_done, num_prompt)
-        if pending.progress is None or pending.num_prefilled > pending.progress.num_done:
-            pending.progress = progress = PromptProgress(num_prompt, num_cached, pending.num_prefilled)
-            pending.inbox.put(Delta(pending.request.request_id, 0, [], num_cached=num_cached, progress=progress))
 
     def _report(self, batch: list[Event]) -> None:
         for event in batch:

@@ -18,7 +18,7 @@ from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WorkerLost
+from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WeightsLost, WorkerLost
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
@@ -33,12 +33,13 @@ from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
 from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
-from tidemill.sched.request import BACKGROUND, Request, Status
+from tidemill.sched.request import BACKGROUND, HANDED_OVER, Request, Status
 from tidemill.sched.scheduler import Scheduler
 from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
+_EXPORT_S = 0.05  # waited for pages that another engine needs to go on
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
@@ -49,6 +50,14 @@ class InFlight(NamedTuple):
     launched: Any
     started_s: float
     is_ahead: bool  # it was launched before the one before it was collected
+
+
+class Ending(NamedTuple):
+    """The end of a request, to be told when these contents are exported."""
+
+    delta: Delta
+    keys: frozenset[bytes]
+    until_s: float  # it is waited for
 
 
 @dataclass(slots=True)
@@ -62,6 +71,7 @@ class Parts:
     tiers: Tiers | None = None
     take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
     ranks: Ranks | None = None  # if the runner is of several processes
+    take_weight_reads: Callable[[], tuple[int, float, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
 
 
 class EngineCore:
@@ -81,6 +91,9 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
+        for one in getattr(self.runner, "nano", ()):
+            tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
+            self._events(events.NanoBatchingTried(self._clock.now(), *tried))
         self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,
@@ -116,10 +129,13 @@ class EngineCore:
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
         self._take_expert_counts = parts.take_expert_counts
         self._take_expert_counts()  # what starting computed
+        self._take_weight_reads = parts.take_weight_reads
+        self._streams_weights = self._take_weight_reads() is not None
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
         self._is_closed = False
+        self._last: list[Ending] = []  # of requests whose pages are being exported
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -128,7 +144,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
+        return self.scheduler.has_work or bool(self._in_flight or self._awaiting or self._last) or self.adapters.is_reading
 
     @property
     def is_in_flight(self) -> bool:
@@ -138,7 +154,7 @@ class EngineCore:
     @property
     def idle_s(self) -> float:
         """Though there is work, no step can be made for so long, unless something comes."""
-        return 0.0 if self._in_flight or self._awaiting else self.scheduler.idle_s
+        return 0.0 if self._in_flight or self._awaiting or self._last else self.scheduler.idle_s
 
     @property
     def has_moves(self) -> bool:
@@ -228,12 +244,15 @@ class EngineCore:
             max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
             holds=request.holds,
+            hands_over=request.hands_over,
         )
         if adapter is not None:
             self.adapters.hold(adapter)
             self._adapter_of[request.request_id] = adapter
-        pooler = self.model_config.pooler
-        live = self._live[request.request_id] = Live(request.request_id, pooler is None or pooler.is_normalized)
+        pooler, is_unit = self.model_config.pooler, params.is_normalized
+        if is_unit is None:
+            is_unit = pooler is None or pooler.is_normalized
+        live = self._live[request.request_id] = Live(request.request_id, is_unit)
         for index, sample in zip(outputs, made, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live
@@ -304,6 +323,8 @@ class EngineCore:
             self.adapters.wait()
         try:
             self._take_moves()
+            if self._last and (told := self._exported()):
+                return StepOutput(told, self._events.take()), failed
             if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self._in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
@@ -321,7 +342,7 @@ class EngineCore:
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
-        except WorkerLost:  # nothing can be computed any more; requests go on in another engine
+        except (WorkerLost, WeightsLost):  # nothing can be computed any more; requests go on in another engine
             raise
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
@@ -329,12 +350,19 @@ class EngineCore:
             if not isinstance(error, Exception) or self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             traceback.print_exc()
-        return StepOutput(self._outputs(*ended) if ended else [], self._events.take()), failed
+        deltas = self._after_export(self._outputs(*ended) if ended else [])
+        return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:
-        done = () if self.runner.mover is None else self.runner.mover.done()
-        if done:
+        mover = self.runner.mover
+        if mover is None:
+            return
+        if done := mover.done():
             self.scheduler.moved(done)
+        if (learned := mover.learned()) is not None:
+            self.scheduler.kv.learn(learned.slots, learned.erased)
+            for why in learned.problems:
+                self._events(events.TierNotUsed(self._clock.now(), "peer", why))
 
     def _plan(self) -> StepPlan | None:
         if self.drafting is not None:
@@ -365,7 +393,7 @@ class EngineCore:
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
         self._collected_s = now
-        self._count_experts(now)
+        self._count_uses(now)
         return done, result, progress, of_beams
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
@@ -377,9 +405,40 @@ class EngineCore:
                 self._forget(one.request.seq)
         return deltas
 
-    def _count_experts(self, now: float) -> None:
-        """Every so many steps, and when nothing is left to do."""
-        if not self.model_config.experts:
+    def _after_export(self, deltas: list[Delta]) -> list[Delta]:
+        """The end of a request is told when other engines know of its pages: one of them may go on with it. What is handed over
+        has its token told before that."""
+        if not self.config.export_slots or self.runner.mover is None:
+            return deltas
+        told = [delta for delta in deltas if not delta.finish_reason]
+        ended = [delta for delta in deltas if delta.finish_reason]
+        now, exporting = self._clock.now(), frozenset(self.scheduler.kv.exporting) if ended else frozenset()
+        for delta in ended:
+            if delta.finish_reason == HANDED_OVER:
+                told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
+                delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
+            self._last.append(Ending(delta, exporting, now + _EXPORT_S))
+        return told
+
+    def _exported(self) -> list[Delta]:
+        """Ends of requests whose pages other engines know of by now. That is waited for, for a moment: the next step may take
+        long."""
+        while True:
+            moves = self.scheduler.plan_moves()
+            if moves is not None:
+                self.runner.change_pages(moves)
+            mover, exporting, now = self.runner.mover, self.scheduler.kv.exporting, self._clock.now()
+            over = [one for one in self._last if exporting.isdisjoint(one.keys) or now > one.until_s]
+            if mover is None or len(over) == len(self._last):
+                break
+            mover.wait(_MOVES_S)
+            self._take_moves()
+        self._last = [one for one in self._last if one not in over]
+        return [one.delta for one in over]
+
+    def _count_uses(self, now: float) -> None:
+        """Of experts and of streamed weights: every so many steps, and when nothing is left to do."""
+        if not self.model_config.experts and not self._streams_weights:
             return
         self._num_uncounted_steps += 1
         if self._num_uncounted_steps >= _COUNT_EVERY or not self.has_work:
@@ -387,6 +446,8 @@ class EngineCore:
             if any(map(any, counts.values())):
                 tokens_of = tuple((layer, tuple(of_layer)) for layer, of_layer in counts.items())
                 self._events(events.ExpertsUsed(now, self._num_uncounted_steps, tokens_of))
+            if (reads := self._take_weight_reads()) is not None and reads[0]:
+                self._events(events.WeightsStreamed(now, *reads))
             self._num_uncounted_steps = 0
 
     def _add_masks(self, plan: StepPlan) -> list[Refused]:
@@ -404,11 +465,12 @@ class EngineCore:
         """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
         for i, one in enumerate(progress):
             seq = one.request.seq
-            if seq not in self.structured or one.finish_reason:
+            if seq not in self.structured or one.finish_reason not in (None, HANDED_OVER):
                 continue
             try:
                 if self.structured.take(seq, one.token_ids):
-                    self.scheduler.finish(one.request, "stop")
+                    if not one.finish_reason:
+                        self.scheduler.finish(one.request, "stop")
                     progress[i] = msgspec.structs.replace(one, finish_reason="stop")
             except InvalidRequest as error:
                 failed.append(self._fail_request(seq, error, "grammar failed"))

@@ -52,10 +52,12 @@ def start_group(
         team.read_bytes = [model.num_bytes_read, *(loaded[rank].read_bytes for rank in sorted(loaded))]
         team.send_all(Prepare())
         own = make_rank_runner(model, config, world, 0, channels)
+        shapes: dict[str, tuple[int, int]] = {}
         for prepared in team.wait(Prepared).values():
             own.fallback = own.fallback or prepared.fallback
+            shapes |= prepared.shapes
         group.begin()
-        return model, WorkerGroup(own, team)
+        return model, WorkerGroup(own, team, shapes)
     except WorkerLost as error:
         team.fail(error)
         team.close()

@@ -14,9 +14,9 @@ SAVE_S = 5.0  # at most
 def save(scheduler: Scheduler, runner: Runner, seconds: float = SAVE_S) -> None:
     """Before an engine ends: what is cached goes to disk, the latest first, as far as the time allows."""
     mover, tiers = runner.mover, scheduler.kv.tiers
-    if mover is None or tiers is None:
+    if mover is None or tiers is None or not tiers.disk.num:
         return
-    until, pages = time.monotonic() + seconds, scheduler.kv.cached_pages() if tiers.disk.num else iter(())
+    until, pages = time.monotonic() + seconds, scheduler.kv.cached_pages()
     while time.monotonic() < until:
         scheduler.moved(mover.done())
         some = list(islice(pages, max(0, tiers.host.num // 4 - tiers.num_moves)))

@@ -68,8 +68,8 @@ class LLM:
         path = locate(model, fetch=True)
         defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
         given = EngineOptions(**defaults | settings)
-        if given.data_parallel > 1:
-            fix = "Serve the model with --data-parallel, or make an LLM in each of several processes."
+        if given.num_engines > 1:
+            fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template)
         with loading_bar(progress) as (bar, task):
@@ -88,8 +88,8 @@ class LLM:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
-        if self.config.kv_disk:
-            weakref.finalize(self, self.core.close)  # what is cached goes to disk when the script ends
+        if self.config.kv_disk or self.config.kv_export:
+            weakref.finalize(self, self.core.close)  # when the script ends: what is cached goes to disk, and its socket goes
         self._adapters = {adapter.name: adapter.adapter_id for adapter in self.core.adapters}
         self._last_adapter = len(self._adapters)
 

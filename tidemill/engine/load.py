@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.config.parallel import MAX_RANKS
+from tidemill.config.streaming import streams_neurons
 from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
@@ -14,15 +16,18 @@ from tidemill.errors import ConfigError
 from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels import machine
+from tidemill.kernels import machine, native
+from tidemill.layers.host_streamed import HostStreaming
+from tidemill.layers.streamed import DiskStreaming
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
+from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
-from tidemill.runner.rank import largest_part
+from tidemill.runner.rank import largest_part, stages_of
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -30,6 +35,9 @@ from tidemill.sched.policies import make_policy
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
+from tidemill.weights.prepared import PAGE, Folder, PreparedCorrupt, key_of
+
+_TABLE_BYTES = 2**24  # of prepared weights: their table, and what rounding to pages adds
 
 
 def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -86,7 +94,8 @@ def core_of(
     tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now)
     structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
     drafters = make_drafters(DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft))
-    parts = Parts(runner, whole or model.config, structured, drafters, tiers, model.take_expert_counts, group)
+    counts = model.take_expert_counts, group, model.take_weight_reads
+    parts = Parts(runner, whole or model.config, structured, drafters, tiers, *counts)
     return EngineCore(parts, config, clock, emit)
 
 
@@ -98,7 +107,7 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     shape, here = model_config, machine.detect()
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
         shape, here = largest_part(options, shape), share_of(here, options.tensor_parallel)
-    config = resolve(options, shape, here, None if draft is None else draft[2])
+    config = resolve(options, shape, here, None if draft is None else draft[2], stages_of(options, model_config))
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
@@ -106,13 +115,53 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     if config.num_ranks > 1:
         model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
     else:
-        model = architecture.load(checkpoint, model_config, weight_plan(config, config.scheme), progress, random)
+        model = _load_alone(checkpoint, architecture, model_config, config, progress, random)
     try:
         return _core_with(options, config, model, checkpoint, model_config, group, draft, progress)
     except BaseException:
         if group is not None:
             group.close()
         raise
+
+
+def _load_alone(
+    checkpoint: Checkpoint,
+    architecture: type[Model],
+    shape: ModelConfig,
+    config: EngineConfig,
+    progress: ProgressFn | None,
+    random: bool,
+) -> Model:
+    """On one rank, with all weights in memory, or streamed from disk."""
+    plan = weight_plan(config, config.scheme)
+    if not config.weight_memory:
+        return architecture.load(checkpoint, shape, plan, progress, random)
+    if config.device == "cuda":
+        return architecture.load(checkpoint, shape, plan, progress, random, streaming=HostStreaming(config.weight_memory))
+
+    total = shape.weight_bytes(config.dtype, compiled=True)
+    by_neuron = streams_neurons(shape, config.scheme, config.max_loras, total, config.weight_memory)
+
+    def load_streamed() -> Model:
+        store = open_store(checkpoint, shape, config, random, by_neuron)
+        with store.writing():
+            streaming = DiskStreaming(config.weight_memory, store, by_neuron)
+            return architecture.load(checkpoint, shape, plan, progress, random, streaming=streaming)
+
+    try:
+        return load_streamed()
+    except PreparedCorrupt:
+        return load_streamed()  # which writes the file anew
+
+
+def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool, by_neuron: bool) -> Store:
+    """Of the model's weights as the kernels of this machine take them."""
+    about = f"{config.scheme} {by_neuron} {native.sources} {native.why} {random} {shape if random else shape.architecture}"
+    folder = Folder(Path(config.weight_cache).expanduser(), config.weight_cache_bytes)
+    num_bytes = shape.weight_bytes(config.dtype, compiled=True) + _TABLE_BYTES
+    if by_neuron:
+        num_bytes += PAGE * shape.intermediate_size * shape.num_layers
+    return Store(folder, key_of(checkpoint.path, about), num_bytes)
 
 
 def _core_with(
@@ -130,7 +179,8 @@ def _core_with(
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
+    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
+    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):

@@ -13,9 +13,10 @@ from tidemill.wire import PromptProgress, Resumed, Submit
 
 
 class EngineLost(EngineDead):
-    """The engine of a request has ended, and the request may go on in another. `is_known`: it was reported as submitted."""
+    """The engine of a request has ended, and the request may go on in another. `is_known`: it was reported as submitted.
+    `may_have_killed`: it had no token from the engine, which may have been lost to it after all."""
 
-    is_known = False
+    is_known = may_have_killed = False
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Pending:
     outputs: list[list[int]]  # delivered, by sample
     over: set[int] = field(default_factory=set)  # samples that have ended, here or in the engine
     num_finished: int = 0  # samples of which the engine sends nothing more
+    waits_because: str = ""  # it does not get to the engine before `EngineClient.let_in`
     is_submitted: bool = False  # to the current engine
     is_admitted: bool = False  # by it
     has_token: bool = False  # from it

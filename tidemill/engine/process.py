@@ -94,6 +94,8 @@ class EngineProcess:
             self.send(StepOutput([], of_start))
         if core.ranks is not None:
             self._poller.register(core.ranks.alarm, zmq.POLLIN)
+        if core.runner.mover is not None and core.runner.mover.alarm is not None:
+            self._poller.register(core.runner.mover.alarm, zmq.POLLIN)
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:

@@ -1,8 +1,8 @@
 """Replicas: several engines that serve one model, behind the interface of EngineClient. Loads no torch.
 
-Each replica is an engine process of its own, with a client that supervises it. A request goes where `sched.placement` says, and
-stays there. If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have been
-the cause; then it waits until that replica has been started again. The model is given up when all replicas are.
+Each replica is an engine process of its own, with a client that supervises it. A request goes where its routing says
+(`engine.routing`). If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have
+been the cause; then it waits until that replica has been started again. The model is given up when all replicas are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,26 +23,17 @@ import msgspec
 
 from tidemill import events
 from tidemill.config import EngineOptions, settled
+from tidemill.config.transfer import numbered
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
+from tidemill.engine.routing import Route, Routing
 from tidemill.errors import ConfigError, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.kv.manager import FIRST_OWNER
-from tidemill.sched.placement import Placement, prefix_keys
-from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Resumed, Submit
+from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Submit
 
-BLOCK_LEN = 32  # tokens of a prompt that are remembered together
-_TOKEN_BYTES = 4
-
-
-@dataclass(slots=True)
-class _Route:
-    """A request under way: where it is, and what was delivered."""
-
-    client: EngineClient
-    outputs: list[list[int]]
-    over: set[int] = field(default_factory=set)  # samples
+MAX_LOSSES = 5
 
 
 class Replicas:
@@ -54,14 +44,15 @@ class Replicas:
         stall_s: float = STALL_S,
         on_pages: Callable[[Pages], None] | None = None,
         start_s: float = START_S,
-        placement: Placement | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self._on_events, self._on_pages = on_events, on_pages
-        self._placement = placement or Placement()
+        self._routing = routing or Routing()
         self._gpus = _gpus()
         self._clients = [self._client(number, num, stall_s, start_s) for number in range(num)]
         self._names = {str(number): client for number, client in enumerate(self._clients)}
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, Route] = {}
+        self._routing.begin(self._clients, lambda number, event: self._tell(number, [event]))
         self._pages: dict[int, Pages] = {}  # those that have come since they were asked for
         self.adapters = ReplicaAdapters(self._clients)
         self.on_change: Callable[[], None] | None = None
@@ -70,7 +61,7 @@ class Replicas:
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), hands_over=True)
+        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), True, self._routing.gate)
         client.on_change = self._changed
         return client
 
@@ -80,12 +71,12 @@ class Replicas:
         """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
         if len(self._clients) > 1 and options.tensor_parallel * options.pipeline_parallel > 1 and self._gpus:
             fix = "Start a server for each group of GPUs, and put `tidemill route` before them."
-            raise ConfigError(
-                "data_parallel cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel"
-            )
+            several = "prefill and decode engines" if options.has_roles else "data_parallel"
+            raise ConfigError(f"{several} cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel")
         given = [self._options(options, number) for number in range(len(self._clients))]
         try:
             ready = await self._clients[0].start(given[0], on_loading)
+            self._routing.check(ready)
             same = [settled(one, ready.config) for one in given[1:]]
             await all_started(client.start(one) for client, one in zip(self._clients[1:], same, strict=True))
         except BaseException:
@@ -101,7 +92,9 @@ class Replicas:
         if disk is not None:
             folder, _, size = disk.rpartition(":")
             disk = f"{folder}/replica-{number}:{size}"
-        return dataclasses.replace(options, data_parallel=on_device, kv_disk=disk)
+        export = numbered(options.kv_export, number)
+        own = dataclasses.replace(options, data_parallel=on_device, kv_disk=disk, kv_export=export)
+        return self._routing.options(own, number)
 
     async def stop(self) -> None:
         await asyncio.gather(*(client.stop() for client in self._clients))
@@ -127,6 +120,7 @@ class Replicas:
         if self.death:
             self.gave_up.set()
         self._move_waiting()
+        self._routing.changed()
         if self.on_change:
             self.on_change()
 
@@ -180,7 +174,9 @@ class Replicas:
     def described(self) -> list[dict[str, object]]:
         """Of each replica: its state and its load."""
         states = ["running" if one.working else "restarting" if one.alive else "down" for one in self._clients]
-        return [{"state": state, "load": one.num_pending} for state, one in zip(states, self._clients, strict=True)]
+        told = [{"state": state, "load": one.num_pending} for state, one in zip(states, self._clients, strict=True)]
+        roles = [{"role": role} for role in self._routing.names] or [{} for _ in told]
+        return [one | role for one, role in zip(told, roles, strict=True)]
 
     # ---- requests
 
@@ -192,39 +188,39 @@ class Replicas:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # another replica draws the same
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        route = _Route(self._choose(request), [[] for _ in range(request.params.n)])
-        self._routes[request.request_id] = route
+        route = self._routes[request.request_id] = self._routing.new_route(request)
         try:
             while len(route.over) < len(route.outputs):
                 left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
+                part = self._place(request, route)
+                assert route.client is not None
                 try:
-                    async with aclosing(route.client.submit(request, left_s, tells_accepted, tells_progress)) as deltas:
+                    async with aclosing(route.client.submit(part, left_s, tells_accepted, tells_progress)) as deltas:
                         async for delta in deltas:
-                            route.outputs[delta.index] += delta.token_ids
-                            if delta.finish_reason is not None:
-                                route.over.add(delta.index)
-                            yield delta
-                    return
+                            if (told := route.take(delta)) is not None:
+                                yield told
                 except EngineLost as lost:
-                    route.client = self._choose(request)
-                    if lost.is_known:
-                        left = [Resumed(i, tokens) for i, tokens in enumerate(route.outputs) if i not in route.over]
-                        request, tells_accepted = msgspec.structs.replace(request, resumed=left), False
+                    route.is_known |= lost.is_known
+                    route.num_losses += lost.may_have_killed
+                    if route.num_losses >= MAX_LOSSES:  # as when it takes all memory of a node
+                        what = f"{MAX_LOSSES} engines were lost one after the other while this request was computed."
+                        raise EngineDead(what, fix="Try again, perhaps with a smaller request.") from lost
+                tells_accepted &= not route.is_known
         finally:
             del self._routes[request.request_id]
+            self._routing.end(request, route)
 
-    def _choose(self, request: Submit) -> EngineClient:
-        """One that works, if any does; one that is restarted, or else raises what the engine died of."""
+    def _place(self, request: Submit, route: Route) -> Submit:
+        """What the engine gets that is chosen: one that works, if any does; one that is restarted, or else raises what the engine
+        died of."""
         usable = {name: one for name, one in self._names.items() if one.working} or {
             name: one for name, one in self._names.items() if one.alive
         }
         if not usable:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
-        ids = array("I", [token & 0xFFFFFFFF for token in request.prompt_ids]).tobytes()  # they are checked by the engine
-        keys = prefix_keys(f"{request.adapter}\0{request.salt}".encode(), ids, _TOKEN_BYTES * BLOCK_LEN)
-        chosen = self._placement.choose(keys, {name: one.num_pending for name, one in usable.items()})
-        self._placement.note(chosen.name, keys)
-        return usable[chosen.name]
+        name, part = self._routing.place(request, route, usable)
+        route.client = self._names[name]
+        return msgspec.structs.replace(part, resumed=route.left) if route.is_known else part
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
         return any(client.cancel(request_id, why) for client in self._clients)
@@ -233,7 +229,8 @@ class Replicas:
         route = self._routes.get(request_id)
         if route is not None:
             route.over.add(index)
-            route.client.finish(request_id, index)
+            if route.client is not None:
+                route.client.finish(request_id, index)
 
     def fail_all(self, why: TidemillError) -> None:
         for client in self._clients:
@@ -248,8 +245,11 @@ class Replicas:
 
     def _take_events(self, number: int, batch: list[Event]) -> None:
         if any(isinstance(event, events.EngineRestarted) for event in batch):
-            self._placement.forget(str(number))  # its cache is empty
             asyncio.get_running_loop().call_soon(self._move_waiting)
+        self._tell(number, batch)
+        self._routing.take(number, batch)
+
+    def _tell(self, number: int, batch: list[Event]) -> None:
         if self._on_events:
             self._on_events([msgspec.structs.replace(event, replica=number) for event in batch] if number else batch)
 

@@ -10,10 +10,14 @@ from typing import Any
 from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
+from tidemill.layers.lora import Loras
 from tidemill.parallel.channel import Address, Door, connect
 from tidemill.parallel.group import use
 from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, take_device
 from tidemill.runner.base import StepResult
+from tidemill.runner.group_loras import put_own, received
+from tidemill.runner.make import make_mover
+from tidemill.runner.page_moves import Outside
 from tidemill.runner.rank import load_rank, make_rank_runner
 from tidemill.runner.team import error_of, own_kernels
 from tidemill.runner.worker_group import Launched, RankRunner, append, drawn_in, launch
@@ -26,8 +30,10 @@ from tidemill.runner.worker_messages import (
     Join,
     Loaded,
     Loading,
+    PageMoved,
     Prepare,
     Prepared,
+    PutAdapter,
     Result,
     Step,
     ToWorker,
@@ -117,7 +123,10 @@ class Worker:
         if not isinstance(self._receive(), Prepare):
             return None
         runner = make_rank_runner(model, config, world, rank, channels)
-        self._send(Prepared(runner.fallback))
+        if config.host_slots:
+            runner.mover = make_mover(runner, config, Outside())
+            runner.mover.report_to = lambda moved: self._send(PageMoved(moved))
+        self._send(Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes))
         group.begin()
         return runner
 
@@ -139,6 +148,9 @@ class Worker:
                     result = self._collect(runner, flying, drawn)
                     if is_heard:
                         self._send(Result.of(message.plan.step, result))
+            elif isinstance(message, PutAdapter):
+                assert isinstance(runner.loras, Loras)
+                put_own(runner.loras, message.slot, received(message))
             elif isinstance(message, Change):
                 runner.change_pages(message.plan)
             else:

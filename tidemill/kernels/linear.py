@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -92,8 +93,42 @@ class Panels(Weight):
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._lib.linear(self._kind, x_TK, *self._addresses, self._num_out)
 
+    @property
+    def held(self) -> Held:
+        return Held(self._kind, self._panels.shape[1], self._num_out, self._panels, None)
+
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._panels[ids_T // _LANES, :, ids_T % _LANES].float()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A matrix as linear.c takes it."""
+
+    kind: int
+    num_in: int
+    num_out: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class PlacedMatrix(Weight):
+    """The compiled kernel's layout in memory that another owns. `place` says where, before the first use."""
+
+    def __init__(self, kind: int, num_in: int, num_out: int, bias_N: torch.Tensor | None) -> None:
+        assert native.lib is not None
+        self._lib, self._kind, self.num_in, self.num_out, self._bias = native.lib, kind, num_in, num_out, bias_N
+        self._addresses: tuple[int, int | None, int | None] = (0, None, None)
+
+    def place(self, codes: int, scales: int | None) -> None:
+        """Addresses."""
+        self._addresses = (codes, scales, None if self._bias is None else self._bias.data_ptr())
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._lib.linear(self._kind, x_TK, *self._addresses, self.num_out)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("not a table")
 
 
 class _Blas(Weight):

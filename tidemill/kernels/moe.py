@@ -144,6 +144,29 @@ class Stack:
         )
 
 
+@dataclass(slots=True)
+class StreamedStack:
+    """One matrix of each expert, which a stream reads into slots. `code_place`, `scale_place`: where it lies in a slot."""
+
+    kind: int
+    num_in: int
+    num_out: int
+    code_place: int
+    scale_place: int | None
+    bias: torch.Tensor | None = None  # [E, num_out]
+
+    def struct(self) -> native.Matrices:
+        return native.Matrices(
+            kind=self.kind,
+            num_in=self.num_in,
+            num_out=self.num_out,
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_scales=0 if self.scale_place is None else 1,
+            code_place=self.code_place,
+            scale_place=self.scale_place or 0,
+        )
+
+
 def stack_dense(weights: list[torch.Tensor], bias_EN: torch.Tensor | None = None) -> Stack:
     """Of matrices [N, K] of 32 or 16 bits."""
     (num_out, num_in), dtype = weights[0].shape, weights[0].dtype
@@ -167,11 +190,17 @@ def stack_codes(weights: list[Codes], bias_EN: torch.Tensor | None = None) -> St
 class NativeExperts(ExpertWeights):
     """By the compiled kernel (moe.c): one call routes, sorts, multiplies and adds."""
 
-    def __init__(self, spec: MoESpec, gate_up: Stack, down: Stack, shared: tuple[Stack, Stack] | None) -> None:
+    def __init__(
+        self,
+        spec: MoESpec,
+        gate_up: Stack | StreamedStack,
+        down: Stack | StreamedStack,
+        shared: tuple[Stack, Stack] | None,
+    ) -> None:
         assert native.lib is not None
-        self._lib, self._stacks = native.lib, (gate_up, down, *(shared or ()))
+        self._lib, self.stacks = native.lib, (gate_up, down, *(shared or ()))
         self.counts: np.ndarray = np.zeros(spec.num_experts, np.int64)
-        structs = [stack.struct() for stack in self._stacks]
+        structs = [stack.struct() for stack in self.stacks]
         self._struct = native.MoE(
             num_experts=spec.num_experts,
             top_k=spec.top_k,
@@ -181,6 +210,10 @@ class NativeExperts(ExpertWeights):
             counts=self.counts.ctypes.data,
             **dict(zip(("gate_up", "down", "shared_gate_up", "shared_down"), structs, strict=False)),
         )
+
+    def read_from(self, stream: int, first_unit: int) -> None:
+        """Experts are in slots of a stream (its address), the first as this unit."""
+        self._struct.stream, self._struct.first_unit = stream, first_unit
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         return self._lib.moe(ctypes.addressof(self._struct), x_TH, logits_TL)

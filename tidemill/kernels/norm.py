@@ -28,13 +28,14 @@ def add_rms_norm(
     eps: float,
     scale: float = 1.0,
     codes: torch.dtype | None = None,
+    codes_alone: bool = False,
 ) -> torch.Tensor:
     """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: on a GPU, the result
-    comes in this type, too (elementwise.py)."""
+    comes in this type, too, or in no other (elementwise.py)."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import elementwise
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, codes)
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, codes, codes_alone)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels import native
-from tidemill.kernels.linear import Weight, to_panels
+from tidemill.kernels.linear import Held, Weight, to_panels
 from tidemill.weight_types import SIGNED_4_BITS
 
 GROUP = 32
@@ -344,6 +344,10 @@ class QuantizedPanels(Weight):
     @property
     def num_bytes(self) -> int:
         return self._panels.nbytes + self._scales.nbytes
+
+    @property
+    def held(self) -> Held:
+        return Held(self._number, self._width, self._num_out, self._panels, self._scales)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._lib.linear(self._number, x_TK, *self._addresses, self._num_out)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from tidemill.cache_layout import Group
 from tidemill.kv.groups import GroupTable
-from tidemill.kv.pages import PagePool
+from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Found, HashIndex, HashPath, Path
 from tidemill.kv.tiers import Moved, PageMove, Tier, Tiers
+
+MOST_EXPORTS = 64  # stores under way, at most
+_MOST_FETCHED = 32  # pages under way that no sequence waits for yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,14 @@ class Leaving:
         )
 
 
+class _Offered(NamedTuple):
+    """A page that other engines may want."""
+
+    key: bytes
+    times_taken: int  # then: if it is another, the page holds something else
+    step: int  # that computes it
+
+
 class Behind:
     """What the manager asks before it forgets a page, and when it starts a sequence."""
 
@@ -43,17 +56,21 @@ class Behind:
         assert isinstance(index, HashIndex), "checked by resolve: content is known by its key"
         self.tiers = tiers
         self.loading: set[int] = set()  # pages with a load under way: one reference is the load's
+        self.fetched: set[int] = set()  # pages that came from other engines before a sequence needed them
         self.num_stored = 0  # pages so far
         self._index = index
         self._pool = pool
         self._worthless: set[int] = set()  # cached pages that are faster computed again
         self._returning: dict[int, list[bytes]] = {}  # by preempted sequence: what is kept for it
+        self._offered: dict[int, _Offered] = {}  # by page, to be exported once its step is computed
+        self._announced: dict[bytes, None] = {}  # contents of other engines, to be fetched before they are needed
         index.look_elsewhere(tiers.find)
 
     # ---- before a page is forgotten
 
     def save(self, page: int, step: int) -> None:
         """A page that was taken still has its content."""
+        self.fetched.discard(page)
         key = self._index.key_of(page)
         if page in self._worthless:
             self._worthless.remove(page)
@@ -101,7 +118,15 @@ class Behind:
 
     def reuse(self, page: int) -> None:
         """A cached page is shared."""
+        self.fetched.discard(page)
         self._worthless.discard(page)
+
+    def fetched_of(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
+        """What other engines computed and no sequence has used before, as `hold` has it."""
+        if not self.fetched:
+            return []
+        pages = ((g, i, page) for g, table in enumerate(tables) for i, page in enumerate(table.pages))
+        return [(g, i, b"", Tier.PEER) for g, i, page in pages if page in self.fetched]
 
     def hold(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
         """What is to be loaded stays where it is. Returns group, index in its table, content, tier."""
@@ -127,9 +152,72 @@ class Behind:
             return move, False
         self.loading.remove(move.target)
         if done.error:
+            self.fetched.discard(move.target)
             self._index.forget(move.target)
         self._pool.drop(move.target)
         return move, bool(done.error)
+
+    # ---- other engines
+
+    def offer(self, page: int, step: int) -> None:
+        """A page in the index goes to other engines once the step is computed, if it then still holds the same."""
+        key = self._index.key_of(page) if self.tiers.exports.num else None
+        if key is None:
+            return
+        if key in self.tiers.exports:
+            self.tiers.exports.touch(key)
+            return
+        made = _Offered(key, self._pool.times_taken(page), step)
+        if self._offered.get(page, made)[:2] != made[:2]:
+            del self._offered[page]
+        self._offered.setdefault(page, made)
+
+    def export_some(self) -> None:
+        """Of what is offered and computed."""
+        room = MOST_EXPORTS - self.tiers.num_exporting
+        ready = (page for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
+        for page in list(islice(ready, max(room, 0))):
+            offered = self._offered.pop(page)
+            if self._pool.times_taken(page) == offered.times_taken and self._index.key_of(page) == offered.key:
+                self.tiers.export(offered.key, page)
+
+    @property
+    def exporting(self) -> set[bytes]:
+        """Contents that are computed, and on their way to where other engines find them."""
+        computed = (one for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
+        return {one.key for one in computed} | self.tiers.exporting
+
+    def learn(self, slots: Iterable[tuple[int, bytes]]) -> None:
+        """What places of other engines hold now."""
+        for at, key in slots:
+            self._announced.pop(self.tiers.peers.learn(at, key), None)
+            if key:
+                self._announced[key] = None
+
+    def unused_page(self, key: bytes) -> int:
+        """A page with this content that no sequence holds, or the null page."""
+        page = self._index.page_of(key)
+        return page if self._pool.references(page) == 0 else NULL_PAGE
+
+    def fetch(self, take: Callable[[], int], least_free: int, page_tokens: int) -> None:
+        """What other engines have announced comes into free pages before it is needed, while more than so many are free."""
+        while self._pool.num_free > least_free and (key := self._next_to_fetch(page_tokens)) is not None:
+            page = take()
+            self.load(key, self.tiers.get(key), page)
+            self.fetched.add(page)
+            self._pool.drop(page)  # what is left is the load's
+
+    def _next_to_fetch(self, page_tokens: int) -> bytes | None:
+        """Content that another engine has announced and no page here holds, if a load is faster than computing it."""
+        if not self.tiers.costs.load_is_faster({Tier.PEER: self.tiers.page_bytes}, page_tokens):
+            self._announced.clear()
+        while self._announced and len(self.loading) < _MOST_FETCHED:
+            key = next(iter(self._announced))
+            del self._announced[key]
+            place = 0 if self._index.page_of(key) else self.tiers.find(key)
+            if place < 0 and self.tiers.tier_of(place) is Tier.PEER:
+                return key
+        return None
 
     def fail(self) -> None:
         """A step has failed; the index is empty, and no sequence holds a page."""
@@ -138,6 +226,8 @@ class Behind:
             self._pool.drop(page)
         self.loading.clear()
         self._worthless.clear()
+        self.fetched.clear()
+        self._offered.clear()
 
     def check_integrity(self) -> None:
         self.tiers.check_integrity()
@@ -146,11 +236,12 @@ class Behind:
 
 def tokens_by_tier(
     loads: Sequence[tuple[int, int, bytes, Tier]], groups: Sequence[Group], page_size: int, num_tokens: int
-) -> tuple[int, int]:
-    """Of a prefix of so many tokens: those that wait for host memory, and those that wait for disk in some group."""
+) -> tuple[int, int, int]:
+    """Of a prefix of so many tokens: those that wait for host memory, those that wait for disk in some group, and those that wait
+    for another engine."""
     tiers = [0] * (num_tokens // page_size)
     for g, i, _, tier in loads:
         per_page = groups[g].page_size // page_size
         for at in range(0 if groups[g].is_state else i * per_page, min((i + 1) * per_page, len(tiers))):
             tiers[at] = max(tiers[at], tier)
-    return tiers.count(Tier.HOST) * page_size, tiers.count(Tier.DISK) * page_size
+    return tiers.count(Tier.HOST) * page_size, tiers.count(Tier.DISK) * page_size, tiers.count(Tier.PEER) * page_size

@@ -39,6 +39,11 @@ class Holds:
         self.pins: Counter[int] = Counter()  # by page: how many holds own it
         self._next_end_s = float("inf")
 
+    @property
+    def next_end_s(self) -> float:
+        """None ends before."""
+        return self._next_end_s
+
     def __contains__(self, name: str) -> bool:
         return name in self._held
 

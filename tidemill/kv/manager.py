@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
@@ -58,6 +58,7 @@ class Start:
     copies: list[tuple[int, int, int]]  # as of `copies_to_write`: a page of which part is shared
     num_host: int = 0  # of the cached tokens: they are loaded from host memory
     num_disk: int = 0
+    num_peer: int = 0  # other engines have computed them
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,7 @@ class KVManager:
         num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
         if self._num_pages_to_admit(num_slots, match) + reserve > self._pool.num_free:
             return None
+        fetched = [] if self._behind is None else self._behind.fetched_of(match.tables)
         self._share(match.tables)
         loads = [] if self._behind is None else self._behind.hold(match.tables)
         stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
@@ -272,10 +274,10 @@ class KVManager:
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
             num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
-            table.pages += [self._take() for _ in range(num_new)]
+            table.pages += self._take_all(num_new)
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
-        by_tier = tokens_by_tier(loads, self.groups, self.page_size, match.num_tokens) if loads else ()
+        by_tier = tokens_by_tier(loads + fetched, self.groups, self.page_size, match.num_tokens) if loads or fetched else ()
         return Start(match.num_tokens, match.num_matching, copies, *by_tier)
 
     def _share(self, tables: list[GroupTable]) -> None:
@@ -283,6 +285,7 @@ class KVManager:
             self._pool.share(page)
             if self._behind is not None:
                 self._behind.reuse(page)
+                self._behind.offer(page, self._step)
 
     def _stops(self, num_tokens: int, match: _Match) -> tuple[int, int]:
         """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
@@ -294,6 +297,11 @@ class KVManager:
         """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
         return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
 
+    def use_keys(self, chain: Callable[[bytes, Sequence[int]], bytes]) -> None:
+        """Before any sequence is there: by which keys an index by hashes knows content."""
+        if isinstance(self._index, HashIndex):
+            self._index.chain = chain
+
     def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
         pages (nothing is changed then). `windows`: also in groups with a window."""
@@ -304,7 +312,7 @@ class KVManager:
         changes = []
         for g, (table, num) in enumerate(zip(tables, nums_new, strict=True)):
             if num > 0:
-                new = [self._take() for _ in range(num)]
+                new = self._take_all(num)
                 changes.append(PageChange(g, len(table.pages), new))
                 table.pages += new
         return changes
@@ -378,8 +386,11 @@ class KVManager:
                 self._put(sequence, token_ids, g, first, pages)
 
     def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
-        self._fresh.update(page for page in pages if page not in self._index)
+        self._fresh.update([page for page in pages if page not in self._index])
         self._index.put(sequence.path, token_ids, group, first, pages)
+        if self._behind is not None:
+            for page in pages:
+                self._behind.offer(page, self._step)
 
     def begin_step(self, step: int = 0) -> None:
         """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
@@ -425,7 +436,11 @@ class KVManager:
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
+        pages = [page for _, page in reversed(self._in_order(self._sequences.pop(seq).tables))]
+        if self._emptied is None:
+            self._pool.drop_all(pages)
+            return
+        for page in pages:
             self._drop(page)
 
     def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
@@ -443,7 +458,7 @@ class KVManager:
         """The sequence gives up its pages and will come back. Returns how, if there are tiers to choose. `is_lost`: what it
         computed is worthless."""
         leaving, sequence = None, self._sequences[seq]
-        if self._behind is not None and not is_lost:
+        if self._behind is not None and self._behind.tiers.host.num and not is_lost:
             leaving = self._behind.leave(seq, list(sequence.held()), sequence.num_recorded * self.page_size)
         self.release(seq)
         return leaving
@@ -487,8 +502,12 @@ class KVManager:
 
     def tier_sizes(self) -> list[tuple[str, int, int]]:
         """Of each tier: its name, the pages in it, and how many it can hold."""
-        tiers = {} if self.tiers is None else {"host memory": self.tiers.host, "disk": self.tiers.disk}
-        return [(name, len(slots), slots.num) for name, slots in tiers.items() if slots.num]
+        if self.tiers is None:
+            return []
+        tiers = {"host memory": self.tiers.host, "disk": self.tiers.disk, "exported": self.tiers.exports}
+        sizes = [(name, len(slots), slots.num) for name, slots in tiers.items() if slots.num]
+        num_peers = len(self.tiers.peers)
+        return sizes + [("other engines", num_peers, num_peers)] * (num_peers > 0)
 
     @property
     def num_stored(self) -> int:
@@ -508,12 +527,35 @@ class KVManager:
 
     def take_moves(self) -> list[PageMove]:
         """What the runner is to move now."""
-        return [] if self._behind is None else self._behind.tiers.take_moves()
+        if self._behind is None:
+            return []
+        self._behind.export_some()
+        return self._behind.tiers.take_moves()
 
     def trust(self, num_steps: int) -> None:
-        """So many steps were computed: what was stored after them is right."""
+        """So many steps were computed: what was stored after them is right, and what they computed may be exported."""
         if self._behind is not None:
             self._behind.tiers.trust(num_steps)
+            self._behind.export_some()
+
+    @property
+    def exporting(self) -> set[bytes]:
+        """Contents that are computed, and on their way to where other engines find them."""
+        return set() if self._behind is None else self._behind.exporting
+
+    def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
+        """What places of other engines hold now, and contents that they found to be worthless."""
+        assert self._behind is not None
+        self._behind.learn(slots)
+        for key in erased:
+            self._behind.tiers.drop(key)
+            if page := self._behind.unused_page(key):
+                self._forget(page)
+
+    def fetch_announced(self) -> None:
+        """What other engines have announced comes into free pages before it is needed, while there are many."""
+        if self._behind is not None:
+            self._behind.fetch(self._take, self.num_pages // 2, self.page_size)
 
     def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
         """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""
@@ -589,6 +631,14 @@ class KVManager:
         if self._forget(page):
             self.num_evicted += 1
         return page
+
+    def _take_all(self, num: int) -> list[int]:
+        if self._behind is not None:
+            return [self._take() for _ in range(num)]
+        pages = self._pool.take_all(num)
+        self._fresh.difference_update(pages)
+        self.num_evicted += sum(map(self._index.forget, pages))
+        return pages
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)

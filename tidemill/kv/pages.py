@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 NULL_PAGE = 0  # never owned, never written; fills the unused tail of page tables
 
@@ -54,6 +54,29 @@ class PagePool:
             self._keepers[page] = 0
             self.num_kept -= 1
         return page
+
+    def take_all(self, num: int) -> list[int]:
+        """As many calls of `take`."""
+        pages, following, refs, times = list[int](), self._next, self._refs, self._times_taken
+        sentinel = self.num_pages
+        page = following[sentinel]
+        while len(pages) < num and page != sentinel:  # none of the first list is kept
+            pages.append(page)
+            refs[page] = 1
+            times[page] += 1
+            page = following[page]
+        following[sentinel], self._prev[page] = page, sentinel
+        self.num_free -= len(pages)
+        return pages + [self.take() for _ in range(num - len(pages))]
+
+    def drop_all(self, pages: Iterable[int]) -> None:
+        """As many calls of `drop`."""
+        refs = self._refs
+        for page in pages:
+            assert refs[page] > 0
+            refs[page] -= 1
+            if not refs[page]:
+                self._link(page)
 
     def share(self, page: int) -> None:
         """One more owner; a free page leaves the free list."""

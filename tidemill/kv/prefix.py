@@ -91,6 +91,10 @@ class Copies:
     def __init__(self) -> None:
         self._of: dict[int, list[int]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._of
+
     def add(self, standing: int, page: int) -> None:
         self._of.setdefault(standing, []).append(page)
 
@@ -143,9 +147,10 @@ class HashPath(Path):
     root: bytes
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
     num_seen: int = 0  # of them, how many are noted as seen
+    chain: Callable[[bytes, Sequence[int]], bytes] = chain_key
 
     def until(self, num_tokens: int) -> HashPath:
-        return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
+        return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size], chain=self.chain)
 
     def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
         made = self.until(num_tokens)
@@ -153,9 +158,9 @@ class HashPath(Path):
         return made
 
     def extend(self, token_ids: Sequence[int], end: int) -> None:
-        size, key = self.page_size, self.keys[-1] if self.keys else self.root
+        size, key, chain = self.page_size, self.keys[-1] if self.keys else self.root, self.chain
         for start in range(len(self.keys) * size, end // size * size, size):
-            key = chain_key(key, token_ids[start : start + size])
+            key = chain(key, token_ids[start : start + size])
             self.keys.append(key)
 
 
@@ -189,6 +194,9 @@ class HashIndex(PrefixIndex[HashPath]):
         self._key_of: dict[int, bytes] = {}
         self._has_states = any(group.is_state for group in groups)
         self._place_of: Callable[[bytes], int | None] = self._page_of.get
+        self.chain: Callable[[bytes, Sequence[int]], bytes] = (
+            chain_key  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
+        )
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # if there are states: keys of what was computed, the latest last
 
     def __contains__(self, page: int) -> bool:
@@ -198,7 +206,7 @@ class HashIndex(PrefixIndex[HashPath]):
         return self._key_of
 
     def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> HashPath:
-        path = HashPath(self._page_size, root_key(salt, self._page_size))
+        path = HashPath(self._page_size, root_key(salt, self._page_size), chain=self.chain)
         path.extend(token_ids, num_indexed)
         return path
 
@@ -208,6 +216,10 @@ class HashIndex(PrefixIndex[HashPath]):
 
     def key_of(self, page: int) -> bytes | None:
         return self._key_of.get(page)
+
+    def page_of(self, key: bytes) -> int:
+        """The null page, if none has this content."""
+        return self._page_of.get(key, NULL_PAGE)
 
     def has_copy(self, page: int) -> bool:
         """Of a page in the index: another one has the same content."""
@@ -240,21 +252,23 @@ class HashIndex(PrefixIndex[HashPath]):
         return Found((num_seen if self._has_states else num) * self._page_size, pages)
 
     def _num_seen(self, path: HashPath, place_of: Callable[[bytes], int | None]) -> int:
-        """With states, how many of its keys were computed before: those noted, and those before a state that lies elsewhere."""
+        """With states, how many of its keys were computed before: those noted, and those before a state that is there, as
+        one that was loaded is."""
         num = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
         if self._has_states and place_of != self._page_of.get:
             states = _States(place_of, len(self._groups) - 1, path.keys)
-            return next((i for i in range(len(path.keys), num, -1) if states[i - 1] < 0), num)
+            return next((i for i in range(len(path.keys), num, -1) if states[i - 1]), num)
         return num
 
     def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
         size = self._sizes[group]
         path.extend(token_ids, (first + len(pages)) * size)
         self._see(path, (first + len(pages)) * size // self._page_size)
-        for i, page in enumerate(pages, first):
-            if page not in self._key_of:
-                key = self._key_of[page] = group_key(group, path.keys[(i + 1) * size // self._page_size - 1])
-                standing = self._page_of.setdefault(key, page)
+        per_page, keys, key_of, page_of = size // self._page_size, path.keys, self._key_of, self._page_of
+        for i, page in enumerate(pages, first + 1):
+            if page not in key_of:
+                key = key_of[page] = group_key(group, keys[i * per_page - 1])
+                standing = page_of.setdefault(key, page)
                 if standing != page:
                     self._copies.add(standing, page)
 
@@ -272,6 +286,9 @@ class HashIndex(PrefixIndex[HashPath]):
         key = self._key_of.pop(page, None)
         if key is None:
             return False
+        if self._copies.is_empty:
+            del self._page_of[key]
+            return True
         standing = self._copies.remove(self._page_of[key], page)
         if standing:
             self._page_of[key] = standing

@@ -1,8 +1,11 @@
-"""Tiers: what of the prefix cache lies in host memory and on disk, behind the pages of the device. Keys and ints only.
+"""Tiers: what of the prefix cache lies in host memory, on disk and in other engines, behind the pages of the device. Keys and
+ints only.
 
 device page --store--> slot of host memory --store--> record on disk
-     ^------load-------------'                            |
-     ^------load------------------------------------------'
+  |  ^------load-------------'                            |
+  |  ^------load------------------------------------------'
+  |  ^------load------ slot of another engine
+  '---------store----> slot that other engines read
 
 A content has at most one slot and one record. What is loaded stays where it was, too: it need not be stored again. The runner
 moves the bytes, while steps are computed, and reports each move when it is done; until then no slot, record or page of it is
@@ -28,10 +31,13 @@ _MOST_WRITES = 16  # to disk, under way: each keeps a slot of host memory from b
 class Tier(IntEnum):
     HOST = 1
     DISK = 2
+    PEER = 3  # other engines: only loads
+    EXPORT = 4  # for other engines: only stores
 
 
 class PageMove(msgspec.Struct, frozen=True, gc=False):
-    """A load is from a slot or a record into a page, a store from a page into a slot, or from a slot into a record."""
+    """A load is from a slot or a record into a page, a store from a page into a slot, or from a slot into a record. Of what other
+    engines hold, a slot is known by its place."""
 
     number: int
     tier: Tier
@@ -126,8 +132,50 @@ class Slots:
         assert all(num > 0 for num in self._held.values())
 
 
+class Peers:
+    """What other engines have announced. It may be gone when it is asked for."""
+
+    def __init__(self) -> None:
+        self._at: dict[bytes, int] = {}
+        self._content: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def find(self, key: bytes) -> int | None:
+        return self._at.get(key)
+
+    def content(self, at: int) -> bytes:
+        return self._content[at]
+
+    def get(self, key: bytes) -> int:
+        return self._at[key]
+
+    def learn(self, at: int, key: bytes) -> bytes:
+        """A place holds this content now; empty: nothing. Of several with one content, the latest is asked. Returns what was
+        there before."""
+        before = self._content.pop(at, b"")
+        if self._at.get(before) == at:
+            del self._at[before]
+        if key:
+            self._content[at] = key
+            self._at[key] = at
+        return before
+
+    def drop(self, key: bytes) -> None:
+        at = self._at.pop(key, None)
+        if at is not None:
+            del self._content[at]
+
+    def let_go(self, at: int) -> None:
+        """A load is over."""
+
+    def check_integrity(self) -> None:
+        assert all(self._content[at] == key for key, at in self._at.items())
+
+
 class Tiers:
-    """Host memory and, behind it, disk. A place is a negative int: slots first, then records."""
+    """Host memory and, behind it, disk and other engines. A place is a negative int: slots first, then records, then theirs."""
 
     num_skipped = 1000  # contents that are not written after one could not be
 
@@ -138,10 +186,13 @@ class Tiers:
         on_disk: Iterable[tuple[bytes, int]] = (),
         costs: Costs | None = None,
         page_bytes: int = 0,
+        num_exports: int = 0,
     ) -> None:
-        """`on_disk`: contents and their records, the oldest first."""
+        """`on_disk`: contents and their records, the oldest first. `num_exports`: slots that other engines read."""
         self.host = Slots(num_slots)
         self.disk = Slots(num_records, on_disk)
+        self.peers = Peers()
+        self.exports = Slots(num_exports)
         self.costs = costs or Costs()
         self.page_bytes = page_bytes
         self.num_lost = 0  # contents that found no slot
@@ -153,7 +204,8 @@ class Tiers:
         self._num_writes = 0
         self._num_to_skip = 0  # contents, since the disk takes none now
         self._next_number = 0
-        self._num_trusted = 0  # steps
+        self.num_trusted = 0  # steps
+        self.num_exporting = 0  # stores under way
 
     # ---- the interface: find, put, get, drop
 
@@ -163,14 +215,22 @@ class Tiers:
         if at is not None:
             return -1 - at
         at = self.disk.find(key)
-        return MISSING if at is None else -1 - self.host.num - at
+        if at is not None:
+            return -1 - self.host.num - at
+        at = self.peers.find(key)
+        return MISSING if at is None else -1 - self.host.num - self.disk.num - at
 
     def key_at(self, place: int) -> bytes:
         at = -1 - place
-        return self.host.content(at) if at < self.host.num else self.disk.content(at - self.host.num)
+        if at < self.host.num:
+            return self.host.content(at)
+        at -= self.host.num
+        return self.disk.content(at) if at < self.disk.num else self.peers.content(at - self.disk.num)
 
     def tier_of(self, place: int) -> Tier:
-        return Tier.HOST if -place <= self.host.num else Tier.DISK
+        if -place <= self.host.num:
+            return Tier.HOST
+        return Tier.DISK if -place <= self.host.num + self.disk.num else Tier.PEER
 
     def put(self, key: bytes, page: int, step: int) -> bool:
         """A page is about to be overwritten: store it. `step`: before which it was computed. False: no slot is free."""
@@ -187,7 +247,7 @@ class Tiers:
 
     def get(self, key: bytes) -> Tier:
         """Its content is to be loaded: until then it stays where it is."""
-        tier = Tier.HOST if key in self.host else Tier.DISK
+        tier = self.tier_of(self.find(key))
         self._tier(tier).get(key)
         return tier
 
@@ -205,6 +265,26 @@ class Tiers:
         record = self.disk.drop(key, held=True)
         if record is not None:
             self._move(Tier.DISK, False, NOWHERE, record, key)
+        self.peers.drop(key)
+        slot = self.exports.drop(key, held=True)
+        if slot is not None:
+            self._move(Tier.EXPORT, False, NOWHERE, slot, key)
+
+    # ---- other engines
+
+    def export(self, key: bytes, page: int) -> None:
+        """A page that is computed goes where other engines find it, unless it is there."""
+        slot = None if key in self.exports else self.exports.put(key)
+        if slot is not None:
+            self.num_exporting += 1
+            self._move(Tier.EXPORT, False, page, slot, key)
+
+    @property
+    def exporting(self) -> set[bytes]:
+        """Contents with such a move under way."""
+        if not self.num_exporting:
+            return set()
+        return {one.key for one in self._under_way.values() if one.tier is Tier.EXPORT and one.source != NOWHERE}
 
     # ---- sequences that were preempted
 
@@ -254,22 +334,24 @@ class Tiers:
         elif move.source != NOWHERE:
             self.costs.moved(move.tier, move.is_load, done.num_bytes, done.seconds)
         tier.let_go(at)
+        if move.tier is Tier.EXPORT and move.source != NOWHERE:
+            self.num_exporting -= 1
         if move.tier is Tier.HOST:
             self._may_write(move.key)
-        elif not move.is_load and move.source != NOWHERE:
+        elif move.tier is Tier.DISK and not move.is_load and move.source != NOWHERE:
             self._num_writes -= 1
             self.host.let_go(move.source)
         return move
 
     def trust(self, num_steps: int) -> None:
         """So many steps were computed without a failure."""
-        self._num_trusted = num_steps
+        self.num_trusted = num_steps
         for key in list(self._stored):
             self._may_write(key)
 
     def fail(self) -> None:
         """A step has failed: what it computed is worthless, and a move that was not reported never began."""
-        for key in [key for key, (_, step) in self._stored.items() if step > self._num_trusted]:
+        for key in [key for key, (_, step) in self._stored.items() if step > self.num_trusted]:
             self.drop(key)
         self._unsent = [move for move in self._under_way.values() if move.source == NOWHERE]
         for move in list(self._under_way.values()):
@@ -278,8 +360,8 @@ class Tiers:
 
     # ---- inside
 
-    def _tier(self, tier: Tier) -> Slots:
-        return self.host if tier is Tier.HOST else self.disk
+    def _tier(self, tier: Tier) -> Slots | Peers:
+        return (self.host, self.disk, self.peers, self.exports)[tier - 1]
 
     def _move(self, tier: Tier, is_load: bool, source: int, target: int, key: bytes) -> int:
         move = self._under_way[self._next_number] = PageMove(self._next_number, tier, is_load, source, target, key)
@@ -289,8 +371,8 @@ class Tiers:
 
     def _may_write(self, key: bytes) -> None:
         """To disk, if it is trusted and in its slot by now."""
-        number, step = self._stored.get(key, (0, self._num_trusted + 1))
-        if step <= self._num_trusted and number not in self._under_way:
+        number, step = self._stored.get(key, (0, self.num_trusted + 1))
+        if step <= self.num_trusted and number not in self._under_way:
             del self._stored[key]
             if self._num_to_skip:
                 self._num_to_skip -= 1
@@ -309,5 +391,7 @@ class Tiers:
     def check_integrity(self) -> None:
         self.host.check_integrity()
         self.disk.check_integrity()
+        self.peers.check_integrity()
+        self.exports.check_integrity()
         assert {move.number for move in self._unsent} <= self._under_way.keys()
         assert not self._unwritten.keys() & self._stored.keys()

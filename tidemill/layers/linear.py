@@ -52,7 +52,7 @@ class Linear(Layer):
         self.num_in, self.outs = num_of(num_in), {name: num_of(size) for name, size in outs.items()}
         self._group = group_of(weights.shard) if isinstance(num_in, Cut) else None
         self._names, self._has_bias = list(outs), bias
-        self._method = weights.method
+        self.method = weights.method
         self._read: dict[str, Any] = {}  # until all are there
         self._weight: Weight | None = None
         self.loras: Loras | None = None  # adapters of the model, and those of this layer
@@ -65,7 +65,7 @@ class Linear(Layer):
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         if part in self._names:
-            self._read[part] = self._method.read(tensor, row_order)
+            self._read[part] = self.method.read(tensor, row_order)
             return
         self._read[part] = read_values(tensor, row_order)
 
@@ -76,7 +76,7 @@ class Linear(Layer):
         self._read.clear()
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
-        return self._method.join(parts, bias)
+        return self.method.join(parts, bias)
 
     @property
     def weight(self) -> Weight:
@@ -118,4 +118,4 @@ class GatedLinear(Linear):
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         gate, up = parts
-        return self._method.join_gated(gate, up, bias, self.act)
+        return self.method.join_gated(gate, up, bias, self.act)

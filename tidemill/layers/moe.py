@@ -56,7 +56,7 @@ class Experts(Layer):
         self._own = shard.range(spec.num_experts) if self._by_number else range(spec.num_experts)
         self._columns = even(spec.expert_size, WHOLE) if self._by_number else expert_cut(config, layer, shard)
         self._shared_columns = shared_cut(config, spec, shard)
-        self._method = weights.method
+        self.method = weights.method
         self._hidden_size = hidden_size
         self._stacks: ExpertStacks | None = None
         self._read: dict[tuple[str, int], Any] = {}  # matrices by side and expert, until all are there
@@ -132,9 +132,9 @@ class Experts(Layer):
         self._wanted -= brings
         is_shared = expert == self.num_experts
         if self._stacks is None and not is_shared:
-            self._stacks = self._method.new_stacks(self._held, self._hidden_size)
+            self._stacks = self.method.new_stacks(self._held, self._hidden_size)
         if self._stacks is None or is_shared:
-            self._read[side, expert] = self._method.read(tensor, row_order)
+            self._read[side, expert] = self.method.read(tensor, row_order)
         else:
             self._stacks.read(side, expert - self._own.start, tensor, row_order)
 
@@ -189,7 +189,7 @@ class Experts(Layer):
             self._stacks,
         )
         self._read, self._biases, self._stacks = {}, {}, None
-        self._weights = self._method.join_experts(parts, self._held)
+        self._weights = self.method.join_experts(parts, self._held)
         if self._by_number:
             self._weights = ParallelExperts(self.spec, self._weights, self._group, self._shared_weights(shared))
 
@@ -197,7 +197,7 @@ class Experts(Layer):
         if shared is None:
             return None
         (gate, up), down = shared
-        return self._method.join_gated(gate, up, None, self.spec.act), self._method.join([down], None)
+        return self.method.join_gated(gate, up, None, self.spec.act), self.method.join([down], None)
 
     def _gate_up(self, expert: int) -> list[Any]:
         both = self._read.get(("gate_up", expert))

@@ -18,13 +18,14 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(num_of(size)), requires_grad=False)
         self.eps, self._scale = eps, scale
         self.codes: torch.dtype | None = None  # in which the linear behind it takes its input
+        self.codes_alone = False  # nobody takes it in another type
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(None, x_TH, self.weight, self.eps)
 
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.codes)
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.codes, self.codes_alone)
 
     def added_to(self, residual_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """The sum of the residual and the norm of x."""

@@ -24,6 +24,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
+from tidemill.layers.streamed import Streaming
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
 from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.world import Stage
@@ -57,6 +58,7 @@ class Model(nn.Module, ABC):
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
+        self.streaming: Streaming | None = None  # if not all weights are in memory
         self._taken: dict[int, np.ndarray] = {}  # by layer: the experts' tokens when they were last asked for
 
     @classmethod
@@ -154,9 +156,11 @@ class Model(nn.Module, ABC):
         progress: ProgressFn | None = None,
         random: bool = False,
         stage: Stage | None = None,
+        streaming: Streaming | None = None,
     ) -> Self:
         """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
-        of the right shapes instead of the checkpoint's. `stage`: only these layers, and only their tensors are read."""
+        of the right shapes instead of the checkpoint's. `stage`: only these layers, and only their tensors are read. `streaming`:
+        for weights that do not fit in memory."""
         num_stored = sum(config.stored.values())
         if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:  # before layers are made for them
             raise CheckpointError(
@@ -164,6 +168,8 @@ class Model(nn.Module, ABC):
             )
         with torch.device("meta"):
             model = cls(config, weights)
+        if streaming is not None:
+            streaming.attach(model.blocks)
         targets, others = model._targets(checkpoint.format), set[str]()
         if stage is not None:
             others = set(targets)
@@ -197,6 +203,9 @@ class Model(nn.Module, ABC):
                 missing = sorted(module.missing)
                 name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        if streaming is not None:
+            streaming.finish(model, model.blocks)
+            model.streaming = streaming
         with torch.inference_mode():
             model.loaded(checkpoint.format)
         model._let_norms_quantize()
@@ -210,6 +219,14 @@ class Model(nn.Module, ABC):
                 norm, linear = modules.get(path), modules.get(behind)
                 if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
                     norm.codes = linear.weight.takes
+
+    def let_norms_write_codes_alone(self) -> None:
+        """There are no adapters: where all linears of a block take codes, nobody reads what a norm would write beside them."""
+        for block in self.blocks:
+            taken = {module.weight.takes for module in block.modules() if isinstance(module, Linear)}
+            for module in block.modules():
+                if isinstance(module, RMSNorm) and taken == {module.codes}:
+                    module.codes_alone = module.codes is not None
 
     def keep(self, stage: Stage) -> None:
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
@@ -267,6 +284,10 @@ class Model(nn.Module, ABC):
         taken = {layer: (total - self._taken[layer] if layer in self._taken else total).tolist() for layer, total in now.items()}
         self._taken = now
         return taken
+
+    def take_weight_reads(self) -> tuple[int, float, int, int] | None:
+        """As `Streaming.take_reads`."""
+        return None if self.streaming is None else self.streaming.take_reads()
 
     def count_experts(self, live: torch.Tensor) -> None:
         """On a GPU: count the tokens that experts get from now on, of a step's tokens the first `live`."""

@@ -35,9 +35,17 @@ class Channel:
         """It must not be changed any more."""
         self._outbox.put(message)
 
-    def receive(self) -> bytes:
+    def send_now(self, message: bytes | memoryview) -> None:
+        """Returns when it has left. Not for a channel that also sends."""
         try:
-            return self._connection.recv_bytes(MAX_BYTES)
+            self._connection.send_bytes(message)
+        except OSError as error:
+            raise WorkerLost(f"{self.peer} is gone.") from error
+
+    def receive(self, most: int = MAX_BYTES) -> bytes:
+        """`most`: bytes; the other end is given up if it sends more."""
+        try:
+            return self._connection.recv_bytes(most)
         except (EOFError, OSError) as error:
             raise WorkerLost(f"The engine cannot go on: {self.peer} is gone.") from error
 
@@ -47,6 +55,14 @@ class Channel:
             return self._connection.poll(wait_s)
         except (EOFError, OSError):
             return True
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def limit(self, seconds: float) -> None:
+        """Whoever waits longer for a message, or for one to leave, gets an error. 0: no limit."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            _limit(same, seconds)
 
     @property
     def own_host(self) -> str:
@@ -131,6 +147,11 @@ def connect(address: Address, key: bytes, peer: str, within_s: float) -> Channel
         time.sleep(0.05)
 
 
+def _limit(own: socket.socket, seconds: float) -> None:
+    for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        own.setsockopt(socket.SOL_SOCKET, name, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
 def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
 
@@ -148,13 +169,13 @@ def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool) -> Channel
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_S, 0))
+    _limit(own, _HANDSHAKE_S)
     connection = Connection(own.detach())
     try:
         for prove in (deliver_challenge, answer_challenge) if is_door else (answer_challenge, deliver_challenge):
             prove(connection, key)
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+            _limit(same, 0)
     except BaseException:
         connection.close()
         raise

@@ -36,7 +36,10 @@ class CudaGroup:
         self._host.barrier()
 
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
-        return self._exchange.all_reduce(x_TN)
+        from tidemill.kernels.cuda.lanes import in_order
+
+        with in_order("collective"):
+            return self._exchange.all_reduce(x_TN)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
         sizes = sizes or [x.shape[dim]] * self.size

@@ -188,6 +188,7 @@ def rank_spec(spec: LayerSpec, shard: Shard) -> LayerSpec:
         num_kv_heads=heads.groups.num,
         first_head=heads.heads.runs[0].start,
         all_heads=spec.num_heads,
+        kv_is_shared=spec.num_kv_heads < shard.size,
     )
 
 

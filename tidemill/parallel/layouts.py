@@ -86,7 +86,7 @@ def layouts(size: int) -> list[Layout]:
 
 def cost(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: Device) -> Cost:
     values = model.num_active_parameters
-    read = values if phase.num_tokens < _all_experts(model) else model.num_parameters
+    read = values if phase.num_tokens < tokens_of_all_experts(model) else model.num_parameters
     weights = read * device.weight_bytes * layout.gathered / size
     kv = phase.num_sequences * phase.context * model.kv_bytes_per_token("float32") * device.activation_bytes / 4
     by_heads = max(1, min(size // layout.gathered, model.num_kv_heads or size))
@@ -101,7 +101,7 @@ def cost(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: De
     )
 
 
-def _all_experts(model: ModelConfig) -> int:
+def tokens_of_all_experts(model: ModelConfig) -> int:
     """Tokens of a step from which on every expert is read; 0: there are none."""
     return max((-(-spec.num_experts // spec.top_k) for spec in model.experts if spec), default=0)
 

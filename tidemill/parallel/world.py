@@ -5,6 +5,7 @@ Ranks of one stage (pipeline parallel) share its layers (tensor parallel): rank 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidemill.parallel.shard import Shard
@@ -72,20 +73,28 @@ class World:
         return self.size - self.tensor
 
 
-def split_layers(costs: list[int], num_stages: int, last: int = 0) -> tuple[int, ...]:
-    """Ends of stages such that the most expensive costs least. `last`: what the last stage computes besides its layers."""
-    num = len(costs)
+def split_layers(
+    costs: list[int], num_stages: int, last: int = 0, fits: Callable[[int, int], bool] = lambda begin, end: True
+) -> tuple[int, ...] | None:
+    """Ends of stages such that the most expensive costs least. `last`: what the last stage computes besides its layers. `fits`:
+    whether a stage may have the layers from `begin` to `end`; None: so they cannot be divided."""
+    num, never = len(costs), sum(costs) + last + 1
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    best: list[tuple[int, tuple[int, ...]]] = [(sums[end], (end,)) for end in range(num + 1)]  # of one stage that ends there
+    # Of one stage that ends there.
+    best: list[tuple[int, tuple[int, ...]]] = [(sums[end] if fits(0, end) else never, (end,)) for end in range(num + 1)]
     for stage in range(1, num_stages):
         extra = last if stage == num_stages - 1 else 0
         best = [
             min(
-                ((max(best[begin][0], sums[end] - sums[begin] + extra), (*best[begin][1], end)) for begin in range(stage, end)),
-                default=(sums[-1] + last + 1, (0,)),
+                (
+                    (max(best[begin][0], sums[end] - sums[begin] + extra), (*best[begin][1], end))
+                    for begin in range(stage, end)
+                    if fits(begin, end)
+                ),
+                default=(never, (0,)),
             )
             for end in range(num + 1)
         ]
-    return best[num][1]
+    return best[num][1] if best[num][0] < never else None

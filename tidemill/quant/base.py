@@ -66,7 +66,7 @@ class LinearMethod(ABC, Generic[Part]):
 
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None, act: str) -> Weight:
         """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in `glu.ACTIVATIONS`."""
-        return _Gated(self.join([gate, up], bias), act)
+        return Gated(self.join([gate, up], bias), act)
 
     def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks | None:
         """If that is where experts are to be read."""
@@ -77,7 +77,7 @@ class LinearMethod(ABC, Generic[Part]):
         """All experts of a layer, laid out for a kernel."""
 
 
-class _Gated(Weight):
+class Gated(Weight):
     """The fused matmul, then its gate."""
 
     def __init__(self, both: Weight, act: str) -> None:
@@ -94,3 +94,7 @@ class _Gated(Weight):
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._both.rows(ids_T)
+
+    @property
+    def ungated(self) -> Weight:
+        return self._both

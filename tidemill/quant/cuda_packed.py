@@ -20,14 +20,17 @@ from tidemill.weights.packed.fp8 import FP8Tensor
 
 Part: TypeAlias = "Codes | Fp8Part | torch.Tensor"
 _MOST_ROWS = 512  # with more, a weight is dequantized into a buffer first
-_buffers: dict[torch.device, torch.Tensor] = {}  # one for all weights: they are used one after the other
+# By device and lane, one for all weights: they are used one after the other.
+_buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _buffer(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    num = shape[0] * shape[1]
-    if device not in _buffers or _buffers[device].numel() < num:
-        _buffers[device] = torch.empty(num, dtype=torch.bfloat16, device=device)
-    return _buffers[device][:num].view(shape)
+    from tidemill.kernels.cuda.lanes import lane
+
+    num, where = shape[0] * shape[1], (device, lane())
+    if where not in _buffers or _buffers[where].numel() < num:
+        _buffers[where] = torch.empty(num, dtype=torch.bfloat16, device=device)
+    return _buffers[where][:num].view(shape)
 
 
 class CudaPackedWeight(CudaMatrix):
@@ -43,12 +46,15 @@ class CudaPackedWeight(CudaMatrix):
         return num
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        from tidemill.kernels.cuda import hopper_packed
         from tidemill.kernels.cuda.gemm import matmul
         from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed
 
         weight = self._weight
         if self._order is not None:
             x_TK = x_TK.index_select(1, self._order)
+        if out is None and hopper_packed.covers(weight, x_TK.shape[0]):
+            return hopper_packed.gemm_by_roles(x_TK, weight, bias_N=self._bias, act=act)
         if x_TK.shape[0] <= _MOST_ROWS or out is not None:
             return gemm_packed(x_TK, weight, bias_N=self._bias, act=act, out=out)
         dense = dequantize(weight, out=_buffer((weight.num_out, weight.num_in), self._device))

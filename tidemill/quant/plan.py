@@ -10,6 +10,7 @@ from tidemill.quant.base import LinearMethod
 from tidemill.quant.cuda import CudaDense
 from tidemill.quant.cuda_packed import CudaInt4, CudaQuantized
 from tidemill.quant.cuda_scaled import CudaFP8, CudaInt8
+from tidemill.quant.cuda_sparse import CudaSparse
 from tidemill.quant.dense import Dense
 from tidemill.quant.quantized import Quantized
 
@@ -22,8 +23,9 @@ METHODS: dict[tuple[str, str], type[LinearMethod[Any]]] = {
     ("fp8", "cuda"): CudaFP8,
     ("int8", "cuda"): CudaInt8,
     ("int4", "cuda"): CudaInt4,
+    ("sparse24", "cuda"): CudaSparse,
 }
-_ONLINE = ("fp8", "int8", "int4")  # made of plain weights
+_ONLINE = ("fp8", "int8", "int4", "sparse24")  # made of plain weights
 SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}  # by the name of a dtype
 
 

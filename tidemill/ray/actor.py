@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -40,6 +41,21 @@ class About:
         return About(node_id=ray.get_runtime_context().get_node_id())
 
 
+def _own_ip() -> str:
+    """By which other nodes reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _here(export: str | None) -> str | None:
+    """Where pages are exported: at this node's address, also if the engine was on another node before."""
+    if export is None:
+        return None
+    kind, _, rest = export.split(":", 2)
+    return f"{kind}:{_own_ip()}:{rest}"
+
+
 def _refused(error: TidemillError) -> Refused:
     return Refused(None, type(error).__name__, error.message, error.fix, error.param)
 
@@ -57,10 +73,16 @@ class EngineActor:
     async def about(self) -> About:
         return About.here()
 
-    async def run(self, start: bytes, within_s: float) -> AsyncGenerator[list[bytes], None]:
+    async def door(self) -> tuple[str, int]:
+        """An address of this node, and a port that is free."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return _own_ip(), probe.getsockname()[1]
+
+    async def run(self, start: bytes, within_s: float, kv_key: bytes = b"") -> AsyncGenerator[list[bytes], None]:
         """Start the engine, then what it sends, until it has ended; with nothing to send, an empty list now and then. The last
-        message of an engine that failed is a refusal."""
-        running = asyncio.create_task(self._run(start, within_s))
+        message of an engine that failed is a refusal. `kv_key`: of engines that exchange pages with it."""
+        running = asyncio.create_task(self._run(start, within_s, kv_key))
         running.add_done_callback(lambda _: self._changed.set())
         try:
             while self._unread or not running.done():
@@ -74,8 +96,16 @@ class EngineActor:
             await asyncio.wait([running])
             await self._link.close()
 
-    async def _run(self, start: bytes, within_s: float) -> None:
+    async def _run(self, start: bytes, within_s: float, kv_key: bytes) -> None:
         options = msgspec.msgpack.decode(start, type=EngineOptions)
+        with tempfile.NamedTemporaryFile() as kept:  # of mode 0600
+            if kv_key:
+                kept.write(kv_key)
+                kept.flush()
+                options = replace(options, kv_key_file=kept.name, kv_export=_here(options.kv_export))
+            await self._run_engine(options, within_s)
+
+    async def _run_engine(self, options: EngineOptions, within_s: float) -> None:
         try:
             await asyncio.to_thread(locate, options.model, fetch=True)
             ready = await self._link.start(options, lambda message: self._put(encode(message)), within_s)

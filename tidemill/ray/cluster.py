@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tidemill.errors import ConfigError
 from tidemill.version import __version__
 
 INSTALL = "pip install 'tidemill[ray]'"
+START_S = 180.0  # for an actor that has a place to run; nodes may be slow to import
+_CONNECT_S = 10.0
 _log = logging.getLogger("tidemill.ray")
 
 
@@ -41,6 +44,7 @@ class Needs:
 def import_ray() -> Any:
     try:
         import ray
+        import ray.util.scheduling_strategies
     except ImportError as error:
         raise ConfigError("Ray is not installed.", fix=f"Install it: {INSTALL}", param="ray") from error
     return ray
@@ -58,6 +62,7 @@ class Cluster:
             raise ConfigError(f"{address} is an address of Ray's client proxy.", fix=fix, param="ray_address")
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
+            _check_somebody_listens(address)
             how: dict[str, Any] = {} if address else {"include_dashboard": False}
             logging.getLogger("ray").setLevel(logging.ERROR)
             try:
@@ -96,34 +101,69 @@ class Cluster:
         share = sum(cpus) // max(num_replicas, 1)
         return Needs(max(min(share, cpus[0] if cpus else 1), ranks, 1))
 
-    async def place(self, kind: type, needs: Needs, num: int = 1) -> list[Any]:
-        """So many actors, spread over the nodes: all of them, or none and NoRoom."""
+    async def reserve(self, needs: Needs, num: int) -> Any:
+        """A placement group: room for so many actors, spread over the nodes; all of it, or none and NoRoom."""
+        bundle = {"CPU": needs.num_cpus} | ({"GPU": needs.num_gpus} if needs.num_gpus else {})
+        group = self._ray.util.placement_group([bundle] * num, strategy="SPREAD")
+        try:
+            await asyncio.wait_for(_awaited(group.ready()), self.wait_s)
+        except BaseException as error:
+            self.release(group)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+        return group
+
+    def release(self, *groups: Any) -> None:
+        """And what is in them."""
+        for group in groups:
+            self._ray.util.remove_placement_group(group)
+
+    async def place(self, kind: type, needs: Needs, num: int = 1, group: Any = None) -> list[Any]:
+        """So many actors, spread over the nodes: all of them, or none and NoRoom. `group`: in the room that it has."""
         remote = self._ray.remote(kind).options(
             num_cpus=needs.num_cpus,
             num_gpus=needs.num_gpus,
-            scheduling_strategy="SPREAD",
+            scheduling_strategy="SPREAD" if group is None else self._in_group(group),
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=1000,
         )
+        free = self._num_free(needs)
         actors = [remote.remote() for _ in range(num)]
+        answers = [asyncio.create_task(_awaited(actor.about.remote())) for actor in actors]
         try:
-            found = await asyncio.wait_for(asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors)), self.wait_s)
-        except TimeoutError:
-            self.kill(*actors)
-            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+            found = await _all_of(answers, self.wait_s)
+            if found is None and free - self._num_free(needs) < num:
+                raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}")
+            found = found or await _all_of(answers, START_S)
+            if found is None:
+                raise NoRoom(f"{num} x {needs} have a place and did not start within {START_S:g} s")
         except self.errors as error:
             self.kill(*actors)
             raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
         except BaseException:
             self.kill(*actors)
             raise
+        finally:
+            for answer in answers:
+                answer.cancel()  # of those that will not come
+            await asyncio.gather(*answers, return_exceptions=True)
         for about in found:
             if about.version != __version__:
                 self.kill(*actors)
                 what = f"The node {about.host} has tidemill {about.version}, this machine {__version__}."
                 raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
         return actors
+
+    def _in_group(self, group: Any) -> Any:
+        return self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+
+    def _num_free(self, needs: Needs) -> int:
+        """Actors for which the cluster has room, if that were all on one node."""
+        free = self._ray.available_resources()
+        rooms = {"GPU": needs.num_gpus, "CPU": needs.num_cpus}
+        return min(int(free.get(name, 0) // num) for name, num in rooms.items() if num)
 
     def described(self) -> str:
         """What the cluster has, and what of it is free."""
@@ -142,6 +182,25 @@ class Cluster:
         """Ends the actors, and the cluster if it was started here."""
         if self._is_ours:
             self._ray.shutdown()
+
+
+def _check_somebody_listens(address: str | None) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():  # auto, local
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`."
+        raise ConfigError(f"No Ray cluster can be used at {address}: {error}.", fix=fix, param="ray_address") from error
+
+
+async def _all_of(answers: list[asyncio.Task[Any]], within_s: float) -> list[Any] | None:
+    """None: some do not come within that time. Raises what one of them fails with."""
+    done, missing = await asyncio.wait(answers, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+    found = [one.result() for one in done]
+    return None if missing else found
 
 
 async def _awaited(ref: Any) -> Any:

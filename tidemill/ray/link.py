@@ -21,10 +21,12 @@ _STOP_S = 5.0
 
 
 class RayLink:
-    """`actor`: one that is placed already, or None: the link places one."""
+    """`actor`: one that is placed already, or None: the link places one, in the room of the placement group if there is one.
+    `kv_key`: of engines that exchange pages with it."""
 
-    def __init__(self, cluster: Cluster, needs: Needs, actor: Any = None) -> None:
+    def __init__(self, cluster: Cluster, needs: Needs, actor: Any = None, group: Any = None, kv_key: bytes = b"") -> None:
         self._cluster, self._needs, self._actor = cluster, needs, actor
+        self._group, self._kv_key = group, kv_key
         self._frames: Any = None
         self._early: list[FromEngine] = []  # that came along with Ready
         self._outbox: list[bytes] = []
@@ -36,9 +38,9 @@ class RayLink:
 
     async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
         if self._actor is None:
-            (self._actor,) = await self._cluster.place(EngineActor, self._needs)
+            (self._actor,) = await self._cluster.place(EngineActor, self._needs, group=self._group)
         run = self._actor.run.options(num_returns="streaming")
-        self._frames = run.remote(msgspec.msgpack.encode(options), within_s)
+        self._frames = run.remote(msgspec.msgpack.encode(options), within_s, self._kv_key)
         end_s = asyncio.get_running_loop().time() + within_s
         while True:
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ from tidemill.config import EngineOptions, settled
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S
 from tidemill.engine.replicas import ReplicaAdapters, Replicas, all_started
+from tidemill.engine.roles import PREFILL, Roles, routing_of
+from tidemill.engine.routing import Routing
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.ray.actor import EngineActor
@@ -52,6 +55,12 @@ class RayFleet:
     """Makes the client of a server whose engines run on a cluster (`server.run.Fleet`)."""
 
     def __init__(self, cluster: Cluster, options: RayOptions, engine: EngineOptions) -> None:
+        engine.check_roles()
+        if engine.has_roles:
+            if options != RayOptions():
+                fix = "Leave out --replicas and --autoscale: --prefill and --decode say how many engines there are."
+                raise ConfigError("Engines on the cluster are either alike or have roles.", fix=fix, param="replicas")
+            options = RayOptions(engine.num_engines)
         self._cluster, self._options = cluster, options
         self._needs = cluster.needs_of(engine, options.num_at_most)
         self.engine = self._needs.limit(engine)
@@ -64,7 +73,8 @@ class RayFleet:
         on_pages: Callable[[Pages], None],
         start_s: float,
     ) -> RayReplicas:
-        return RayReplicas(self._cluster, self._options, self._needs, on_events, stall_s, on_pages, start_s)
+        how = self._cluster, self._options, self._needs, on_events, stall_s, on_pages, start_s
+        return RayReplicas(*how, routing=routing_of(self.engine))
 
 
 class RayReplicas(Replicas):
@@ -77,44 +87,53 @@ class RayReplicas(Replicas):
         stall_s: float = STALL_S,
         on_pages: Callable[[Pages], None] | None = None,
         start_s: float = START_S,
+        routing: Routing | None = None,
     ) -> None:
+        """`routing`: with roles, each of them has a placement group."""
         self._cluster, self._given, self._needs = cluster, options, needs
-        self._placed: list[Any] = []  # actors without an engine
+        self._placed: dict[int, Any] = {}  # actors without an engine, by number of the replica
+        self._groups: dict[str, Any] = {}  # placement groups, by role
+        self._kv_key = b""
         self._counts: dict[int, tuple[int, int]] = {}  # of each replica: requests that run, and that wait
         self._num_finished = 0
         self._started: set[int] = set()  # replicas that take requests
         self._draining: set[int] = set()  # those that stop when they have none
         self._try_again_s = 0.0
         self._watching: asyncio.Task[None] | None = None
-        super().__init__(options.num_at_most, on_events, stall_s, on_pages, start_s)
+        super().__init__(options.num_at_most, on_events, stall_s, on_pages, start_s, routing)
         if options.policy is not None:
             self.adapters = _FixedAdapters(self._clients)
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, self._new_link, hands_over=True)
+        client = EngineClient(take, stall_s, pages, start_s, partial(self._new_link, number), True, self._routing.gate)
         client.on_change = self._changed
         return client
 
-    def _new_link(self) -> RayLink:
-        return RayLink(self._cluster, self._needs, self._placed.pop() if self._placed else None)
+    def _new_link(self, number: int) -> RayLink:
+        group = self._groups.get(self._routing.names[number]) if self._routing.names else None
+        return RayLink(self._cluster, self._needs, self._placed.pop(number, None), group, self._kv_key)
 
     def _options(self, options: EngineOptions, number: int) -> EngineOptions:
         """Several replicas may be on one node."""
         folder, _, size = (options.kv_disk or "").rpartition(":")
-        return dataclasses.replace(options, kv_disk=f"{folder}/replica-{number}:{size}" if folder else None)
+        own = dataclasses.replace(options, kv_disk=f"{folder}/replica-{number}:{size}" if folder else None)
+        return self._routing.options(own, number)
 
     # ---- start and end
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         num = self._given.num_at_start
         try:
-            self._placed = await self._cluster.place(EngineActor, self._needs, num)
+            await self._place_all(num)
         except NoRoom as error:
-            fix = "Ask for fewer --replicas, --tensor-parallel or --threads, or add nodes (--ray-wait waits for them)."
+            await self.close()
+            several = "--prefill, --decode" if self._routing.names else "--replicas, --tensor-parallel"
+            fix = f"Ask for fewer {several} or --threads, or add nodes (--ray-wait waits for them)."
             raise ConfigError(f"The cluster has no room for the replicas: {error}.", fix=fix, param="replicas") from error
         try:
             ready = await self._clients[0].start(self._options(options, 0), on_loading)
+            self._routing.check(ready)
             await all_started(self._start_one(number, options, ready) for number in range(1, num))
         except BaseException:
             await self.close()
@@ -125,6 +144,22 @@ class RayReplicas(Replicas):
         scaler = Autoscaler(self._given.policy) if self._given.policy is not None else None
         self._watching = asyncio.create_task(self._watch(scaler, options, ready))
         return ready
+
+    async def _place_all(self, num: int) -> None:
+        """Engines that have roles exchange pages by TCP, with a key that is made here."""
+        roles = self._routing
+        if not isinstance(roles, Roles):
+            self._placed = dict(enumerate(await self._cluster.place(EngineActor, self._needs, num)))
+            return
+        for role in dict.fromkeys(roles.names):
+            numbers = [at for at, one in enumerate(roles.names) if one == role]
+            group = self._groups[role] = await self._cluster.reserve(self._needs, len(numbers))
+            actors = await self._cluster.place(EngineActor, self._needs, len(numbers), group)
+            self._placed.update(zip(numbers, actors, strict=True))
+            if role == PREFILL:
+                doors = [await actor.door.remote() for actor in actors]
+                roles.addresses = [f"tcp:{host}:{port}" for host, port in doors]
+        self._kv_key = secrets.token_hex(32).encode()
 
     async def _start_one(self, number: int, options: EngineOptions, first: Ready) -> Ready:
         """With the values of the first, so that each can take every request."""
@@ -145,8 +180,9 @@ class RayReplicas(Replicas):
             watching.cancel()
             await asyncio.wait([watching])
         await super().close()
-        self._cluster.kill(*self._placed)
-        self._placed = []
+        self._cluster.kill(*self._placed.values())
+        self._cluster.release(*self._groups.values())
+        self._placed, self._groups = {}, {}
 
     @property
     def num_replicas(self) -> int:
@@ -218,7 +254,7 @@ class RayReplicas(Replicas):
             assert client.ready is not None
             await client.stop()
             self._counts.pop(number, None)
-            self._placement.forget(str(number))
+            self._routing.forget(str(number))
             gone = events.ModelUnloaded(time.monotonic(), model, client.ready.config.memory_bytes, "fewer replicas suffice")
             self._take_events(number, [gone])
 

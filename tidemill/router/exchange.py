@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemill.errors import NoUpstream, TidemillError, UpstreamFailed
-from tidemill.router.front import Front, Request, forwarded_headers
+from tidemill.router.front import Front
 from tidemill.router.keys import Prompt
+from tidemill.router.request import Request
 from tidemill.router.upstream import Connection, Headers, Upstream
 from tidemill.server.errors import error_body, shaped
 
@@ -88,7 +89,7 @@ class Exchange:
         request, upstream = self._request, self.upstream
         assert upstream is not None
         self._connection, self._is_sent = connection, True
-        head = b"".join(forwarded_headers(request, upstream.host, self._router.upstream_key))
+        head = request.head_for(upstream.host, self._router.upstream_key)
         connection.send(head, request.body, self, request.method == b"HEAD")
 
     def _again(self, why: TidemillError) -> None:

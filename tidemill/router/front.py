@@ -18,7 +18,8 @@ import httptools
 import msgspec
 
 from tidemill.errors import Draining, InvalidRequest, QueueFull, RequestTooLarge, TidemillError
-from tidemill.router.upstream import HOP_BY_HOP, Headers
+from tidemill.router.request import MAX_REPEATED_BYTES, Repeated, Request
+from tidemill.router.upstream import Headers
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.errors import error_body, headers_of, shaped
 from tidemill.server.guard import Caller
@@ -34,6 +35,7 @@ from tidemill.server.protocol import (
 BODY_WITHIN_S, PART_WITHIN_S = 120.0, 20.0  # all of a body, and the next part of it
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait for the response to the one before
+MAX_OPEN_BODY_BYTES = 4096  # of a request without a key, where keys are needed
 MAX_BUFFERED_BYTES = 2**30  # of the bodies of all requests together
 _SWEEP_EVERY_S = 1.0
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
@@ -47,24 +49,6 @@ class HeadersTooLarge(InvalidRequest):
 
 class Timeout(InvalidRequest):
     status = 408
-
-
-class Request:
-    """A client's request, whole."""
-
-    __slots__ = ("address", "body", "caller", "headers", "is_http10", "keeps_alive", "method", "path", "target")
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.method = self.target = b""
-        self.path = ""  # decoded, without the query
-        self.headers: Headers = []
-        self.body: bytes = b""
-        self.caller: Caller | None = None  # once it is known
-        self.is_http10 = self.keeps_alive = False
-
-    def get(self, name: bytes) -> bytes:
-        return next((value for key, value in self.headers if key == name), b"")
 
 
 class Job(Protocol):
@@ -82,11 +66,16 @@ class Fronts:
     """All connections of clients."""
 
     def __init__(
-        self, admit: Callable[[Request], Caller], handle: Callable[[Front, Request], Job | None], max_connections: int
+        self,
+        admit: Callable[[Request], Caller],
+        handle: Callable[[Front, Request], Job | None],
+        max_connections: int,
+        has_keys: bool = False,
     ) -> None:
         """`admit`: who sends a request, by its headers, or why it is refused; asked before a body is taken. `handle`: answers a
-        request through its connection, now or later; it returns what does so later."""
-        self.admit, self.handle, self.max_connections = admit, handle, max_connections
+        request through its connection, now or later; it returns what does so later. `has_keys`: callers without a tenant may
+        use some paths only."""
+        self.admit, self.handle, self.max_connections, self.has_keys = admit, handle, max_connections, has_keys
         self.max_idle = max(max_connections // 2, 1)  # of one address
         self.all: set[Front] = set()
         self.num_idle: Counter[str] = Counter()  # by address: without a request under way
@@ -128,6 +117,8 @@ class Front(asyncio.Protocol):
         self._is_closed = False
         self._is_paused = False
         self._unread = 0
+        self._repeated: Repeated | None = None  # the head of a request that this connection has had
+        self._head = b""  # of the request that is being parsed, if it came in one piece
         self.deadline_s = float("inf")
         self._expect_head()
 
@@ -173,6 +164,10 @@ class Front(asyncio.Protocol):
         if self._is_broken:
             return
         if self._in_head:
+            if not self._num_head and self._request is None:
+                if self._take_repeated(data):
+                    return
+                self._head = data[: data.find(b"\r\n\r\n", 0, MAX_REPEATED_BYTES) + 4]
             if not self._num_head and not self._is_busy:
                 self._expect_by(time.monotonic() + HEADERS_WITHIN_S)
             self._num_head += len(data)
@@ -192,6 +187,19 @@ class Front(asyncio.Protocol):
         else:
             if self._in_head and self._num_head > MAX_HEADER_BYTES:
                 self._refuse(HeadersTooLarge(f"The headers may have {MAX_HEADER_BYTES} bytes."))
+
+    def _take_repeated(self, data: bytes) -> bool:
+        """A whole request with a head that was parsed before."""
+        if self._repeated is None or self._is_busy or self._is_paused or (request := self._repeated.read(data)) is None:
+            return False
+        fronts, num_bytes = self._fronts, len(request.body)
+        if num_bytes > self._repeated.max_body or fronts.num_buffered + num_bytes > MAX_BUFFERED_BYTES:
+            return False  # the parser's path says why not
+        fronts.num_buffered += num_bytes
+        self.deadline_s = float("inf")
+        self._set_idle(False)
+        self._begin(request)
+        return True
 
     def _expect_by(self, deadline_s: float) -> None:
         """Unless it is behind with reading, which has a deadline of its own."""
@@ -243,32 +251,33 @@ class Front(asyncio.Protocol):
         if len(self._queue) >= MAX_PIPELINED:
             raise QueueFull(f"More than {MAX_PIPELINED} requests wait on this connection.", fix="Read the responses first.")
         self._request = Request(self.address)
+        self._headers = self._request.headers
 
     def on_url(self, url: bytes) -> None:
         assert self._request is not None
         self._request.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        request = self._request
-        assert request is not None
-        if not self._in_head:  # trailers have no effect
-            self._num_head += len(name) + len(value)
-            if self._num_head > MAX_HEADER_BYTES:
-                raise HeadersTooLarge(f"The trailers may have {MAX_HEADER_BYTES} bytes.")
+        if self._in_head:
+            self._headers.append((name.lower(), value))
             return
-        if len(request.headers) >= MAX_HEADERS:
-            raise HeadersTooLarge(f"There may be {MAX_HEADERS} headers.")
-        request.headers.append((name.lower(), value))
+        self._num_head += len(name) + len(value)  # trailers have no effect
+        if self._num_head > MAX_HEADER_BYTES:
+            raise HeadersTooLarge(f"The trailers may have {MAX_HEADER_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
         request, parser = self._request, self._parser
+        head, self._head = self._head, b""  # the next request in the same piece has another
         assert request is not None
         if self._num_head > MAX_HEADER_BYTES and sum(len(a) + len(b) + 4 for a, b in request.headers) > MAX_HEADER_BYTES:
             raise HeadersTooLarge(f"The headers may have {MAX_HEADER_BYTES} bytes.")
-        request.method, request.is_http10 = parser.get_method(), parser.get_http_version() == "1.0"
+        if len(request.headers) > MAX_HEADERS:
+            raise HeadersTooLarge(f"There may be {MAX_HEADERS} headers.")
+        request.method, version = parser.get_method(), parser.get_http_version()
+        request.is_http10 = version == "1.0"
         request.keeps_alive = parser.should_keep_alive() and not parser.should_upgrade()
         target = request.target
-        if parser.get_http_version() not in ("1.0", "1.1"):
+        if version not in ("1.0", "1.1"):
             raise InvalidRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.")
         if request.method not in _METHODS or not target.startswith(b"/"):
             raise InvalidRequest("The method or the target of the request is not one that is served here.")
@@ -278,23 +287,25 @@ class Front(asyncio.Protocol):
         self._max_body = MAX_UPLOAD_BYTES if request.path == "/v1/files" else MAX_BODY_BYTES
         if request.method == b"OPTIONS":
             self._max_body = 0  # a preflight has no key, so nothing is kept of it
-        length, has_body = 0, False
-        for name, value in request.headers:
-            if name == b"content-length":
-                length = int(value)
-                has_body = has_body or length > 0
-            elif name == b"transfer-encoding":
-                has_body = True
-                if value.lower() != b"chunked":
-                    raise InvalidRequest("The only transfer encoding that is taken is chunked.")
-        if length > self._max_body:
-            raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
+        request.first = first = dict(reversed(request.headers))
+        length = int(first.get(b"content-length", b"0"))
+        has_body = length > 0
+        if b"transfer-encoding" in first:
+            has_body = True
+            if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in request.headers):
+                raise InvalidRequest("The only transfer encoding that is taken is chunked.")
         if has_body:
             request.caller = self._fronts.admit(request)
+            if self._fronts.has_keys and not request.caller.tenant:
+                self._max_body = min(self._max_body, MAX_OPEN_BODY_BYTES)
+        if length > self._max_body:
+            raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
+        if len(head) > 4:
+            self._repeated = Repeated.of(head, request, self._max_body)
         now = time.monotonic()
         self._body_until_s = now + BODY_WITHIN_S
         self._expect_by(now + PART_WITHIN_S)
-        if request.get(b"expect").lower() == b"100-continue" and not self._is_busy:
+        if b"expect" in first and first[b"expect"].lower() == b"100-continue" and not self._is_busy:
             self._transport.write(_CONTINUE)
 
     def on_body(self, body: bytes) -> None:
@@ -449,28 +460,3 @@ class Front(asyncio.Protocol):
         self._is_busy, self._current = True, Request(self.address)
         self._current.path = path
         self.answer_error(error)
-
-
-def forwarded_headers(request: Request, host: bytes, key: bytes) -> list[bytes]:
-    """The lines of a request's head that go on to an upstream. `key`: of the upstream, instead of the client's; empty: none."""
-    named = request.get(b"connection")
-    dropped = {word.strip().lower() for word in named.split(b",")} if named else ()
-    lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (request.method, request.target, host)]
-    for name, value in request.headers:
-        if name in _NOT_FORWARDED or name in dropped or (key and name in _KEYS):
-            continue
-        if name == b"origin" and value.partition(b"://")[2] == request.get(b"host"):
-            continue  # the page is the router's own, and the upstream knows another host
-        lines.append(b"%b: %b\r\n" % (name, value))
-    if key:
-        lines.append(b"authorization: Bearer %b\r\n" % key)
-    if request.address:
-        lines.append(b"x-forwarded-for: %b\r\n" % request.address.encode())
-    if request.body or request.method in (b"POST", b"PUT", b"PATCH"):
-        lines.append(b"content-length: %d\r\n" % len(request.body))
-    lines.append(b"\r\n")
-    return lines
-
-
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-forwarded-for"}  # the latter are written anew
-_KEYS = frozenset({b"authorization", b"x-api-key"})

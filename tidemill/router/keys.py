@@ -13,6 +13,7 @@ BLOCK_BYTES = 512  # of a prompt as JSON text
 _MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
 _MAX_FIRST = 64  # messages among which the first of the user is looked for
 _NOTHING = Raw()
+_NONE = _NOTHING, _NOTHING, _NOTHING
 
 
 class _Body(msgspec.Struct):
@@ -54,14 +55,15 @@ class Prompt:
 
 def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
     """`tenant`: whoever shares no cache with others. `session`: as a header names it."""
-    if not body.lstrip(b" \t\r\n").startswith(b"{"):
+    if not body.startswith(b"{") and not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Prompt()
     try:
         given = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Prompt()
     root = b"\0".join((tenant, (given.model or "").encode()))
-    before = b"\0".join(map(bytes, (given.tools, given.system, given.instructions)))
+    around = given.tools, given.system, given.instructions
+    before = b"\0\0" if around == _NONE else b"\0".join(map(bytes, around))
     messages = given.messages
     if messages is not None:
         text = before + b"," + b",".join(_leading(messages, _MAX_BYTES - len(before)))

@@ -15,11 +15,12 @@ import msgspec
 from tidemill.errors import ConfigError, Draining, InvalidRequest, NoUpstream, TidemillError
 from tidemill.router.exchange import Exchange
 from tidemill.router.fetch import Fetched, fetch
-from tidemill.router.front import Front, Fronts, Job, Request
+from tidemill.router.front import Front, Fronts, Job
 from tidemill.router.health import Checks, models_of
 from tidemill.router.keys import Prompt, read_prompt
 from tidemill.router.limits import Limits
 from tidemill.router.owners import ASK_WITHIN_S, EVERYWHERE, HOMES, Owners, referred
+from tidemill.router.request import Request
 from tidemill.router.upstream import Headers, Upstream
 from tidemill.sched.placement import Placement, hash_of
 from tidemill.server.guard import Access, Caller, NotFound, check_path
@@ -55,8 +56,8 @@ class Router:
         self.upstream_key = upstream_key.encode()
         own: Headers = [(b"authorization", b"Bearer " + self.upstream_key)] if upstream_key else []
         self.checks = Checks(check_every_s, own, self._recovered, self._lost, check_within_s)
-        self.fronts = Fronts(self.admit, self.handle, max_connections)
-        has_keys = self.access.keys or self.access.admin_keys
+        has_keys = bool(self.access.keys or self.access.admin_keys)
+        self.fronts = Fronts(self.admit, self.handle, max_connections, has_keys)
         self._anybody = None if has_keys else Caller(is_admin=True)  # who sends a request, where there are no keys
         self.upstreams: dict[str, Upstream] = {}
         self._owners = Owners()
@@ -130,17 +131,12 @@ class Router:
     def admit(self, request: Request) -> Caller:
         """Who sends it, by its headers. Raises why it is refused."""
         check_path(request.target)
-        num_hosts, host, origin = 0, "", ""
-        for name, value in request.headers:
-            if name == b"host":
-                num_hosts, host = num_hosts + 1, value.decode("latin-1")
-            elif name == b"origin":
-                origin = value.decode("latin-1").rstrip("/").lower()
-        if num_hosts > 1:
+        host, origin = request.get(b"host").decode("latin-1"), request.get(b"origin").decode("latin-1")
+        if len(request.first) < len(request.headers) and [name for name, _ in request.headers].count(b"host") > 1:
             raise InvalidRequest("There is more than one Host header.")
         self._check_host(host)
         if origin:
-            self.access.check_origin(origin, host)
+            self.access.check_origin(origin.rstrip("/").lower(), host)
         if request.method == b"OPTIONS":  # a preflight has no key
             return _NOBODY
         if self._anybody is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from tidemill.layers.lora import Loras
+    from tidemill.kernels.lora import Pair
     from tidemill.runner.page_moves import PageMover
 
 
@@ -109,6 +109,19 @@ class Ranks(Protocol):
     def close(self) -> None: ...
 
 
+class AdapterSlots(Protocol):
+    """Where adapters are kept for the rows that use them."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the matrices that an adapter may change."""
+        ...
+
+    def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+        """An adapter, by names of stored matrices; nothing, to free the slot's memory."""
+        ...
+
+
 class Runner(Protocol):
     """Executes StepPlans in the order they are launched, and gives their results back in that order."""
 
@@ -117,7 +130,7 @@ class Runner(Protocol):
     mover: PageMover | None  # if there are tiers behind the KV cache
 
     @property
-    def loras(self) -> Loras | None:
+    def loras(self) -> AdapterSlots | None:
         """Adapters, if there may be any."""
         ...
 

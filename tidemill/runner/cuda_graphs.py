@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tidemill.kernels.cuda.gemm import choice_of
+
+Programs = tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
 
 
 @dataclass(slots=True)
@@ -17,8 +19,9 @@ class Graph:
 
     graph: torch.cuda.CUDAGraph
     size: int
-    programs: tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
+    programs: Programs
     out: torch.Tensor  # tokens of a decode step, hidden states of another
+    second: Programs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,9 @@ class Step:
     """What is captured: of how many tokens, with how many programs of the kernels, and the work itself."""
 
     size: int
-    programs: tuple[int, int, int, int]
+    programs: Programs
     run: Callable[[], torch.Tensor]
+    second: Programs | None = None  # of a step in two halves, those of the second one
 
 
 def capture(step: Step, pool: Any, run_first: bool) -> Graph:
@@ -41,7 +45,7 @@ def capture(step: Step, pool: Any, run_first: bool) -> Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         out = step.run()
-    return Graph(graph, step.size, step.programs, out)
+    return Graph(graph, step.size, step.programs, out, step.second)
 
 
 def sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
@@ -52,6 +56,16 @@ def sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
             size = min((size // step + 1) * step, most)
             made.append(size)
     return made if made[-1] == most else [*made, most]
+
+
+def halves(among: Collection[int]) -> dict[int, int]:
+    """By size, where a step of so many tokens is cut in two: both parts are sizes, too, as alike as can be."""
+    made = {}
+    for size in among:
+        firsts = [first for first in among if first < size and size - first in among]
+        if firsts:
+            made[size] = min(firsts, key=lambda first: (abs(2 * first - size), -first))
+    return made
 
 
 def one_of_each_kind(among: Iterable[int]) -> list[int]:

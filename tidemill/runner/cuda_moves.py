@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from tidemill.kv.behind import MOST_EXPORTS
 from tidemill.kv.tiers import NOWHERE, Moved, PageMove, Tier
-from tidemill.runner.page_file import PageFile
-from tidemill.runner.page_moves import PageMover
+from tidemill.runner.page_moves import Outside, PageMover
 
 _AT_ONCE = 16  # pages between two events
 
@@ -24,34 +25,49 @@ class _Part(NamedTuple):
     ended: torch.cuda.Event
 
 
+class _Staging(NamedTuple):
+    """Pinned memory of one page and a stream, of a thread that loads from outside host memory."""
+
+    page: torch.Tensor
+    stream: torch.cuda.Stream
+
+
 class CudaMover(PageMover):
     @torch.inference_mode()
-    def __init__(self, pages: torch.Tensor, num_slots: int, file: PageFile | None) -> None:
+    def __init__(self, pages: torch.Tensor, num_slots: int, outside: Outside) -> None:
         """`pages`: uint8 [pages, bytes], on the GPU."""
         self._pages = pages
-        self._slots = torch.empty(num_slots, pages.shape[1], dtype=torch.uint8, pin_memory=True)
-        self._staging = torch.empty(pages.shape[1], dtype=torch.uint8, pin_memory=True)  # of the thread that reads from disk
-        self._to_host, self._to_device, self._from_disk = (torch.cuda.Stream() for _ in range(3))
+        self._slots = self._pinned(num_slots)
+        self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
+        self._staging = {tier: _Staging(self._pinned(1)[0], torch.cuda.Stream()) for tier in (Tier.DISK, Tier.PEER)}
+        self._leaving = self._pinned(0 if outside.exporter is None else MOST_EXPORTS)  # pages on their way to other engines
+        self._places = deque(range(len(self._leaving)))  # of it, that are free
+        self._left: dict[int, tuple[int, torch.cuda.Event]] = {}  # by number of an export: its place, and when it is there
         self._under_way: deque[_Part] = deque()
         self._storing: dict[int, torch.cuda.Event] = {}  # by page
         self._filling: dict[int, torch.cuda.Event] = {}  # by slot
-        self._may_load: dict[int, list[torch.cuda.Event]] = {}  # by number of a load from disk: what it waits for
-        super().__init__(file)
+        self._may_load: dict[int, list[torch.cuda.Event]] = {}  # by number of a load from outside: what it waits for
+        super().__init__(outside)
+
+    def _pinned(self, num_pages: int) -> torch.Tensor:
+        return torch.empty(num_pages, self._pages.shape[1], dtype=torch.uint8, pin_memory=True)
 
     @torch.inference_mode()
     def store(self, moves: Sequence[PageMove], written: Collection[int]) -> None:
         """The step that computes what is stored was launched before; a step that writes to it is launched after."""
         stores = [move for move in moves if not move.is_load]
         to_host = [move for move in stores if move.tier is Tier.HOST]
-        if to_host:
+        exported = [move for move in stores if move.tier is Tier.EXPORT and move.source != NOWHERE]
+        if to_host or exported:
             self._to_host.wait_stream(torch.cuda.current_stream())
         for part in self._copy(to_host, self._to_host, self._pages, self._slots):
             self._storing |= {move.source: part.ended for move in part.moves}
             self._filling |= {move.target: part.ended for move in part.moves}
+        for first in range(0, len(exported), _AT_ONCE):
+            self._export(exported[first : first + _AT_ONCE])
         for move in stores:
-            if move.tier is Tier.DISK:
-                assert self._disk is not None
-                self._disk.add(move)
+            if move.tier is not Tier.HOST:
+                self._worker(move.tier).add(move)
         self._forget_past()
         for event in {id(event): event for page, event in self._storing.items() if page in written}.values():
             torch.cuda.current_stream().wait_event(event)
@@ -67,13 +83,12 @@ class CudaMover(PageMover):
         for event in self._stores_before(from_host, from_host):
             self._to_device.wait_event(event)
         self._copy(from_host, self._to_device, self._slots, self._pages)
-        from_disk = [move for move in loads if move.tier is Tier.DISK]
-        if from_disk:
+        from_outside = [move for move in loads if move.tier is not Tier.HOST]
+        if from_outside:
             computed = torch.cuda.current_stream().record_event()
-            for move in from_disk:
-                assert self._disk is not None
+            for move in from_outside:
                 self._may_load[move.number] = [computed, *self._stores_before([move], [])]
-                self._disk.add(move)
+                self._worker(move.tier).add(move)
 
     def done(self) -> list[Moved]:
         for part in list(self._under_way):
@@ -137,20 +152,53 @@ class CudaMover(PageMover):
         self._storing = {page: event for page, event in self._storing.items() if not event.query()}
         self._filling = {slot: event for slot, event in self._filling.items() if not event.query()}
 
+    def _export(self, moves: list[PageMove]) -> None:
+        """To pinned memory, from where the thread takes them."""
+        with torch.cuda.stream(self._to_host):
+            places = [self._places.popleft() for _ in moves]
+            for place, move in zip(places, moves, strict=True):
+                self._leaving[place].copy_(self._pages[move.source], non_blocking=True)
+            ended = self._to_host.record_event()
+        for place, move in zip(places, moves, strict=True):
+            self._storing[move.source] = ended
+            self._left[move.number] = place, ended
+
     @torch.inference_mode()
-    def _move_on_disk(self, move: PageMove) -> int:
-        assert self._file is not None
-        if not move.is_load:
-            if move.source == NOWHERE:
-                self._file.erase(move.target)
-                return 0
-            self._file.write(move.target, move.key, self._slots[move.source].numpy())
-            return self._pages.shape[1]
-        before = self._may_load.pop(move.number)
-        self._file.read(move.source, move.key, self._staging.numpy())
-        with torch.cuda.stream(self._from_disk):
+    def _load(self, move: PageMove, read: Callable[[np.ndarray], None]) -> int:
+        """By a thread, through pinned memory."""
+        staging, before = self._staging[move.tier], self._may_load.pop(move.number)
+        read(staging.page.numpy())
+        with torch.cuda.stream(staging.stream):
             for event in before:
-                self._from_disk.wait_event(event)
-            self._pages[move.target].copy_(self._staging, non_blocking=True)
-        self._from_disk.synchronize()
+                staging.stream.wait_event(event)
+            self._pages[move.target].copy_(staging.page, non_blocking=True)
+        staging.stream.synchronize()
+        return self._pages.shape[1]
+
+    def _move_on_disk(self, move: PageMove) -> int:
+        file = self._outside.file
+        assert file is not None
+        if move.is_load:
+            return self._load(move, lambda page: file.read(move.source, move.key, page))
+        if move.source == NOWHERE:
+            file.erase(move.target)
+            return 0
+        file.write(move.target, move.key, self._slots[move.source].numpy())
+        return self._pages.shape[1]
+
+    def _move_to_peers(self, move: PageMove) -> int:
+        exporter, importer = self._outside.exporter, self._outside.importer
+        if move.is_load:
+            assert importer is not None
+            return self._load(move, lambda page: importer.fetch(move.source, move.key, page))
+        assert exporter is not None
+        if move.source == NOWHERE:
+            exporter.erase(move.target, move.key)
+            return 0
+        place, ended = self._left.pop(move.number)
+        try:
+            ended.synchronize()
+            self._written[move.number] = exporter.write(move.target, move.key, self._leaving[place].numpy())
+        finally:
+            self._places.append(place)
         return self._pages.shape[1]

@@ -36,6 +36,7 @@ from tidemill.kernels.cuda.attention import (
 )
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
+from tidemill.kernels.cuda.lanes import Lanes, change_over, in_order
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
@@ -47,11 +48,13 @@ from tidemill.kv_format import FORMATS
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
+from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
-from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
+from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import CudaSampler, score
-from tidemill.runner.cuda_work import Work, chains, make_work, padded
+from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
+from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import Report, look_at_prompt
 from tidemill.runner.state import RowState, upload
@@ -83,7 +86,9 @@ class CudaStep:
         enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
         spec, bias = kv.specs[layer], self.biases[layer]
-        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias, kv.scales)
+        with in_order("attention"):
+            attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias, kv.scales)
+        change_over()
         return out
 
     def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
@@ -105,6 +110,7 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
+    shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
@@ -160,7 +166,9 @@ class CudaRunner:
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._tokens = [_pinned(config.max_draws, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self.loras: CudaLoras | None = None
-        if config.max_loras:
+        if not config.max_loras:
+            model.let_norms_write_codes_alone()
+        else:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():
@@ -199,9 +207,52 @@ class CudaRunner:
                 self._lora_mixed_graphs[size] = capture(self._mixed_step(size, True, lora=True), pool, first)
             for size in reversed(self._decode_sizes):
                 self._lora_decode_graphs[size] = capture(self._decode_step(size, True, lora=True), pool, first)
+        self._make_halves(config, pool)
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
+
+    @property
+    def graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Numbers of tokens that a step is padded to: one in which every sequence decodes, and one with prompts."""
+        return list(self._decode_sizes), list(self._mixed_sizes)
+
+    def _make_halves(self, config: EngineConfig, pool: object) -> None:
+        """Graphs of steps in two halves, for the sizes at which a trial finds them faster, or for all if that is asked for."""
+        self.nano: list[NanoTrial] = []
+        self._cuts: dict[tuple[bool, int], int] = {}  # by (decodes, size): how many tokens are in the first half
+        self._halved: dict[tuple[bool, int, bool], Graph] = {}
+        if config.nano_batching == "off":
+            return
+        if why := refused(config, self.model.config, self._flex is not None):
+            if config.nano_batching == "on":
+                raise ConfigError(f"Steps cannot be cut in two: {why}.", fix="Leave --nano-batching out.", param="nano_batching")
+            return
+        self._second_words = torch.zeros_like(self._words)
+        self._second_staging = [_pinned(one.numel(), torch.int32) for one in self._staging]
+        self._second_stream = torch.cuda.Stream()
+        cuts = {(True, size): cut for size, cut in halves(self._decode_sizes).items()}
+        cuts |= {(False, size): cut for size, cut in halves(self._mixed_sizes).items()}
+
+        def make(decodes: bool, size: int, kind: bool) -> Graph:
+            self._words.zero_()  # a graph is captured with no work to do
+            self._second_words.zero_()
+            return capture(self._halves_step(decodes, size, kind, cuts[decodes, size]), pool, run_first=True)
+
+        taken = set(cuts)
+        if config.nano_batching == "auto":
+            whole = {(True, size): self._decode_graphs[size, False] for size in self._decode_sizes}
+            whole |= {(False, size): self._mixed_graphs[size, True, False] for size in self._mixed_sizes}
+            rivals = Rivals(
+                self.state, self.cache, self._max_context, self.model.config.vocab_size, self._padding_row, whole,
+                lambda decodes, size: make(decodes, size, not decodes), self._replay, self._hidden, cuts,
+                (self._members_per_tile, self._prompt_tile, self._at_once), group_of(self.model.weight_plan.shard),
+            )  # fmt: skip
+            self.nano, taken = run_trials(rivals)
+        for decodes, size in sorted(taken, reverse=True):
+            for kind in self._either:
+                self._halved[decodes, size, kind] = make(decodes, size, kind)
+            self._cuts[decodes, size] = cuts[decodes, size]
 
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
         return _new_pool(config, self.model.config, self._device)
@@ -254,8 +305,9 @@ class CudaRunner:
         self._stage(plan)
         items, reports = plan.items, list[Report]()
         has_lora = self.loras is not None and any(self.state.adapters[item.row] >= 0 for item in items)
-        work, by_flash = self._work(items, may_flash=not has_lora)
-        if work.prompts.size or not all(item.samples for item in items) or any(self._asks_prompt[item.row] for item in items):
+        decodes = all(item.samples and item.count == item.num_draws and not self._asks_prompt[item.row] for item in items)
+        work, by_flash = self._work(items, may_flash=not has_lora, cut=0 if has_lora else self._cut_of(items, decodes))
+        if not decodes:
             tokens, logits = self._mixed(items, work, by_flash, has_lora, reports)
         else:
             tokens, logits = self._decode(work, has_lora)
@@ -316,14 +368,23 @@ class CudaRunner:
         self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None
         self._asks_prompt[row] = params.prompt_logprobs is not None or params.pooling is not None
 
-    def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
+    def _cut_of(self, items: list[StepItem], decodes: bool) -> int:
+        """How many tokens are in the first half of a step; 0: it is not cut."""
+        num, among = sum(item.count for item in items), self._decode_sizes if decodes else self._mixed_sizes
+        cut = self._cuts.get((decodes, among[bisect_left(among, num)]), 0)
+        return cut if num > cut else 0
+
+    def _work(self, items: list[StepItem], may_flash: bool, cut: int = 0) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
         table = np.array([part for item in items for part in _parts(item)], np.int32)
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
         tables = self._tables[: self._num_kv_groups]
-        work = make_work(table[:, :3], table[:, 3].astype(bool), tables, self._members_per_tile, tile, self._at_once)
+        how = tables, self._members_per_tile, tile, self._at_once
+        if cut and not by_flash:
+            return make_halves(table[:, :3], table[:, 3].astype(bool), cut, *how), False
+        work = make_work(table[:, :3], table[:, 3].astype(bool), *how)
         if self._states is not None:
             work.chains = chains(table[:, :3])
         return work, by_flash
@@ -350,6 +411,10 @@ class CudaRunner:
         begin = work.write(staging.numpy(), graph.size, self._padding_row, graph.programs)
         end = begin + work.last.size
         self._words[:end].copy_(staging[:end], non_blocking=True)
+        if graph.second is not None and work.second is not None:
+            staging = self._second_staging[self._turn]
+            num = work.second.write(staging.numpy(), 0, self._padding_row, graph.second)
+            self._second_words[:num].copy_(staging[:num], non_blocking=True)
         graph.graph.replay()
         return begin, end
 
@@ -358,13 +423,18 @@ class CudaRunner:
     def _decode(self, work: Work, has_lora: bool) -> tuple[torch.Tensor, torch.Tensor]:
         num = work.rows.size
         size = self._decode_sizes[bisect_left(self._decode_sizes, num)]
-        graph = self._lora_decode_graphs[size] if has_lora else self._decode_graphs[size, work.shared.size > 0]
+        graph = self._lora_decode_graphs[size] if has_lora else self._decode_graphs[size, work.shares]
+        if work.second is not None:
+            graph = self._halved[True, size, work.shares]
         self._replay(graph, work, has_lora)
         return graph.out.clone(), self._logits[:num]  # the next replay writes over the tokens
 
-    def _decode_step(self, size: int, shares: bool, lora: bool = False) -> Step:
+    def _decode_programs(self, size: int, shares: bool) -> Programs:
         num_singles = _num_singles(size) if self.model.config.attention_layers else 0
-        programs = (num_singles, _SHARED_PROGRAMS if shares else 0, 0, size if self._states else 0)
+        return num_singles, _SHARED_PROGRAMS if shares else 0, 0, size if self._states else 0
+
+    def _decode_step(self, size: int, shares: bool, lora: bool = False) -> Step:
+        programs = self._decode_programs(size, shares)
 
         def run() -> torch.Tensor:
             rows, positions = self._tokens_of(size)
@@ -378,7 +448,9 @@ class CudaRunner:
         self, items: list[StepItem], work: Work, by_flash: bool, has_lora: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]
-        graph = self._lora_mixed_graphs[size] if has_lora else self._mixed_graphs[size, work.singles.size > 0, by_flash]
+        graph = self._lora_mixed_graphs[size] if has_lora else self._mixed_graphs[size, work.has_singles, by_flash]
+        if work.second is not None:
+            graph = self._halved[False, size, work.has_singles]
         begin, end = self._replay(graph, work, has_lora)
         first = 0
         for item in items:
@@ -392,11 +464,14 @@ class CudaRunner:
         last = self._words[begin:end]
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
-    def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False, lora: bool = False) -> Step:
+    def _mixed_programs(self, size: int, has_singles: bool, by_flash: bool = False) -> Programs:
         singles = (_num_singles(min(size, self._max_draws)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
-        programs = (*singles, num_prompts, min(size, _STATES_AT_ONCE) if self._states else 0)
+        return *singles, num_prompts, min(size, _STATES_AT_ONCE) if self._states else 0
+
+    def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False, lora: bool = False) -> Step:
+        programs = self._mixed_programs(size, has_singles, by_flash)
 
         def run() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash, lora))
@@ -414,6 +489,35 @@ class CudaRunner:
         )  # fmt: skip
         self._words.zero_()  # a graph is captured with no work to do
         return trial
+
+    # ---- either, in two halves
+
+    def _halves_step(self, decodes: bool, size: int, kind: bool, cut: int) -> Step:
+        """`kind`: as graphs of whole steps have it. The words have the tokens of both halves, and lists of the first."""
+        programs_of = self._decode_programs if decodes else self._mixed_programs
+        programs, second = programs_of(cut, kind), programs_of(size - cut, kind)
+
+        def run() -> torch.Tensor:
+            rows, positions = self._tokens_of(size)
+
+            def half(tokens: slice, own: Programs, words: torch.Tensor, first_list: int) -> torch.Tensor:
+                lists = Lists(words, words[first_list:], *own[:3], self._partial, self._done[tokens], None, self._by_roles)
+                return self._forward_lists(rows[tokens], positions[tokens], lists)
+
+            both = Lanes(self._second_stream).run(
+                lambda: half(slice(cut), programs, self._words, HEADER + 2 * padded(size)),
+                lambda: half(slice(cut, size), second, self._second_words, HEADER),
+            )
+            if decodes:
+                return self._pick(torch.cat(both), self._range[:size], rows, positions)
+            return torch.cat(both, out=self._hidden[:size])
+
+        return Step(size, programs, run, second)
+
+    def _forward_lists(self, rows_T: torch.Tensor, positions_T: torch.Tensor, lists: Lists) -> torch.Tensor:
+        ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
+        step = CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers)
+        return self.model(self.model.embed_tokens(ids, positions_T), step)
 
     # ---- common to both
 

@@ -41,6 +41,15 @@ class Work:
     prompts: np.ndarray
     last: np.ndarray  # tokens that yield logits
     chains: np.ndarray = field(default_factory=lambda: _NONE)  # sequences of which states are computed
+    second: Work | None = None  # of a step in two halves: this one's lists are those of the first, that one's of the second
+
+    @property
+    def has_singles(self) -> bool:
+        return self.singles.size > 0 or (self.second is not None and self.second.has_singles)
+
+    @property
+    def shares(self) -> bool:
+        return self.shared.size > 0 or (self.second is not None and self.second.shares)
 
     def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, ...]) -> int:
         """All of it to the start of `target`, tokens padded to `size` and each list followed by as many zeros as its
@@ -210,3 +219,35 @@ def make_work(
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)
     last = (ends - 1)[samples]
     return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last)
+
+
+def make_halves(
+    items: np.ndarray,
+    samples: np.ndarray,
+    num_first: int,
+    tables: list[np.ndarray],
+    members_per_tile: int,
+    prompt_tile: int,
+    at_once: int = 1,
+) -> Work:
+    """A step cut in two after so many tokens, of which it has more: a prompt may have tokens in both."""
+    ends = np.cumsum(items[:, 2])
+    begins = ends - items[:, 2]
+    before, after = begins < num_first, ends > num_first
+    first, second = items[before], items[after]
+    too_many, taken = np.maximum(ends[before] - num_first, 0), np.maximum(num_first - begins[after], 0)
+    first[:, 2] -= too_many
+    second[:, 1] += taken
+    second[:, 2] -= taken
+    how = tables, members_per_tile, prompt_tile, at_once
+    one, other = make_work(first, samples[before] & (too_many == 0), *how), make_work(second, samples[after], *how)
+    is_single = first[:, 2] == 1
+    num_slots = int((first[is_single, 1] // SPLIT + 1).sum())  # partial results of the first half come before the second's
+    if other.singles.size:
+        other.singles[:, records.SINGLE_SLOT.value] += num_slots
+    if other.members.size:
+        other.members[:, records.MEMBER_SLOT.value] += num_slots
+    rows, positions = (np.concatenate(both) for both in ((one.rows, other.rows), (one.positions, other.positions)))
+    last, none = np.concatenate([one.last, other.last + num_first]).astype(np.int32), _NONE[:0, 0]
+    lists = Work(none, none, other.singles, other.shared, other.members, other.prompts, none)
+    return Work(rows, positions, one.singles, one.shared, one.members, one.prompts, last, second=lists)

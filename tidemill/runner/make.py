@@ -11,8 +11,7 @@ from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import Runner
 from tidemill.runner.cpu_runner import CpuRunner
-from tidemill.runner.page_file import PageFile
-from tidemill.runner.page_moves import CpuMover, PageMover
+from tidemill.runner.page_moves import CpuMover, Outside, PageMover
 from tidemill.runner.virtual import VirtualCpuRunner
 
 
@@ -38,12 +37,12 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
         ) from error
 
 
-def make_mover(runner: Runner, config: EngineConfig, file: PageFile | None) -> PageMover:
-    """Of pages between the device, host memory and disk."""
+def make_mover(runner: Runner, config: EngineConfig, outside: Outside) -> PageMover:
+    """Of pages between the device, host memory, disk and other engines."""
     pages = runner.cache.flatten(1).view(torch.uint8)
-    assert pages.shape[1] == config.page_bytes
+    assert pages.shape[1] == config.page_bytes or config.num_ranks > 1  # ranks may have fewer heads
     if config.device != "cuda":
-        return CpuMover(pages.numpy(), config.host_slots, file)
+        return CpuMover(pages.numpy(), config.host_slots, outside)
     from tidemill.runner.cuda_moves import CudaMover
 
-    return CudaMover(pages, config.host_slots, file)
+    return CudaMover(pages, config.host_slots, outside)

@@ -1,7 +1,8 @@
-"""Moving KV pages between the device, host memory and disk while steps are computed. What is moved where, kv/tiers.py decides.
+"""Moving KV pages between the device, host memory, disk and other engines while steps are computed. What is moved where,
+kv/tiers.py decides.
 
-Host memory and disk have a thread each. A page that a step writes waits for its store; whoever reads a page is computed after
-its load was reported.
+Host memory, disk and other engines have a thread each. A page that a step writes waits for its store; whoever reads a page is
+computed after its load was reported.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from tidemill.cache_layout import Group
 from tidemill.kv.tiers import NOWHERE, Moved, PageMove, Tier
 from tidemill.runner.page_file import PageFile, PageFileError
 from tidemill.sched.plan import StepPlan
+from tidemill.transfer.base import TransferError
+from tidemill.transfer.exporter import Exporter
+from tidemill.transfer.importer import Importer, Learned
 
 
 def changed_pages(
@@ -83,21 +88,42 @@ def make(move_bytes: Callable[[PageMove], int], move: PageMove) -> Moved:
     began = time.perf_counter()
     try:
         num_bytes = move_bytes(move)
-    except (OSError, PageFileError) as error:
+    except (OSError, PageFileError, TransferError) as error:
         return Moved(move.number, error=getattr(error, "strerror", None) or str(error))
     except Exception as error:  # the thread goes on
         return Moved(move.number, error=f"{type(error).__name__}: {error}")
     return Moved(move.number, num_bytes, time.perf_counter() - began)
 
 
-class PageMover(ABC):
-    """What runners of all devices have in common: reports, and disk."""
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What pages move to and from, besides host memory."""
 
-    def __init__(self, file: PageFile | None) -> None:
-        self._file = file
+    file: PageFile | None = None
+    exporter: Exporter | None = None
+    importer: Importer | None = None
+
+    def close(self) -> None:
+        for each in (self.exporter, self.importer, self.file):
+            if each is not None:
+                each.close()
+
+
+class PageMover(ABC):
+    """What runners of all devices have in common: reports, disk and other engines."""
+
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
         self._done: list[Moved] = []
+        self._written: dict[int, int] = {}  # by number of an export: that of its announcement
+        self._unknown: list[Moved] = []  # exports that were made, of which other engines do not know
+        self.report_to: Callable[[Moved], None] | None = None  # of a rank: who gets its reports
         self._reported = threading.Condition()
-        self._disk = None if file is None else Worker("kv-disk", self._move_on_disk, self._report, loads_first=True)
+        self._disk = self._peers = None
+        if outside.file is not None:
+            self._disk = Worker("kv-disk", self._move_on_disk, self._report, loads_first=True)
+        if outside.exporter is not None or outside.importer is not None:
+            self._peers = Worker("kv-peers", self._move_to_peers, self._report, loads_first=True)
 
     @abstractmethod
     def store(self, moves: Sequence[PageMove], written: Collection[int]) -> None:
@@ -111,14 +137,34 @@ class PageMover(ABC):
     def _move_on_disk(self, move: PageMove) -> int: ...
 
     @abstractmethod
+    def _move_to_peers(self, move: PageMove) -> int: ...
+
+    @abstractmethod
     def copy_rate(self, num_pages: int) -> float:
         """Bytes a second of one plain copy towards the device, as large as so many pages, measured now. For benchmarks."""
 
+    @property
+    def alarm(self) -> int | None:
+        """A file descriptor that is readable when other engines have announced something."""
+        return None if self._outside.importer is None else self._outside.importer.alarm
+
+    def learned(self) -> Learned | None:
+        """What other engines have announced since this was called last."""
+        return None if self._outside.importer is None else self._outside.importer.take()
+
     def done(self) -> list[Moved]:
-        """Moves that are over and were not returned before."""
+        """Moves that are over and were not returned before. An export is, when other engines know of it."""
         with self._reported:
             taken, self._done = self._done, []
-        return taken
+        if self._outside.exporter is None:
+            return taken
+        over, taken, self._unknown = list[Moved](), self._unknown + taken, []
+        for one in taken:
+            is_known = self._outside.exporter.is_known(self._written.get(one.number, 0))
+            (over if is_known else self._unknown).append(one)
+        for one in over:
+            self._written.pop(one.number, None)
+        return over
 
     def wait(self, seconds: float) -> None:
         """Until a move is over, at most so long."""
@@ -127,16 +173,27 @@ class PageMover(ABC):
 
     def drain(self) -> None:
         """Until all moves are over."""
-        if self._disk is not None:
-            self._disk.drain()
+        for worker in (self._disk, self._peers):
+            if worker is not None:
+                worker.drain()
+        self._written.clear()  # nor is it waited until other engines know
 
     def close(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
-        if self._file is not None:
-            self._file.close()
+        for worker in (self._disk, self._peers):
+            if worker is not None:
+                worker.close()
+        self._outside.close()
+
+    def _worker(self, tier: Tier) -> Worker:
+        """Of a tier outside host memory."""
+        worker = self._disk if tier is Tier.DISK else self._peers
+        assert worker is not None
+        return worker
 
     def _report(self, moved: Moved) -> None:
+        if self.report_to is not None:
+            self.report_to(moved)
+            return
         with self._reported:
             self._done.append(moved)
             self._reported.notify_all()
@@ -145,34 +202,31 @@ class PageMover(ABC):
 class CpuMover(PageMover):
     """Host memory beside the CPU's own pool: bytes are copied by a thread."""
 
-    def __init__(self, pages: np.ndarray, num_slots: int, file: PageFile | None) -> None:
+    def __init__(self, pages: np.ndarray, num_slots: int, outside: Outside) -> None:
         """`pages`: uint8 [pages, bytes]."""
         self._pages = pages
         self._slots = np.empty((num_slots, pages.shape[1]), np.uint8)  # mapped as it is used
-        self._storing: set[int] = set()  # pages
+        self._storing: Counter[int] = Counter()  # by page
         self._stored = threading.Condition()
         self._host = Worker("kv-host", self._move_in_memory, self._report)
-        super().__init__(file)
+        super().__init__(outside)
 
     def store(self, moves: Sequence[PageMove], written: Collection[int]) -> None:
         stores = [move for move in moves if not move.is_load]
         for move in stores:
-            if move.tier is Tier.DISK:
-                assert self._disk is not None
-                self._disk.add(move)
+            if move.tier is Tier.DISK or move.source == NOWHERE:
+                self._worker(move.tier).add(move)
             elif move.source in written:  # the step would wait for the thread
-                self._report(make(self._copy, move))
+                self._report(make(self._copy if move.tier is Tier.HOST else self._export, move))
             else:
                 with self._stored:
-                    self._storing.add(move.source)
-                self._host.add(move)
+                    self._storing[move.source] += 1
+                (self._host if move.tier is Tier.HOST else self._worker(move.tier)).add(move)
         self._wait_until_stored(written)
 
     def load(self, moves: Sequence[PageMove]) -> None:
         for move in (move for move in moves if move.is_load):
-            worker = self._host if move.tier is Tier.HOST else self._disk
-            assert worker is not None
-            worker.add(move)
+            (self._host if move.tier is Tier.HOST else self._worker(move.tier)).add(move)
 
     def drain(self) -> None:
         self._host.drain()
@@ -191,7 +245,14 @@ class CpuMover(PageMover):
 
     def _wait_until_stored(self, pages: Collection[int]) -> None:
         with self._stored:
-            self._stored.wait_for(lambda: self._storing.isdisjoint(pages))
+            self._stored.wait_for(lambda: self._storing.keys().isdisjoint(pages))
+
+    def _is_stored(self, page: int) -> None:
+        with self._stored:
+            self._storing[page] -= 1
+            if not self._storing[page]:
+                del self._storing[page]
+            self._stored.notify_all()
 
     def _copy(self, move: PageMove) -> int:
         source, target = (self._slots, self._pages) if move.is_load else (self._pages, self._slots)
@@ -205,18 +266,37 @@ class CpuMover(PageMover):
         try:
             return self._copy(move)
         finally:
-            with self._stored:
-                self._storing.discard(move.source)
-                self._stored.notify_all()
+            self._is_stored(move.source)
 
     def _move_on_disk(self, move: PageMove) -> int:
-        assert self._file is not None
+        file = self._outside.file
+        assert file is not None
         if move.is_load:
             self._wait_until_stored([move.target])
-            self._file.read(move.source, move.key, self._pages[move.target])
+            file.read(move.source, move.key, self._pages[move.target])
         elif move.source == NOWHERE:
-            self._file.erase(move.target)
+            file.erase(move.target)
             return 0
         else:
-            self._file.write(move.target, move.key, self._slots[move.source])
+            file.write(move.target, move.key, self._slots[move.source])
         return self._pages.shape[1]
+
+    def _export(self, move: PageMove) -> int:
+        assert self._outside.exporter is not None
+        self._written[move.number] = self._outside.exporter.write(move.target, move.key, self._pages[move.source])
+        return self._pages.shape[1]
+
+    def _move_to_peers(self, move: PageMove) -> int:
+        if move.is_load:
+            assert self._outside.importer is not None
+            self._wait_until_stored([move.target])
+            self._outside.importer.fetch(move.source, move.key, self._pages[move.target])
+            return self._pages.shape[1]
+        if move.source == NOWHERE:
+            assert self._outside.exporter is not None
+            self._outside.exporter.erase(move.target, move.key)
+            return 0
+        try:
+            return self._export(move)
+        finally:
+            self._is_stored(move.source)

@@ -7,17 +7,19 @@ from typing import cast
 
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
+from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.shard import Shard
-from tidemill.parallel.world import World, split_layers
+from tidemill.parallel.world import Stage, World, split_layers
 from tidemill.quant import WeightPlan
 from tidemill.runner.make import make_runner
 from tidemill.runner.stage_runner import StageRunner
 from tidemill.runner.worker_group import RankRunner
 from tidemill.weights.checkpoint import Checkpoint
+
+_MOST_HELD = 1.05  # times an even share
 
 
 def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
@@ -27,26 +29,46 @@ def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     return max(parts, key=lambda part: part.num_kv_heads)
 
 
-def world_of(config: EngineConfig, model: ModelConfig) -> World:
-    """Stages cost about the same: what a token reads of their weights, and of the head."""
-    costs, head = layer_costs(model), model.vocab_size * model.hidden_size
-    return World(config.tensor_parallel, split_layers(costs, config.pipeline_parallel, head))
+def world_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> World:
+    """Stages cost about the same: what a token reads of their weights, and of the head. Where that is possible, none holds more
+    than its share and a twentieth of all weights."""
+    num, table = options.pipeline_parallel, model.vocab_size * model.hidden_size
+    sizes, costs = _layer_sizes(model, is_active=False), _layer_sizes(model, is_active=True)
+    most = _MOST_HELD * (sum(sizes) + table * (1 if model.tie_embeddings else 2)) / num
+
+    def fits(begin: int, end: int) -> bool:
+        return sum(sizes[begin:end]) + table * ((begin == 0) + (end == model.num_layers)) <= most
+
+    ends = split_layers(costs, num, table, fits) or split_layers(costs, num, table)
+    assert ends is not None
+    return World(options.tensor_parallel, ends)
 
 
-def layer_costs(model: ModelConfig) -> list[int]:
-    """Weights of each layer that a token is multiplied by."""
+def stages_of(options: EngineOptions, model: ModelConfig) -> list[list[int]]:
+    """Of each stage, its layers with keys and values. None: there is one, or there cannot be so many."""
+    if not 1 < options.pipeline_parallel <= model.num_layers:
+        return []
+    world = World(1, world_of(options, model).stage_ends)
+    return [kv_layers(model, stage) for stage in map(world.stage, range(world.size)) if stage is not None]
+
+
+def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
+    """Of the layers with keys and values, those of a stage."""
+    with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
+    return [number for number, layer in enumerate(with_kv) if layer in stage]
+
+
+def _layer_sizes(model: ModelConfig, is_active: bool) -> list[int]:
+    """Weights of each layer. `is_active`: those that a token is multiplied by."""
+
+    def size(one: ModelConfig) -> int:
+        return one.num_active_parameters if is_active else one.num_parameters
+
     rest = replace(model, layers=model.layers[:1], experts=model.experts[:1], stored={})
-    embeddings = rest.num_active_parameters - _without_embeddings(rest)
-    costs = []
-    for layer in range(model.num_layers):
-        one = replace(model, layers=(model.layers[layer],), experts=model.experts[layer : layer + 1], stored={})
-        costs.append(one.num_active_parameters - embeddings)
-    return costs
-
-
-def _without_embeddings(one: ModelConfig) -> int:
-    small = replace(one, vocab_size=1, num_positions=0, num_token_types=0)
-    return small.num_active_parameters - one.hidden_size * (1 if one.tie_embeddings else 2)
+    small = replace(rest, vocab_size=1, num_positions=0, num_token_types=0)
+    embeddings = size(rest) - size(small) + model.hidden_size * (1 if model.tie_embeddings else 2)
+    ones = [replace(rest, layers=(spec,), experts=model.experts[at : at + 1]) for at, spec in enumerate(model.layers)]
+    return [size(one) - embeddings for one in ones]
 
 
 def load_rank(
@@ -67,8 +89,8 @@ def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int
     layout = decide_layout(model.config, config.kv_dtype, config.page_size, config.max_context)[0]
     if layout.groups != config.layout.groups:
         raise ConfigError(f"Rank {rank} would have other KV groups than rank 0.", fix="Use fewer ranks for --tensor-parallel.")
-    config = replace(config, layout=layout)
     stage = world.stage(rank)
+    config = replace(config, layout=layout if stage is None else layout.only(kv_layers(model.config, stage)))
     if stage is None:
         return cast(RankRunner, make_runner(model, config))
     before, after = world.before(rank), world.after(rank)

@@ -24,6 +24,7 @@ import msgspec
 
 from tidemill.errors import ERRORS_BY_NAME, ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import native
+from tidemill.kv.tiers import Moved
 from tidemill.parallel.channel import Address, Channel, Door
 from tidemill.parallel.shared import make_shared
 from tidemill.parallel.world import World
@@ -33,6 +34,7 @@ from tidemill.runner.worker_messages import (
     Hello,
     Join,
     Loading,
+    PageMoved,
     Result,
     Stop,
     ToWorker,
@@ -67,6 +69,7 @@ class Team:
         self._lock = threading.Lock()
         self._is_closed = False
         self.lost: TidemillError | None = None
+        self.on_moved: Callable[[Moved], None] = lambda moved: None  # a worker has moved a page
         self.on_lost: list[Callable[[], None]] = []
         self.addresses: list[Address] = []
         self.read_bytes: list[int] = []  # of the checkpoint, by each rank
@@ -193,7 +196,9 @@ class Team:
         self._channels[rank].send(encode(message))
 
     def send_all(self, message: ToWorker) -> None:
-        encoded = encode(message)
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
         for channel in self._channels.values():
             channel.send(encoded)
 
@@ -238,6 +243,8 @@ class Team:
                 return
             if isinstance(message, Result):
                 self._results.put(message)
+            elif isinstance(message, PageMoved):
+                self.on_moved(message.moved)
             else:
                 self._inbox.put((rank, message))
 

@@ -114,7 +114,7 @@ class VirtualCudaRunner(CudaRunner):
         if begun:
             self._firsts_gpu.copy_(upload(self._firsts.copy(), self._device))
 
-    def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
+    def _work(self, items: list[StepItem], may_flash: bool, cut: int = 0) -> tuple[Work, bool]:
         rows, starts, counts = np.array([(item.row, item.start, item.count) for item in items], np.int32).T
         ends = np.cumsum(counts, dtype=np.int32)
         positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1], dtype=np.int32)

@@ -11,7 +11,9 @@ import torch
 
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.layers.lora import Loras
-from tidemill.runner.base import Runner, StepResult
+from tidemill.runner.base import AdapterSlots, Runner, StepResult
+from tidemill.runner.group_loras import GroupLoras
+from tidemill.runner.group_moves import GroupMover
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.state import RowState
 from tidemill.runner.team import Team
@@ -52,20 +54,41 @@ def append(state: RowState, drawn: list[Drawn]) -> None:
 
 
 class WorkerGroup:
-    def __init__(self, own: RankRunner, team: Team) -> None:
-        """`own`: of rank 0."""
+    def __init__(self, own: RankRunner, team: Team, lora_shapes: dict[str, tuple[int, int]] | None = None) -> None:
+        """`own`: of rank 0. `lora_shapes`: of the matrices that adapters may change on other ranks."""
         self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
         self.fallback, self.cache = own.fallback, own.cache
-        self.mover: PageMover | None = None
+        self._mover: GroupMover | None = None
+        self._loras = None
+        if isinstance(own.loras, Loras):
+            self._loras = GroupLoras(own.loras, team, own.loras.shapes | (lora_shapes or {}))
         self._samples = team.world.sampler == 0
         self._drawn_in, self._drawn = -1, list[Drawn]()
 
     @property
-    def loras(self) -> Loras | None:
-        return None
+    def mover(self) -> PageMover | None:
+        return self._mover
+
+    @mover.setter
+    def mover(self, own: PageMover | None) -> None:
+        """`own`: of rank 0's pages; the others have theirs."""
+        self.own.mover, team = own, self.team
+        self._mover = None if own is None else GroupMover(own, team.world.size, lambda: team.lost is not None)
+        if self._mover is not None:
+            team.on_moved = self._mover.take
+            team.on_lost.append(self._mover.wake)
+
+    def _expect_moves(self, plan: StepPlan) -> None:
+        if self._mover is not None:
+            self._mover.expect(plan.page_moves)
+
+    @property
+    def loras(self) -> AdapterSlots | None:
+        return self._loras
 
     def launch(self, plan: StepPlan) -> Launched:
         self.team.check()
+        self._expect_moves(plan)
         self.team.send_all(Step(plan, self._drawn_in, self._drawn))
         try:
             return launch(self.own, plan)
@@ -86,6 +109,7 @@ class WorkerGroup:
 
     def change_pages(self, plan: StepPlan) -> None:
         self.team.check()
+        self._expect_moves(plan)
         self.team.send_all(Change(plan))
         try:
             self.own.change_pages(plan)

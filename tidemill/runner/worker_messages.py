@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from tidemill.config import EngineConfig, EngineOptions
+from tidemill.kv.tiers import Moved
 from tidemill.parallel.channel import Address
 from tidemill.parallel.world import World
 from tidemill.runner.base import StepResult
@@ -53,6 +54,23 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     fallback: str = ""
+    shapes: dict[str, tuple[int, int]] = {}  # of the matrices that an adapter may change
+
+
+class SentPair(msgspec.Struct, frozen=True):
+    """Of an adapter: for one stored matrix, float32."""
+
+    rank: int
+    down: bytes
+    up: bytes
+    scale: float
+
+
+class PutAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Into a slot, from the next step on. Without pairs, the slot becomes free."""
+
+    slot: int
+    pairs: dict[str, SentPair]
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +115,10 @@ class Result(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         return StepResult(self.tokens, self.logprobs, self.prompt_logprobs, pooled, self.paths, set(self.broken))
 
 
+class PageMoved(msgspec.Struct, frozen=True, tag=True):
+    moved: Moved
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The worker ends."""
 
@@ -110,8 +132,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The group ends in good order."""
 
 
-FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | Failed
-ToWorker: TypeAlias = Join | Prepare | Step | Change | Stop | Failed
+FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | PageMoved | Failed
+ToWorker: TypeAlias = Join | Prepare | PutAdapter | Step | Change | Stop | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -19,5 +19,14 @@ class Background:
         self._saved = float(self.budget) if is_alone else min(self._saved + self._tokens, self._most_saved)
         return max(int(self._saved), 0)
 
+    def skip(self, num_steps: int, is_alone: bool, num_spent: int) -> None:
+        """So many steps, each with as many tokens."""
+        for _ in range(num_steps):
+            before = self._saved
+            self.allow(is_alone)
+            self.spend(num_spent)
+            if self._saved == before:
+                break
+
     def spend(self, num_tokens: int) -> None:
         self._saved -= num_tokens

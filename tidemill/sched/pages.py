@@ -43,11 +43,11 @@ class Pages:
 
     # ---- loads
 
-    def wait_for_loads(self, request: Request, num_host: int, num_disk: int) -> None:
+    def wait_for_loads(self, request: Request, num_host: int, num_disk: int, num_peer: int) -> None:
         """A request that has started goes on when its pages are there."""
         if self._kv.is_loading(request.seq):
             self._loading[request.seq] = request, self._clock.now()
-            self._emit(events.PagesLoading(self._clock.now(), request.request_id, num_host, num_disk))
+            self._emit(events.PagesLoading(self._clock.now(), request.request_id, num_host, num_disk, num_peer))
 
     def moved(self, done: Sequence[Moved]) -> list[tuple[int, str]]:
         """Returns the sequences with a page that could not be loaded, and why."""
@@ -105,9 +105,9 @@ class Pages:
     def _most_pages(self, request: Request) -> int:
         return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.cache)
 
-    def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int]] | None:
+    def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int, int]] | None:
         """Pages for all its tokens, so that so many stay free. Returns what it starts from, the pages to copy, and
-        how many tokens are loaded from host memory and from disk; None: there are not enough."""
+        how many tokens are loaded from host memory, from disk and from other engines; None: there are not enough."""
         if self._kv.holds(request.seq):  # forked
             if self._kv.extend(request.seq, request.num_known, windows=False) is None:
                 return None
@@ -115,7 +115,7 @@ class Pages:
             if copies is None:
                 return None
             reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
-            return reason, copies, (0, 0)
+            return reason, copies, (0, 0, 0)
         start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.cache)
         if start is None:
             return None
@@ -127,9 +127,9 @@ class Pages:
             reason += f" ({start.num_matching} match)"
         if request.params.num_reusable < self._kv.page_size:
             reason = "prefix cache not used: the request asks about the whole prompt"
-        for num, name in ((start.num_host, "host memory"), (start.num_disk, "disk")):
+        for num, name in ((start.num_host, "host memory"), (start.num_disk, "disk"), (start.num_peer, "other engines")):
             reason += f", {num} from {name}" if num else ""
-        return reason, start.copies, (start.num_host, start.num_disk)
+        return reason, start.copies, (start.num_host, start.num_disk, start.num_peer)
 
     # ---- before a step writes
 

@@ -3,7 +3,8 @@
 A request is known by the keys of its prefix: chained hashes of its leading blocks (`prefix_keys`). It goes to the replica that
 has computed the longest prefix of it, if that is a large part of the prompt. Otherwise consistent hashing says where it goes:
 every replica has a rank for every key, and adding or removing a replica moves only the keys that rank it first. Either way a
-replica that has more than its share of the requests under way is passed over: the next in rank takes the request.
+replica that has more than its share of the requests under way is passed over: the next in rank takes the request. So is, for
+prompts that none has, one that got more than its share of the latest blocks: its cache would forget sooner than the others do.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 MAX_BLOCKS = 512  # of a request; what comes after them does not matter
 MAX_KEYS = 2**17  # remembered
+_RECENT = 1000  # blocks, of all replicas, after which one counts half
+_SPARE = 16  # blocks that a replica may have got beyond its share
+_MAX_WEIGHT = 1e12
 _MASK = 2**64 - 1
 
 
@@ -34,8 +38,7 @@ def prefix_keys(root: bytes, prompt: bytes, block_bytes: int) -> list[int]:
     return keys
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     name: str
     num_known: int  # leading blocks that the replica has computed
     reason: str
@@ -51,6 +54,8 @@ class Placement:
         self._bits: dict[str, int] = {}
         self._num_bits = 0
         self._seeds: dict[str, int] = {}
+        self._recent: dict[str, float] = {}  # blocks that a replica got of late, times `_weight`
+        self._weight = 1.0  # of a block that comes now: it grows, so that what came before counts less
         self._holders: OrderedDict[int, int] = OrderedDict()  # a key: the bits of the replicas that have computed it
 
     def __len__(self) -> int:
@@ -77,7 +82,9 @@ class Placement:
         if anchor is None:
             return Choice(min(loads, key=lambda name: (loads[name], name)), 0, "least load")
         ranked = sorted(loads, key=lambda name: self._rank(name, anchor), reverse=True)
-        chosen = next(name for name in ranked if loads[name] < limit)  # the least loaded is below the mean
+        most = self._spread * sum(self._recent.get(name, 0.0) for name in loads) / len(loads) + _SPARE * self._weight
+        free = [name for name in ranked if loads[name] < limit]  # the least loaded is below the mean
+        chosen = next((name for name in free if self._recent.get(name, 0.0) <= most), free[0])
         passed = ranked.index(chosen)
         return Choice(chosen, num_known if chosen in known else 0, f"{passed} busier ones passed over" if passed else "hashed")
 
@@ -91,6 +98,11 @@ class Placement:
         if bit is None:
             bit, self._num_bits = 1 << self._num_bits, self._num_bits + 1
             self._bits[name] = bit
+        self._weight *= 2.0 ** (len(keys) / _RECENT)
+        self._recent[name] = self._recent.get(name, 0.0) + len(keys) * self._weight
+        if self._weight > _MAX_WEIGHT:
+            self._recent = {other: num / self._weight for other, num in self._recent.items()}
+            self._weight = 1.0
         for key in reversed(keys):  # the first block is forgotten last
             self._holders[key] = self._holders.pop(key, 0) | bit
         while len(self._holders) > self._max_keys:
@@ -100,6 +112,7 @@ class Placement:
         """Its cache is empty, or it is gone."""
         self._bits.pop(name, None)
         self._seeds.pop(name, None)
+        self._recent.pop(name, None)
 
     def _known(self, keys: Sequence[int], loads: Mapping[str, int]) -> tuple[list[str], int]:
         """The replicas that have computed the longest prefix, and how many blocks that is."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidemill.sched.request import Request
+from tidemill.sched.request import HANDED_OVER, Request
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -20,23 +20,17 @@ class Progress(msgspec.Struct, frozen=True):
 
 def append(request: Request, tokens: Sequence[int]) -> tuple[list[int], str | None]:
     """The tokens up to the one that ends the request, and why it does."""
-    kept = []
-    for token in tokens:
-        request.tokens.append(token)
-        kept.append(token)
-        if reason := _finish_reason(request, token):
-            return kept, reason
-    return kept, None
-
-
-def _finish_reason(request: Request, token: int) -> str | None:
-    if request.is_held:
-        return None  # its latest token is not decided
-    if request.num_output >= request.params.min_tokens:
-        if token in request.eos_token_ids and not request.params.ignore_eos:
-            return "stop"
-        if token in request.params.stop_token_ids:
-            return "stop"
-    if request.num_output >= request.max_tokens:
-        return "length"
-    return None
+    own, params = request.tokens, request.params
+    num_output = len(own) - request.num_prompt
+    for num, token in enumerate(tokens, 1):
+        own.append(token)
+        if request.is_held:
+            continue  # its latest token is not decided
+        num_output += 1
+        if num_output >= params.min_tokens and (
+            (token in request.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
+        ):
+            return list(tokens[:num]), "stop"
+        if num_output >= request.max_tokens:
+            return list(tokens[:num]), HANDED_OVER if request.hands_over else "length"
+    return list(tokens), None

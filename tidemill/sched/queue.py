@@ -200,6 +200,13 @@ class WaitingQueue:
         """The request that starts next. `num_cached`: choose by prefix; how many of a request's tokens are cached."""
         return self._classes[False].first(now, num_cached) or self._classes[True].first(now, num_cached)
 
+    def only_tenant(self) -> Tenant | None:
+        """The only one with a request that could start, if there is only one; of the background only if no other has."""
+        for kind in self._classes:
+            if ready := list(kind.ready()):
+                return ready[0] if len(ready) == 1 else None
+        return None
+
     def waited_s(self, now: float) -> float:
         """Of those that could start, how long the one in the queue for the longest has been there."""
         return max((now - tenant.by_age[0].queued_s for kind in self._classes for tenant in kind.ready()), default=0.0)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 BACKGROUND = 1_000_000  # requests of this priority value and above yield to all others, also while they run
 
 
+HANDED_OVER = "handed over"  # the finish reason of a request that goes on in another engine
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -47,6 +50,7 @@ class Request:
     cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
+    hands_over: bool = False  # it goes on in another engine when it has reached `max_tokens`
     root: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
 
     status: Status = Status.WAITING
@@ -128,7 +132,7 @@ class Request:
     def spans(self, now: float) -> tuple[float, float, float]:
         """Its time up to `now`: in the queue, then until the first token, then since."""
         started = self.started_s if self.started_s is not None else now
-        first = self.first_token_s if self.first_token_s is not None else now
+        first = max(self.first_token_s, started) if self.first_token_s is not None else now  # another engine may have had it
         return started - self.arrival_s, first - started, now - first
 
     @property

@@ -77,6 +77,7 @@ class Scheduler(RequestTable):
         self.retention.expire()
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
+        self.kv.fetch_announced()
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
         state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
@@ -109,18 +110,23 @@ class Scheduler(RequestTable):
 
     def plan_moves(self) -> StepPlan | None:
         """A step that computes nothing, if there are pages to move."""
+        self.kv.fetch_announced()
         return self._pages.moves_only(StepPlan(self._step))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
-        num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
+        num_all = num_prefilling = 0
         num_tokens: dict[str, int] = {}  # by request id; beams have the same
+        requests = self._requests
         for item in plan.items:
-            request_id = self._requests[item.seq].request_id
-            num_tokens[request_id] = num_tokens.get(request_id, 0) + item.count
+            request_id, count = requests[item.seq].request_id, item.count
+            num_tokens[request_id] = num_tokens.get(request_id, 0) + count
+            num_all += count
+            if count > item.num_drafts + 1 or not item.samples:
+                num_prefilling += 1
         return events.StepPlanned(
             self._clock.now(),
             plan.step,
-            plan.num_tokens,
+            num_all,
             self.token_budget,
             num_decoding=len(plan.items) - num_prefilling,
             num_prefilling=num_prefilling,
@@ -128,7 +134,9 @@ class Scheduler(RequestTable):
             num_waiting=len(self.waiting),
             num_free_pages=self.kv.num_free_pages,
             tokens_of=tuple(num_tokens.items()),
-            drafts_of=tuple((self._requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts),
+            drafts_of=tuple((requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts)
+            if plan.drafts
+            else (),
         )
 
     def _fill(self, plan: StepPlan, state: StepState) -> None:
@@ -153,8 +161,9 @@ class Scheduler(RequestTable):
         now = self._clock.now()
         self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
+        requests, has_finished = self._requests, False
         for item in plan.items:
-            request = self._requests.get(item.seq)
+            request = requests.get(item.seq)
             if request is None or request.epoch != item.epoch:
                 continue  # aborted or preempted since the step was planned
             if request.children and request.num_computed >= request.num_prompt:
@@ -170,11 +179,12 @@ class Scheduler(RequestTable):
                 request.first_token_s = now
                 self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
             if reason:
+                has_finished = True
                 self._finish(request, reason, now)
             elif item.num_drafts:
                 self._pages.take_back_drafts(request)
             progress.append(Progress(request, kept, reason, item.num_drafts))
-        if any(done.finish_reason for done in progress):
+        if has_finished:
             self._emit_what_is_left(now)
         return progress
 
@@ -188,17 +198,18 @@ class Scheduler(RequestTable):
 
     def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
         """One more token for each. Most need nothing but a line in the plan, so this loop does little else."""
-        page_size = self.kv.page_size
+        page_size, is_loading = self.kv.page_size, self.kv.num_loading > 0
         for request in list(self.running):
             if state.num_left == 0 or (state.num_background_left <= 0 and request.in_background):
                 break
-            if request.status is not Status.RUNNING or request.num_needed != 1:
+            num_known = len(request.tokens) + request.num_in_flight
+            if num_known - request.num_computed != 1 or request.status is not Status.RUNNING:
                 continue
-            if request.num_output + request.num_in_flight >= request.max_tokens:
+            if num_known - request.num_prompt >= request.max_tokens:
                 continue  # its last token is under way
             if request.is_held or (request.num_in_flight and request.params.waits_for_tokens):
                 continue  # what comes next depends on the one under way
-            if self.kv.is_loading(request.seq):
+            if is_loading and self.kv.is_loading(request.seq):
                 continue
             drafts = self._drafts_of(request, state) if request.drafts else ()
             end = request.num_computed + 1 + len(drafts)
@@ -256,10 +267,14 @@ class Scheduler(RequestTable):
         state.num_left += num_kept
 
     def _continue_prompts(self, plan: StepPlan, state: StepState, in_background: bool) -> None:
+        if in_background and not (self.running and self.running[-1].in_background):
+            return
         for started in list(self.running):
             if state.num_left <= 0:
                 return
-            if started.status is Status.RUNNING and started.num_needed > 1 and started.in_background is in_background:
+            if len(started.tokens) + started.num_in_flight - started.num_computed <= 1:
+                continue
+            if started.status is Status.RUNNING and started.in_background is in_background:
                 if self.kv.is_loading(started.seq):
                     continue
                 kept = self._kept_for_others(started, state)
@@ -360,8 +375,10 @@ class Scheduler(RequestTable):
             self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
 
     def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState, drafts: Sequence[int] = ()) -> None:
-        samples = count == request.num_needed
-        if request.num_needed > 1:
+        start = request.num_computed
+        num_needed = len(request.tokens) + request.num_in_flight - start
+        samples = count == num_needed
+        if num_needed > 1:
             state.num_prefill_tokens += count
         if drafts:
             request.had_drafts = True
@@ -373,16 +390,16 @@ class Scheduler(RequestTable):
         if request.in_background:
             state.num_background_left -= count
             self._background.spend(count)
-        plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch, len(drafts)))
+        plan.items.append(StepItem(request.seq, request.row, start, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
-        if request.cache is not None and (num := request.cache.num_given_up(request.num_computed, request.num_computed + count)):
-            end, why = request.num_computed + count, f"kv_policy {request.cache.kind}"
-            self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
-        request.num_computed += count
+        end = request.num_computed = start + count
         request.num_in_flight += samples
+        if request.cache is not None and (num := request.cache.num_given_up(start, end)):
+            why = f"kv_policy {request.cache.kind}"
+            self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
         # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
-        if count > 1 or request.num_computed % self.kv.page_size <= request.num_in_flight:
-            self.kv.record(request.seq, request.tokens, request.num_computed)
+        if count > 1 or end % self.kv.page_size <= request.num_in_flight:
+            self.kv.record(request.seq, request.tokens, end)
 
     # ---- making room
 

@@ -69,21 +69,26 @@ class RequestTable:
         max_context: int | None = None,
         resumed: Mapping[int, Sequence[int]] | None = None,
         holds: Sequence[Hold] = (),
+        hands_over: bool = False,
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
         `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
-        stay in its pages. `max_context`: its own, if it has one. `holds`: of prefixes of the first sample."""
+        stay in its pages. `max_context`: its own, if it has one. `holds`: of prefixes of the first sample.
+        `hands_over`: each sample ends with its next token."""
         now, max_context = self._clock.now(), max_context or self.max_context
         assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
         room = max_context - len(prompt_ids)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
         made: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:
+            num_output = len(resumed[index]) if resumed else 0
+            goes_on = hands_over and num_output + 1 < most
             request = Request(
                 request_id=request_id if params.n == 1 else f"{request_id}:{index}",
                 seq=self._next_seq,
                 tokens=list(prompt_ids),
                 params=params.sample(index),
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                max_tokens=num_output + 1 if goes_on else most,
                 arrival_s=now if arrival_s is None else arrival_s,
                 eos_token_ids=eos_token_ids,
                 priority=priority,
@@ -93,6 +98,7 @@ class RequestTable:
                 cache=cache,
                 parent=made[0] if made and resumed is None else None,
                 holds=() if made else holds,
+                hands_over=goes_on,
             )
             self._next_seq += 1
             self._requests[request.seq] = request

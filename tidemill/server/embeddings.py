@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import struct
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -22,11 +21,13 @@ from tidemill.server.body import body_of, schema_of
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai import merge, prompts_of, truncated
-from tidemill.server.openai_types import EmbeddingRequest
+from tidemill.server.openai_types import EmbeddingRequest, PoolingRequest
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
+from tidemill.server.vectors import packed
 
 _AT_ONCE = 64  # prompts of one request
+_MAX_IN_HEADER = 400  # inputs that are told of in a header: clients and proxies take 64 KiB at most
 
 _json = msgspec.json.Encoder().encode
 
@@ -36,8 +37,11 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
-        made = await until_disconnect(request, _embeddings(models, body, request.state.caller))
-        return Response(made, media_type="application/json")
+        return await until_disconnect(request, _response(models, body, request.state.caller))
+
+    @router.post("/pooling", openapi_extra=schema_of(PoolingRequest))
+    async def pooling(request: Request, body: PoolingRequest = Depends(body_of(PoolingRequest))) -> Response:
+        return await until_disconnect(request, _response(models, body, request.state.caller))
 
     models.whole_responses["/v1/embeddings"] = (EmbeddingRequest, partial(_embeddings, models))
     return router
@@ -52,23 +56,24 @@ class Input:
 
 
 async def pooled(
-    service: Service, caller: Caller, inputs: Sequence[Input], pooling: str
+    service: Service, caller: Caller, inputs: Sequence[Input], pooling: str, is_normalized: bool | None = None
 ) -> AsyncGenerator[tuple[int, list[float]], None]:
     """The vector or scores of each, as they are computed."""
     left = iter(enumerate(inputs))
-    streams = [_pooled_in_turn(service, caller, left, pooling) for _ in range(min(_AT_ONCE, len(inputs)))]
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling, is_normalized=is_normalized)
+    streams = [_pooled_in_turn(service, caller, left, params) for _ in range(min(_AT_ONCE, len(inputs)))]
     async with aclosing(merge(streams)) as merged:
         async for _, made in merged:
             yield made
 
 
 async def _pooled_in_turn(
-    service: Service, caller: Caller, left: Iterator[tuple[int, Input]], pooling: str
+    service: Service, caller: Caller, left: Iterator[tuple[int, Input]], params: SamplingParams
 ) -> AsyncGenerator[tuple[int, list[float]], None]:
     """Of one prompt after another, while there are any left: all at once would take everybody's places in the queue."""
     for i, one in left:
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling, pair_start=one.pair_start)
-        async with aclosing(service.stream(caller, one.ids, params, i)) as outputs:
+        own = msgspec.structs.replace(params, pair_start=one.pair_start)
+        async with aclosing(service.stream(caller, one.ids, own, i)) as outputs:
             async for delta, _ in outputs:
                 if delta.embedding is not None:
                     yield i, delta.embedding
@@ -79,23 +84,68 @@ def pooling_of(service: Service, asked: str | None = None) -> str:
     return asked or service.ready.model.own_pooling or "mean"
 
 
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    """Of all inputs of a request."""
+
+    head: dict[str, Any]
+    vectors: list[bytes]  # each as JSON, or packed
+    usage: dict[str, int]
+
+
 async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
+    """As JSON."""
+    if body.encoding_format in ("bytes", "bytes_only"):
+        raise InvalidRequest(
+            f"encoding_format {body.encoding_format} is not for responses of JSON, such as a line of a batch.",
+            fix="Use float or base64.",
+            param="encoding_format",
+        )
+    made, is_pooling = await _all_pooled(models, body, caller), isinstance(body, PoolingRequest)
+    of_one = ("pooling", "data") if is_pooling else ("embedding", "embedding")
+    data = [{"index": i, "object": of_one[0], of_one[1]: msgspec.Raw(vector)} for i, vector in enumerate(made.vectors)]
+    return _json(made.head | {"data": data, "usage": made.usage})
+
+
+async def _response(models: Models, body: EmbeddingRequest, caller: Caller) -> Response:
+    if body.encoding_format not in ("bytes", "bytes_only"):
+        return Response(await _embeddings(models, body, caller), media_type="application/json")
+    made = await _all_pooled(models, body, caller)
+    data, at = list[dict[str, Any]](), 0
+    for i, vector in enumerate(made.vectors):
+        shape = [len(vector) // len(packed([0.0], body.embed_dtype, body.endianness))]
+        data.append({"index": i, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": at})
+        at += len(vector)
+        data[-1] |= {"end": at, "shape": shape}
+    metadata = _json({key: made.head[key] for key in ("id", "created", "model")} | {"data": data, "usage": made.usage})
+    headers = {"metadata": metadata.decode()} if body.encoding_format == "bytes" else None
+    return Response(b"".join(made.vectors), media_type="application/octet-stream", headers=headers)
+
+
+async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) -> _Pooled:
     service = models.of(body.model)
     pooling = pooling_of(service, body.pooling)
-    service.ready.model.check_pooling("mean" if pooling == "score" else pooling)
+    task = body.task if isinstance(body, PoolingRequest) else "embed"
+    if task == "classify" or (task is None and pooling == "score"):
+        service.ready.model.check_pooling("score")
+        pooling = "score"
+    else:
+        service.ready.model.check_pooling("mean" if pooling == "score" else pooling)
     prompts = await _prompts(service, body)
+    if body.encoding_format == "bytes" and len(prompts) > _MAX_IN_HEADER:
+        fix = f"Ask for bytes_only, which has none, or for at most {_MAX_IN_HEADER} inputs at a time."
+        raise InvalidRequest(f"The header `metadata` of {len(prompts)} inputs is too long.", fix=fix, param="encoding_format")
     size = service.ready.model.hidden_size
-    if body.dimensions is not None and body.dimensions > size:
+    if body.dimensions is not None and (body.dimensions > size or pooling == "score"):
         raise InvalidRequest(f"The model's embeddings have {size} dimensions; got {body.dimensions}.", param="dimensions")
-    vectors = [msgspec.Raw(b"[]")] * len(prompts)
-    async with aclosing(pooled(service, caller, [Input(ids) for ids in prompts], pooling)) as made:
+    vectors, inputs = [b""] * len(prompts), [Input(ids) for ids in prompts]
+    async with aclosing(pooled(service, caller, inputs, pooling, body.use_activation)) as made:
         async for i, vector in made:  # encoded as they arrive, not all at the end
-            vectors[i] = msgspec.Raw(_encoded(_shortened(vector, body.dimensions), body.encoding_format == "base64"))
-    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+            vectors[i] = _encoded(_shortened(vector, body.dimensions, body.use_activation is not False), body)
     num_tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
     head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
-    return _json(head | {"data": data, "usage": usage})
+    return _Pooled(head, vectors, usage)
 
 
 async def _prompts(service: Service, body: EmbeddingRequest) -> list[list[int]]:
@@ -121,13 +171,16 @@ def num_kept(service: Service, num: int) -> int:
     return service.max_context if num < 0 else min(num, service.max_context)
 
 
-def _shortened(vector: list[float], num: int | None) -> list[float]:
+def _shortened(vector: list[float], num: int | None, is_normalized: bool) -> list[float]:
     """The first dimensions, of length 1 again."""
     if num is None or num == len(vector):
         return vector
-    norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0
+    norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0 if is_normalized else 1.0
     return [value / norm for value in vector[:num]]
 
 
-def _encoded(vector: list[float], as_base64: bool) -> bytes:
-    return _json(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector)
+def _encoded(vector: list[float], body: EmbeddingRequest) -> bytes:
+    if body.encoding_format in (None, "float"):
+        return _json(vector)
+    made = packed(vector, body.embed_dtype, body.endianness)
+    return _json(base64.b64encode(made).decode()) if body.encoding_format == "base64" else made

@@ -54,6 +54,7 @@ class Story:
     num_cached: int = 0
     num_host: int = 0  # of them, from host memory
     num_disk: int = 0
+    num_peer: int = 0  # that other engines have computed
     admitted_because: str = ""
     first_token_s: float | None = None
     ended: str = ""
@@ -66,6 +67,8 @@ class Story:
     num_drafts: int = 0
     num_right: int = 0
     replica: int | None = None
+    is_resumed: bool = False  # its first token came from another engine
+    placed: list[str] = field(default_factory=list)  # why this engine has it, where engines have roles
 
     def change(self, now: float, state: str) -> _Span:
         """Time since the last change goes to the state it was in; returns that span."""
@@ -100,6 +103,7 @@ class Story:
                 "cached_tokens": self.num_cached,
                 "host_tokens": self.num_host,
                 "disk_tokens": self.num_disk,
+                "peer_tokens": self.num_peer,
                 "output_tokens": self.num_output,
                 "evicted_tokens": self.num_evicted,
                 "draft_tokens": self.num_drafts,
@@ -110,6 +114,7 @@ class Story:
             | ({"beams": beams} if self.num_beams > 1 else {})
             | ({"held": self.held} if self.held else {})
             | ({"replica": self.replica} if self.replica is not None else {})
+            | ({"placed": self.placed} if self.placed else {})
         )
 
     def _because(self, name: str, span: _Span) -> str:
@@ -118,7 +123,8 @@ class Story:
         if name == "preempted":
             return "; ".join(self.preempted)
         if name == "loading":
-            return f"its pages came from a tier: {self.num_host} tokens from host memory, {self.num_disk} from disk at first"
+            where = f"{self.num_host} tokens from host memory, {self.num_disk} from disk, {self.num_peer} from other engines"
+            return f"its pages came from a tier: {where} at first"
         if name == "between steps":
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
@@ -180,6 +186,7 @@ class Explainer:
         self._replica = replica
         self._live: dict[str, Story] = {}
         self._ended: OrderedDict[str, Story] = OrderedDict()
+        self._placed: OrderedDict[str, list[str]] = OrderedDict()  # by request, until it is submitted
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
         self._group = _DecodeGroup()
 
@@ -207,6 +214,18 @@ class Explainer:
                     event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams, replica=self._replica
                 )
                 self._live[event.request_id] = made
+                made.placed = self._placed.pop(event.request_id.partition(":")[0], made.placed)
+            case events.Placed():  # before it is submitted
+                self._placed[event.request_id] = [f"{event.part}: {event.reason}"]
+                while len(self._placed) > _NUM_KEPT:
+                    self._placed.popitem(last=False)
+            case events.Resumed() if event.num_output:
+                if (story := self._live.get(event.request_id)) is not None:
+                    story.is_resumed = True
+            case events.TakenOver():
+                if (story := self._live.get(event.request_id)) is not None:
+                    tokens = f"{event.num_found} tokens were found here, {event.num_computed} computed again"
+                    story.placed.append(f"from engine {event.source} after {1000 * event.waited_s:.1f} ms: {tokens}")
             case events.StepPlanned():
                 self._begin(event, now)
             case events.StepDone():
@@ -289,7 +308,7 @@ class Explainer:
                 story.change(now, "between steps").num += 1
                 if not story.admitted_because:
                     story.admitted_because, story.num_cached = event.reason, event.num_cached
-                    story.num_host, story.num_disk = event.num_host, event.num_disk
+                    story.num_host, story.num_disk, story.num_peer = event.num_host, event.num_disk, event.num_peer
             case events.Preempted():
                 story.change(now, "preempted")
                 if len(story.preempted) < _NUM_REASONS:
@@ -317,7 +336,7 @@ class Explainer:
         for request_id, count in here - group.members:
             story = self._live.get(request_id)
             if story is not None and story.state not in ("prefill", "decode"):  # or its step before is still running
-                is_prompt = count > story.num_beams or story.first_token_s is None
+                is_prompt = count > story.num_beams or (story.first_token_s is None and not story.is_resumed)
                 story.change(now, "prefill" if is_prompt else "decode")
 
     def _end(self, step: int, now: float) -> None:

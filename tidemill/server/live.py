@@ -22,6 +22,7 @@ from tidemill import events
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.errors import QueueFull
 from tidemill.events import Event
+from tidemill.server.advice import in_words
 from tidemill.server.explain import AnyExplainer, Story, engine_id
 from tidemill.server.metrics import AnyMetrics
 from tidemill.server.sse import named_event
@@ -243,7 +244,7 @@ def _request(story: Story, now: float) -> dict[str, Any]:
     """Without its text, which events do not have."""
     is_queued = story.state in ("queued", "preempted")
     prefill, decode = story.spans.get("prefill"), story.spans.get("decode")
-    has_begun = story.first_token_s is not None
+    has_begun = story.first_token_s is not None or story.is_resumed
     return {
         "id": story.request_id,
         "phase": story.state if is_queued else "decode" if has_begun else "prefill",
@@ -264,6 +265,12 @@ def _words(event: Event) -> str | None:
             return f"{event.reason}; {event.how_back}" if event.how_back else event.reason
         case events.Admitted() | events.Deferred():
             return event.reason
+        case events.LayoutAdvised():
+            return in_words(event)
+        case events.Placed():
+            return f"{event.part}: {event.reason}"
+        case events.TakenOver():
+            return f"from replica {event.source}: {event.num_found} tokens found, {event.num_computed} computed again"
         case events.TierNotUsed():
             return f"{event.tier} is not used: {event.reason}"
         case events.MovesFailed():

@@ -38,6 +38,11 @@ class Metrics:
         self.tier_tokens = self._counter("tier_cached_tokens", "Of the cached tokens, those that a tier held", ("tier",))
         self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved", ("tier", "direction"))
         self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
+        self.placed = self._counter("requests_placed", "Parts of requests, where engines have roles", ("part",))
+        self.taken_over = self._counter("taken_over_tokens", "Tokens of requests that another engine began", ("kv",))
+        self.advised = self._gauge("disaggregation_advised", "1 if prefill and decode engines are expected to be better")
+        self.advised_gain = self._gauge("disaggregation_gain", "Expected gain of them in p99 inter-token latency; 0: not known")
+        self.hand_over_s = self._histogram("hand_over_seconds", "First token to the start in the decode engine", _LATENCY_S)
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
         self.holds = self._counter("prefixes_held", "Prefixes pinned or retained", ("kind",))
@@ -49,6 +54,9 @@ class Metrics:
         self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or evicted after others")
         self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
+        self.weight_bytes = self._counter("weights_read_bytes", "Bytes of weights read from disk while requests were computed")
+        self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for weights from disk")
+        self.weight_units = self._counter("weights_used", "Streamed layers or experts that steps used", ("from",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
         self.expert_imbalance = self._gauge(
             "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
@@ -103,9 +111,18 @@ class Metrics:
                 self.unloads.inc()
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
-                for tier, num in (("host", event.num_host), ("disk", event.num_disk)):
+                for tier, num in (("host", event.num_host), ("disk", event.num_disk), ("peer", event.num_peer)):
                     if num:
                         self.tier_tokens.labels(tier).inc(num)
+            case events.Placed():
+                self.placed.labels(event.part).inc()
+            case events.TakenOver():
+                self.taken_over.labels("found").inc(event.num_found)
+                self.taken_over.labels("computed").inc(event.num_computed)
+                self.hand_over_s.observe(event.waited_s)
+            case events.LayoutAdvised():
+                self.advised.set(event.disaggregate)
+                self.advised_gain.set(event.gain)
             case events.PagesMoved():
                 self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(event.num_bytes)
             case events.MovesFailed():
@@ -128,6 +145,11 @@ class Metrics:
                     self.expert_imbalance.labels(layer).set(max(counts) * len(counts) / max(sum(counts), 1))
                 for expert, num_tokens in enumerate(map(sum, zip_longest(*(of for _, of in event.tokens_of), fillvalue=0))):
                     self.expert_tokens.labels(expert).inc(num_tokens)
+            case events.WeightsStreamed():
+                self.weight_bytes.inc(event.num_bytes)
+                self.weight_wait_s.inc(event.waited_s)
+                self.weight_units.labels("disk").inc(event.num_read)
+                self.weight_units.labels("memory").inc(max(0, event.num_asked - event.num_read))
             case events.FirstToken():
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():
@@ -177,8 +199,10 @@ def _kind(is_pinned: bool) -> str:
 class MetricsOfReplicas:
     """The same of several engines that serve one model, each by itself: gauges of one must not overwrite those of another."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, roles: Sequence[str] = ()) -> None:
+        """`roles`: of each, if they have some."""
         self.each = [Metrics() for _ in range(num)]
+        self._roles = [{"role": role} for role in roles] or [{} for _ in range(num)]
 
     def take(self, batch: list[Event]) -> None:
         for event in batch:
@@ -192,7 +216,8 @@ class MetricsOfReplicas:
         return totals
 
     def render(self) -> bytes:
-        return _render([({"replica": str(number)}, one) for number, one in enumerate(self.each)])
+        labels = [{"replica": str(number)} | role for number, role in enumerate(self._roles)]
+        return _render(list(zip(labels, self.each, strict=True)))
 
 
 AnyMetrics: TypeAlias = Metrics | MetricsOfReplicas

@@ -29,6 +29,7 @@ from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool
 from tidemill.server.retention import MAX_KEY_CHARS, Retention
+from tidemill.server.vectors import EmbedDType, Endianness
 
 MAX_CHOICES = 256  # prompts times samples of one request
 MAX_INPUTS = 2048  # texts to embed
@@ -411,7 +412,10 @@ class EmbeddingRequest(Body):
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     add_special_tokens: bool = True
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: EmbedDType = "float32"  # of base64 and bytes
+    endianness: Endianness = "native"
+    use_activation: bool | None = None  # False: vectors are not normalized. None: as the model has it
     dimensions: int | None = Field(default=None, ge=1)  # the first of them, normalized again
     pooling: Literal["mean", "last", "cls"] | None = None  # None: the model's own, else the mean
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
@@ -424,6 +428,12 @@ class EmbeddingRequest(Body):
 
     def chat(self) -> ChatMessages:
         return _as_chat(self)
+
+
+class PoolingRequest(EmbeddingRequest):
+    """vLLM's: the same for embeddings and for the scores of a classifier."""
+
+    task: Literal["embed", "classify"] | None = None  # None: what the model does
 
 
 class TokenizeRequest(Body):

@@ -25,10 +25,12 @@ from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pool import EnginePool, Pooled
 from tidemill.engine.replicas import Client, Replicas
+from tidemill.engine.roles import routing_of
 from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.server.advice import Advisor
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
 from tidemill.server.call import RequestLog
@@ -96,26 +98,37 @@ class ModelEngine:
         tracing: Tracing | None,
         parsers: tuple[str, str],
         fleet: Fleet | None = None,
+        advises: bool = False,
     ) -> None:
-        """`parsers`: of tool calls and of reasoning. `fleet`: what makes the engines, if that is not this process."""
+        """`parsers`: of tool calls and of reasoning. `fleet`: what makes the engines, if that is not this process. `advises`: on
+        engines with roles, also if there are none."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
-        num = served.engine.data_parallel if fleet is None else fleet.num_at_most
-        self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num)
+        served.engine.check_roles()
+        num = served.engine.num_engines if fleet is None else fleet.num_at_most
+        routing = routing_of(served.engine)
+        self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)
         self.explainer: AnyExplainer = Explainer() if num == 1 else ExplainerOfReplicas(num)
         self.pins = Pins()
         given = self.take, stall_s, self._take_pages, start_s
         self.client: Client = (
-            fleet.client(*given) if fleet is not None else EngineClient(*given) if num == 1 else Replicas(num, *given)
+            fleet.client(*given)
+            if fleet is not None
+            else EngineClient(*given)
+            if num == 1
+            else Replicas(num, *given, routing=routing)
         )
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
         self.pooled: Pooled | None = None
+        self._advisor = Advisor(served.engine) if advises or served.engine.has_roles else None
 
     def _take_pages(self, pages: Pages) -> None:
         self.live.take_pages(pages)
 
     def take(self, batch: list[Event]) -> None:
+        if self._advisor is not None:
+            batch = [*batch, *self._advisor.take(batch)]
         self.metrics.take(batch)
         self.explainer.take(batch)
         self.pins.take(batch)
@@ -136,6 +149,8 @@ class ModelEngine:
         now = time.monotonic()
         for number in range(self.client.num_replicas):
             self.take([events.ModelLoaded(now, self.served.name, ready.config.memory_bytes, now - began, replica=number)])
+        if self._advisor is not None:
+            self.take([self._advisor.begin(ready.config, now)])
 
     async def service(self) -> Service:
         tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, self.served.engine.chat_template)
@@ -167,24 +182,33 @@ async def serve(
     reasoning_parser: str = "auto",
     manner: Manner = Manner(),
     fleet: Fleet | None = None,
+    advises: bool = False,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
-    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`: see ModelEngine."""
+    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine."""
     access = access or Access()
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
-    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.data_parallel > 1 for one in served)):
+    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.num_engines > 1 for one in served)):
         fix = "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a server for each model."
         raise ConfigError(
-            f"{'--data-parallel' if fleet is None else '--ray'} is for a single model that stays loaded.",
+            f"{'--ray' if fleet else '--prefill' if served[0].engine.has_roles else '--data-parallel'} is for a single model "
+            "that stays loaded.",
             fix=fix,
             param="data_parallel",
         )
+    if (len(served) > 1 or sharing.is_asked) and any(one.engine.remote_workers for one in served):
+        raise ConfigError(
+            "Workers of other hosts are for a single model that stays loaded: they end when it is unloaded.",
+            fix="Leave --idle-unload, --max-loaded and --memory-budget out, or --remote-workers.",
+            param="remote_workers",
+        )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    engines = [ModelEngine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser), fleet) for one in served]
+    how = stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser), fleet, advises
+    engines = [ModelEngine(one, *how) for one in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None

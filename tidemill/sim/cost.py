@@ -2,14 +2,97 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from tidemill.sched.plan import StepPlan
 
 
 class CostModel(Protocol):
+    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides; and
+    `decode_line`: of a step in which so many sequences decode, the fixed part, and what is added per token of all contexts and
+    per token of the longest. With it, steps that only repeat each other need not be simulated one by one; with `shape_s`, the
+    time of a step by its shape, neither need those that go on with a prompt."""
+
     def step_s(self, plan: StepPlan) -> float: ...
+
+
+class StepShape(NamedTuple):
+    """What the time of a step depends on. Drafts count as sequences that decode."""
+
+    num_decoding: int  # tokens of sequences with one token each
+    decode_context: int  # tokens that these see, those that several share counted once
+    longest: int  # the most that one of them sees
+    num_prompt: int  # tokens of prompts
+    pairs: int  # of a prompt's token and one that it sees
+    num_draws: int  # tokens that are drawn
+    num_new: int  # tokens of requests that start in this step
+    num_shared: int = 0  # of the context, what was counted once though more than one sees it: as often as it is seen
+
+    def next(self) -> StepShape:
+        """Of the next step with the same sequences, of which at most one has a prompt that goes on."""
+        num, prompt = self.num_decoding, self.num_prompt
+        context, longest = self.decode_context + num, self.longest + (num > 0)
+        return StepShape(num, context, longest, prompt, self.pairs + prompt * prompt, self.num_draws, 0, self.num_shared)
+
+
+class Shapes:
+    """Shapes of plans. It follows which pages the rows have, since some attention kernels read what rows share only once."""
+
+    def __init__(self, page_size: int, shared_unit: int = 0) -> None:
+        """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each."""
+        self._unit, self._pages = shared_unit, shared_unit // page_size
+        self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt
+
+    def of(self, plan: StepPlan) -> StepShape:
+        num_decoding = decode_context = longest = num_prompt = pairs = num_draws = num_new = 0
+        if plan.new_rows:
+            num_new = sum(len(row.token_ids) for row in plan.new_rows)
+        if self._pages and (plan.new_rows or plan.row_copies):
+            self._follow(plan)
+        for item in plan.items:
+            end = item.start + item.count
+            if item.count == 1 or item.count == item.num_drafts + 1:
+                num_decoding += item.count
+                decode_context += end if self._unit else item.count * end  # a token and its drafts share all of it
+                longest = end if end > longest else longest
+                num_draws += item.count if item.samples else 0
+            else:
+                num_prompt += item.count
+                pairs += item.count * (item.start + end + 1) // 2
+                num_draws += item.num_draws
+        num_shared = num_again = 0
+        if self._marks:
+            num_shared, num_again = self._shared(plan)
+        return StepShape(
+            num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared
+        )  # fmt: skip
+
+    def _follow(self, plan: StepPlan) -> None:
+        copied = {copy.target: self._marks.get(copy.source, []) for copy in plan.row_copies}
+        for row in plan.new_rows:
+            num = len(row.token_ids) // self._unit if len(row.page_ids) == 1 else 0
+            self._marks[row.row] = row.page_ids[0][self._pages - 1 : num * self._pages : self._pages]
+        self._marks.update(copied)
+
+    def _shared(self, plan: StepPlan) -> tuple[int, int]:
+        """Tokens of context that several sequences share, as often as they are seen, and how many of these are not read."""
+        marks = self._marks
+        firsts = Counter([own[0] for item in plan.items if item.count == 1 and (own := marks.get(item.row))])
+        several = {page for page, num in firsts.items() if num > 1}
+        if not several:
+            return 0, 0
+        seen: Counter[int] = Counter()
+        for item in plan.items:
+            if item.count == 1 and (own := marks.get(item.row)) and own[0] in several:
+                seen.update(own)
+        nums = [num for num in seen.values() if num > 1]
+        return self._unit * sum(nums), self._unit * (sum(nums) - len(nums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +102,65 @@ class LinearCost:
     fixed_s: float = 0.0
     per_token_s: float = 0.0
     per_context_token_s: float = 0.0
+    host_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
         context = sum(item.start + item.count for item in plan.items)
         return self.fixed_s + self.per_token_s * plan.num_tokens + self.per_context_token_s * context
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        return self.fixed_s + self.per_token_s * num_decoding, self.per_context_token_s, 0.0
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Seconds by a number, straight between the points; beyond the last, as between the last two."""
+
+    at: list[int]
+    seconds: list[float]
+
+    def value(self, x: int) -> float:
+        if x <= self.at[0] or len(self.at) == 1:
+            return self.seconds[0]
+        i = min(bisect_left(self.at, x), len(self.at) - 1)
+        x0, x1, y0, y1 = self.at[i - 1], self.at[i], self.seconds[i - 1], self.seconds[i]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+class FittedCost(msgspec.Struct, frozen=True):
+    """What `fit` made of measured steps. Steps in which every sequence decodes have a curve of their own, since they run as other
+    code does: on a GPU as one CUDA graph."""
+
+    decode: Curve  # by sequences
+    mixed: Curve  # by tokens, of steps with a prompt
+    decode_context_s: float  # per token of context
+    longest_s: float  # per token of the longest context
+    mixed_context_s: float
+    pair_s: float
+    draw_s: float  # per token drawn, in steps with a prompt
+    new_token_s: float  # per token of a request that starts
+    host_s: float = 0.0  # of a step's time, the host's: waited for only where nothing is in flight
+    shared_s: float = 0.0  # per token of context that is read once for several, as often as it is seen
+    shared_unit: int = 0  # tokens that are read once if they are the same; 0: all are read for each
+    decode_sizes: list[int] = []  # numbers of tokens that a step is padded to; none: it is not
+    mixed_sizes: list[int] = []
+
+    def step_s(self, plan: StepPlan) -> float:
+        """If no rows share pages."""
+        return self.shape_s(Shapes(1).of(plan))
+
+    def shape_s(self, shape: StepShape) -> float:
+        rest = self.new_token_s * shape.num_new + self.shared_s * shape.num_shared
+        if not shape.num_prompt:
+            fixed, context_s, longest_s = self.decode_line(shape.num_decoding)
+            return fixed + context_s * shape.decode_context + longest_s * shape.longest + rest
+        fixed = self.mixed.value(padded(shape.num_decoding + shape.num_prompt, self.mixed_sizes))
+        attention = self.mixed_context_s * shape.decode_context + self.pair_s * shape.pairs
+        return fixed + attention + self.draw_s * shape.num_draws + rest
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        return self.decode.value(padded(num_decoding, self.decode_sizes)), self.decode_context_s, self.longest_s
+
+
+def padded(num: int, sizes: Sequence[int]) -> int:
+    at = bisect_left(sizes, num)
+    return sizes[at] if at < len(sizes) else num

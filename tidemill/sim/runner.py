@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
-from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import CostModel
+from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.sim.cost import CostModel, Shapes, StepShape
+from tidemill.sim.drafter import FIRST_TOKEN, drawn, token_of
+from tidemill.sim.moves import SimMover
 
 if TYPE_CHECKING:
     import torch
@@ -15,34 +18,105 @@ if TYPE_CHECKING:
     from tidemill.layers.lora import Loras
     from tidemill.runner.page_moves import PageMover
 
+__all__ = ["FIRST_TOKEN", "SimRunner", "token_of"]
+
 
 class SimRunner:
     """Steps run one after the other. Where several may be in flight, the next begins when the one before it ends."""
 
     fallback = ""
-    mover: PageMover | None = None
+    mover: PageMover | None = None  # if there are tiers: a SimMover
+    acceptance: float | None = None  # of drafts, if there are any
     loras: Loras | None = None
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0) -> None:
+    def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1) -> None:
+        self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0))
+        self._shape = StepShape(0, 0, 0, 0, 0, 0, 0)  # of the last step
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
-        self._free_s = 0.0  # when all that was launched is done
-        self.times: list[tuple[float, float]] = []  # of each step: its begin and end
+        self._host_s: float = getattr(cost, "host_s", 0.0)
+        self._shape_s: Callable[[StepShape], float] | None = getattr(cost, "shape_s", None)
+        self._shared_s: float = getattr(cost, "shared_s", 0.0)
+        self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
+        self.free_s = 0.0  # when all that was launched is done
+        self.last_plan: StepPlan | None = None  # that was launched
+        self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
 
     @property
     def cache(self) -> torch.Tensor:
         raise NotImplementedError("nothing is stored")
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
-        begin = max(self._clock.now(), self._free_s)
-        self._free_s = begin + self._cost.step_s(plan)
-        self.times.append((begin, self._free_s))
-        return plan, self._free_s
+        self.change_pages(plan)
+        self._clock.advance(self._host_s)
+        begin = max(self._clock.now(), self.free_s)
+        if self._shape_s is not None:
+            self._shape = self._shapes.of(plan)
+            self.free_s = begin + self._shape_s(self._shape)
+        else:
+            self.free_s = begin + self._cost.step_s(plan)
+        self.times.append((begin, self.free_s, 0))
+        self.last_plan = plan
+        return plan, self.free_s
 
     def change_pages(self, plan: StepPlan) -> None:
-        """That costs nothing here."""
+        """Moves between tiers begin. The rest costs nothing here."""
+        if plan.page_moves and isinstance(self.mover, SimMover):
+            self.mover.begin(plan.page_moves)
 
     def collect(self, launched: tuple[StepPlan, float]) -> StepResult:
-        """Tokens are all 0: no drafts are made, so only their number matters."""
         plan, done_s = launched
         self._clock.advance_to(done_s)
-        return StepResult({item.row: [0] for item in plan.items if item.samples})
+        if self.acceptance is not None:
+            return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
+        return StepResult({item.row: [token_of(item.seq)] for item in plan.items if item.samples})
+
+    def repeat(self, plan: StepPlan, most: int, until_s: float) -> tuple[list[float], float]:
+        """Launch and collect the steps that follow this one and are like it, at most so many and as long as they are planned
+        before some time. Returns when the tokens of each came, and when the last was planned."""
+        following = self._following_s(plan)
+        now = planned_s = self._clock.now()
+        free_s = done_s = self.free_s
+        first_s, times, host_s, is_ahead = free_s, list[float](), self._host_s, self.steps_ahead > 0
+        while len(times) < most and now < until_s:
+            planned_s = now
+            now += host_s
+            free_s = (now if now > free_s else free_s) + next(following)
+            if not is_ahead:
+                done_s = free_s
+            if done_s > now:
+                now = done_s
+            done_s = free_s
+            times.append(now)
+        if times:
+            self._clock.advance_to(now)
+            self.free_s = free_s
+            self.times.append((first_s, free_s, len(times)))
+        return times, planned_s
+
+    def _following_s(self, plan: StepPlan) -> Iterator[float]:
+        """Of the steps that follow this one and are like it, how long each takes."""
+        shape = self._shape
+        if self._shape_s is not None and shape.num_prompt:
+            while True:
+                shape = shape.next()
+                yield self._shape_s(shape)
+        assert self._line is not None
+        num, rest_s = len(plan.items), 0.0
+        if self._shape_s is not None:
+            context, longest, rest_s = shape.decode_context, shape.longest, self._shared_s * shape.num_shared
+        else:
+            context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
+        fixed_s, context_s, longest_s = self._line(num)
+        while True:
+            context += num
+            longest += 1
+            yield fixed_s + context_s * context + longest_s * longest + rest_s
+
+    def can_repeat(self, plan: StepPlan) -> bool:
+        """The cost model tells how such steps differ from each other."""
+        return self._line is not None and (self._shape_s is not None or all(item.count == 1 for item in plan.items))
+
+    def repeated(self, plan: StepPlan, items: list[StepItem], num: int) -> StepPlan:
+        """The last of so many steps after this one."""
+        self.last_plan = StepPlan(plan.step + num, items)
+        return self.last_plan

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-import msgspec
-
-from tidemill.cache_layout import one_group
+from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
-from tidemill.engine.core import EngineCore, Parts
+from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
-from tidemill.events import Event, EventBuffer, StepPlanned
+from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
+from tidemill.kv.costs import Costs
+from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Tiers
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
+from tidemill.sim.core import SimCore
 from tidemill.sim.cost import CostModel, LinearCost
+from tidemill.sim.drafter import SimDrafter, Speculation
+from tidemill.sim.moves import SimMover
 from tidemill.sim.runner import SimRunner
-from tidemill.wire import Hold, Submit
+from tidemill.wire import Abort, Hold, Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +39,17 @@ class Arrival:
     tenant: str = ""
     prompt_ids: tuple[int, ...] = ()  # given where prefixes matter; by default no two prompts share one
     holds: tuple[Hold, ...] = ()
+    n: int = 1  # samples; the times of their tokens are those of ID:0, ID:1 ...
+    abort_s: float | None = None  # when its client goes away
 
 
 @dataclass(frozen=True, slots=True)
 class SimStep:
-    step: int
+    step: int  # the number of the first
     start_s: float
     end_s: float
-    tokens_of: dict[str, int]  # request to tokens computed
+    tokens_of: dict[str, int]  # request to tokens computed, in each of them
+    num_steps: int = 1  # that were alike, one after the other
 
     @property
     def num_tokens(self) -> int:
@@ -56,14 +65,18 @@ class SimResult:
     def chart(self, request_ids: Sequence[str]) -> list[str]:
         """One line per request, one column per step: how many tokens it computed, '.' for none."""
         return [
-            "".join(str(min(step.tokens_of.get(rid, 0), 9)) if rid in step.tokens_of else "." for step in self.steps)
+            "".join(step.num_steps * (str(min(step.tokens_of[rid], 9)) if rid in step.tokens_of else ".") for step in self.steps)
             for rid in request_ids
         ]
 
     def timeline(self, request_ids: Sequence[str], column_s: float = 1.0) -> list[str]:
         """As `chart`, but a column for each so many seconds: also those in which no step was made."""
         num = math.ceil(self.steps[-1].end_s / column_s)
-        steps = {math.floor(step.start_s / column_s): step.tokens_of for step in self.steps}
+        steps = {
+            math.floor((step.start_s + i * (step.end_s - step.start_s) / step.num_steps) / column_s): step.tokens_of
+            for step in self.steps
+            for i in range(step.num_steps)
+        }
         columns = [steps.get(i, {}) for i in range(num)]
         return ["".join(str(min(column[rid], 9)) if rid in column else "." for column in columns) for rid in request_ids]
 
@@ -71,6 +84,17 @@ class SimResult:
         """The longest time between two of its output tokens."""
         times = self.token_times_s[request_id]
         return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimTiers:
+    """Behind the KV cache: host memory and disk, and how fast they are (bytes a second)."""
+
+    host_pages: int
+    page_bytes: int
+    disk_pages: int = 0
+    host_rate: float = 50e9
+    disk_rate: float = 3e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +114,51 @@ class SimConfig:
     evict: bool = True
     max_pinned: float = 0.5
     steps_ahead: int = 0
+    groups: tuple[Group, ...] = ()  # of layers with windows, whose pages have sizes of their own; none: all see all tokens
+    background_tokens: float = 1.0
+    background_budget: int | None = None
+    device: str = "cpu"
+    speculation: Speculation | None = None
+    tiers: SimTiers | None = None
+
+    @staticmethod
+    def of(config: EngineConfig, steps_ahead: int) -> SimConfig:
+        """As a real engine."""
+        return SimConfig(
+            policy=config.policy,
+            num_rows=config.max_requests,
+            token_budget=config.token_budget,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_context=config.max_context,
+            prefix_caching=config.prefix_caching,
+            prefix_index=config.prefix_index,
+            queue_order=config.queue_order,
+            batch_window_s=config.batch_window_s,
+            evict=config.evict,
+            max_pinned=config.max_pinned,
+            steps_ahead=steps_ahead,
+            groups=config.layout.groups,
+            background_tokens=config.background_tokens,
+            background_budget=config.background_budget,
+            device=config.device,
+        )
 
     def engine(self) -> EngineConfig:
         return EngineConfig(
-            device="cpu",
+            device=self.device,
             dtype="float32",
             scheme="dense",
             kv_dtype="float32",
             page_size=self.page_size,
-            layout=one_group(1, self.page_size),
+            layout=replace(one_group(1, self.page_size), groups=self.groups or (Group(self.page_size),)),
             num_pages=self.num_pages,
             max_context=self.max_context,
             max_requests=self.num_rows,
             max_waiting=_ANY_NUMBER,
             token_budget=self.token_budget,
-            background_tokens=1.0,
-            background_budget=self.token_budget,
+            background_tokens=self.background_tokens,
+            background_budget=self.background_budget or self.token_budget,
             policy=self.policy,
             prefix_caching=self.prefix_caching,
             prefix_index=self.prefix_index,
@@ -120,51 +173,148 @@ class SimConfig:
             evict=self.evict,
             max_pinned=self.max_pinned,
             max_draws=self.token_budget,
+            max_drafts=self.speculation.max_drafts if self.speculation else 0,
+            adaptive_drafts=self.speculation is None or self.speculation.adaptive,
         )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over a simulation."""
+
+    num_output: int = 0  # tokens
+    num_prompt: int = 0  # tokens, of requests that have started
+    num_cached: int = 0  # of these, found in the prefix cache
+    num_preempted: int = 0
+    num_aborted: int = 0
+    num_evicted: int = 0  # pages
+    most_waiting: int = 0
+
+    def add(self, happened: Sequence[Event]) -> None:
+        for event in happened:
+            if isinstance(event, Admitted):
+                self.num_prompt += event.num_tokens
+                self.num_cached += event.num_cached
+            elif isinstance(event, Preempted):
+                self.num_preempted += 1
+            elif isinstance(event, PagesEvicted):
+                self.num_evicted += event.num_pages
+            elif isinstance(event, StepPlanned) and event.num_waiting > self.most_waiting:
+                self.most_waiting = event.num_waiting
 
 
 class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
-    def __init__(self, config: SimConfig, cost: CostModel | None = None) -> None:
+    def __init__(
+        self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True, keeps_events: bool = True
+    ) -> None:
+        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
+        `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
-        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
+        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
-        self._core = EngineCore(parts, config.engine(), self.clock, buffer)
+        if config.speculation is not None:
+            self._runner.acceptance = config.speculation.acceptance
+            parts.drafters = [SimDrafter(config.speculation, self.clock)]
+        if (behind := config.tiers) is not None:
+            mover = SimMover(self.clock, behind.page_bytes, behind.host_rate, behind.disk_rate)
+            self._runner.mover = mover  # type: ignore[assignment]
+            costs = Costs(config.token_budget)
+            parts.tiers = Tiers(behind.host_pages, behind.disk_pages, (), costs, behind.page_bytes)
+        self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
+        self._jumps, self._keeps_events = jumps, keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
+        self._aborts: list[tuple[float, str]] = []  # a heap
         self._result = SimResult()
+        self.tally = Tally()
 
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
 
+    @property
+    def busy_s(self) -> float:
+        """Time in which steps were computed."""
+        return sum(end_s - begin_s for begin_s, end_s, _ in self._runner.times)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(num or 1 for _, _, num in self._runner.times)
+
+    @property
+    def token_times_s(self) -> dict[str, list[float]]:
+        """So far. One that has ended may be taken out."""
+        return self._result.token_times_s
+
+    @property
+    def kv(self) -> KVManager:
+        return self._core.scheduler.kv
+
     def submit(self, arrival: Arrival) -> None:
         self._under_way.add(arrival.request_id)
-        self._result.token_times_s[arrival.request_id] = []
+        for name in [f"{arrival.request_id}:{i}" for i in range(arrival.n)] if arrival.n > 1 else [arrival.request_id]:
+            self._result.token_times_s[name] = []
+        if arrival.abort_s is not None:
+            heapq.heappush(self._aborts, (arrival.abort_s, arrival.request_id))
         self._next_token = _submit(self._core, arrival, self._next_token)
 
     def run_until(self, end_s: float) -> None:
         """Steps that begin before `end_s`; if there is nothing to do, the clock goes on to it."""
-        while self.clock.now() < end_s and (self._core.has_work or end_s < math.inf):
-            num_steps = len(self._runner.times)
+        token_times = self._result.token_times_s
+        while (now := self.clock.now()) < end_s and (self._core.has_work or end_s < math.inf):
+            until_s = end_s
+            if self._aborts:
+                self._abort_due(now)
+                until_s = min(end_s, self._aborts[0][0]) if self._aborts else end_s
+            num_steps, was_in_flight = len(self._runner.times), self._core.is_in_flight
             output, failed = self._core.step()
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
-            self._result.events += output.events
-            for delta in output.deltas:
-                self._result.token_times_s[delta.request_id] += [self.clock.now()] * len(delta.token_ids)
-                if delta.finish_reason is not None:
-                    self._under_way.discard(delta.request_id)
-            if len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
-                self.clock.advance_to(min(self.clock.now() + (self._core.idle_s or math.inf), end_s))
+            self.tally.add(output.events)
+            if self._keeps_events:
+                self._result.events += output.events
+            now = self.clock.now()
+            produced, self._core.produced = self._core.produced, []
+            for one in produced:
+                num = len(one.token_ids)
+                token_times[one.request.request_id] += [now] if num == 1 else [now] * num
+                self.tally.num_output += num
+                if one.finish_reason:
+                    self._end(one.request.request_id)
+            if self._jumps and (jump := self._core.jump(until_s)):
+                self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
+                for request_id in jump.request_ids:
+                    token_times[request_id] += jump.times_s
+            elif len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
+                self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
+
+    def _end(self, name: str) -> None:
+        """A sample has ended."""
+        request_id = name.rpartition(":")[0] if name not in self._under_way else name
+        if not self._core.is_live(request_id):
+            self._under_way.discard(request_id)
+
+    def _abort_due(self, now: float) -> None:
+        while self._aborts and self._aborts[0][0] <= now:
+            _, request_id = heapq.heappop(self._aborts)
+            if request_id in self._under_way:
+                self._under_way.discard(request_id)
+                self._core.abort(Abort(request_id, reason="the client has gone"))
+                self.tally.num_aborted += 1
 
     def result(self) -> SimResult:
         """When all has ended."""
         self._core.scheduler.check_integrity()
-        planned = [event for event in self._result.events if isinstance(event, StepPlanned)]
-        for event, (begin_s, end_s) in zip(planned, self._runner.times, strict=True):
-            self._result.steps.append(SimStep(event.step, begin_s, end_s, dict(event.tokens_of)))
+        self._result.events += self._core.take_events()
+        planned = (event for event in self._result.events if isinstance(event, StepPlanned))
+        number, tokens_of = 0, dict[str, int]()
+        for begin_s, end_s, num_repeats in self._runner.times:
+            if not num_repeats:
+                tokens_of = dict(next(planned).tokens_of)
+            self._result.steps.append(SimStep(number, begin_s, end_s, tokens_of, num_repeats or 1))
+            number += num_repeats or 1
         return self._result
 
 
@@ -178,13 +328,17 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
     return engine.result()
 
 
-def _submit(core: EngineCore, arrival: Arrival, next_token: int) -> int:
+def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
     """Unless a prompt is given, its tokens are none that another has. What the next one's begin with."""
-    prompt = arrival.prompt_ids or range(next_token, next_token + arrival.num_prompt)
-    params = SamplingParams(max_tokens=arrival.num_output, seed=0)
-    request = Submit(arrival.request_id, list(prompt), params, priority=arrival.priority, tenant=arrival.tenant)
-    core.submit(msgspec.structs.replace(request, holds=list(arrival.holds)))
-    return next_token + arrival.num_prompt
+    prompt = list(arrival.prompt_ids) or [next_token] * arrival.num_prompt
+    params, holds = _params(arrival.num_output, arrival.n), list(arrival.holds)
+    core.submit_checked(Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, holds=holds))
+    return next_token + 1
+
+
+@lru_cache(maxsize=1 << 16)
+def _params(num_output: int, n: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, n=n, seed=0)
 
 
 _ANY_NUMBER = 2**31 - 1

@@ -64,9 +64,10 @@ def look_up(
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scales_ptr, width, eps, factor,
-    HAS_X: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_X: tl.constexpr, CODES: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`CODES`: the largest value of the 8-bit type in which the norm is written, too, with a scale for the row; 0: it is not."""
+    """`CODES`: the largest value of the 8-bit type in which the norm is written, too, with a scale for the row; 0: it is not.
+    `ALONE`: it is written in no other."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -80,7 +81,8 @@ def _add_rms_norm(
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
     value = (value * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, value, mask=inside)
+    if not ALONE:
+        tl.store(out_ptr + row * width + columns, value, mask=inside)
     if CODES:
         scale, codes = quantized(tl.where(inside, value.to(tl.float32), 0.0), 0, CODES, AHEAD)
         tl.store(codes_ptr + row * width + columns, codes, mask=inside)
@@ -100,9 +102,10 @@ def add_rms_norm(
     eps: float,
     scale: float = 1.0,
     codes: torch.dtype | None = None,
+    codes_alone: bool = False,
 ) -> torch.Tensor:
     """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: an 8-bit type, in
-    which the result has itself as `scaled`."""
+    which the result has itself as `scaled`. `codes_alone`: nobody reads the result itself, and it is not written."""
     out = torch.empty_like(residual_TH)
     num_rows, width = residual_TH.shape
     x = residual_TH if x_TH is None else x_TH
@@ -112,7 +115,7 @@ def add_rms_norm(
     launch(
         _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, out if made is None else made.values_NK.view(torch.int8),
         out if made is None else made.scales, width, eps, scale, HAS_X=x_TH is not None,
-        CODES=0 if codes is None else LARGEST[codes], **_of_a_row(width), **HOW,
+        CODES=0 if codes is None else LARGEST[codes], ALONE=codes is not None and codes_alone, **_of_a_row(width), **HOW,
     )  # fmt: skip
     if made is not None:
         out.scaled = made  # type: ignore[attr-defined]

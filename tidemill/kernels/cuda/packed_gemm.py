@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.gemm import _finish, _place
+from tidemill.kernels.cuda.lanes import lane
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 WORD = 16  # bits
@@ -411,15 +412,17 @@ def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTi
     return own_tile(num_rows, num_out, num_in, bits)
 
 
-_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # sums of chunks, and how many of a tile are there
+# By device and lane: sums of chunks, and how many of a tile are there.
+_workspaces: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _workspace(device: torch.device, num_sums: int, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    sums, done = _workspaces.get(device, (None, None))
+    where = device, lane()
+    sums, done = _workspaces.get(where, (None, None))
     if sums is None or done is None or sums.numel() < num_sums or done.numel() < num_tiles:
         sums = torch.empty(max(2**22, num_sums), dtype=torch.float32, device=device)
         done = torch.zeros(max(2**14, num_tiles), dtype=torch.int32, device=device)
-        _workspaces[device] = sums, done
+        _workspaces[where] = sums, done
     return sums, done
 
 

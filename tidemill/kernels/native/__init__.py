@@ -18,10 +18,11 @@ from typing import Final
 
 import torch
 
-from tidemill.errors import WorkerLost
+from tidemill.errors import WeightsLost, WorkerLost
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
+from tidemill.kernels.native.streams import STREAM_ERRORS, Neurons, Piece, StreamFigures, StreamSpec
 from tidemill.kernels.state import ScanInputs, StateWeights
 
 # Best first: (file, CPU flags it needs).
@@ -129,7 +130,7 @@ class Matrices(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("kind", "num_in", "num_out")),
         *((name, _POINTER) for name in ("codes", "scales", "bias")),
-        *((name, _LONG) for name in ("code_bytes", "num_scales")),
+        *((name, _LONG) for name in ("code_bytes", "num_scales", "code_place", "scale_place")),
     ]
 
 
@@ -140,6 +141,8 @@ class MoE(ctypes.Structure):
         *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "act")),
         *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
         ("counts", _POINTER),
+        ("stream", _POINTER),
+        ("first_unit", _LONG),
     ]
 
 
@@ -194,8 +197,13 @@ _GROUP_ERRORS: Final = {
 
 
 def check_group(code: int) -> None:
+    """Of what a step may return: that other workers or weights are lost."""
     if code in _GROUP_ERRORS:
         raise WorkerLost(f"The engine cannot go on: {_GROUP_ERRORS[code]}.")
+    if code in STREAM_ERRORS:
+        raise WeightsLost(
+            f"The engine cannot go on: {STREAM_ERRORS[code]}.", fix="Start again: it is written anew if it is wrong."
+        )
 
 
 class _Field(ctypes.Structure):
@@ -208,7 +216,8 @@ _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
     ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
-    ("tm_group", GroupSpec),
+    ("tm_group", GroupSpec), ("tm_neurons", Neurons),
+    ("tm_piece", Piece), ("tm_stream_spec", StreamSpec), ("tm_stream_figures", StreamFigures),
 )  # fmt: skip
 
 
@@ -281,6 +290,8 @@ class Library:
         self._gate.restype = None
         self._moe = lib.tm_run_moe
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._neurons = lib.tm_run_neurons
+        self._neurons.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._add = lib.tm_add
         self._add.argtypes = [_POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._add.restype = None
@@ -292,6 +303,16 @@ class Library:
         self._take_ranges.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER]
         self.fail_group = lib.tm_fail_group
         self.fail_group.argtypes, self.fail_group.restype = [_POINTER], None
+        self._copy_sum = lib.tm_copy_sum
+        self._copy_sum.argtypes, self._copy_sum.restype = [_POINTER, _POINTER, _LONG, _POINTER], None
+        self._open_stream = lib.tm_stream_open
+        self._open_stream.argtypes, self._open_stream.restype = [_POINTER, _LONG], _POINTER
+        self.close_stream = lib.tm_stream_close
+        self.close_stream.argtypes, self.close_stream.restype = [_POINTER], None
+        self._stream_layer = lib.tm_stream_layer
+        self._stream_layer.argtypes = [_POINTER, _LONG]
+        self._stream_figures = lib.tm_stream_figures_of
+        self._stream_figures.argtypes, self._stream_figures.restype = [_POINTER, _POINTER], None
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -426,6 +447,12 @@ class Library:
         del place
         return out[: sum(lens)]
 
+    def copy_sum(self, target: int, source: int, num_bytes: int) -> bytes:
+        """Copies bytes from one address to another, and returns sums of what was written there."""
+        sums = (ctypes.c_uint64 * 16)()
+        self._copy_sum(target, source, num_bytes, sums)
+        return bytes(sums)
+
     def lora(self, lora: int, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
         """Adds to y what the rows' adapters do. `lora`: the address of a Lora."""
         _check(x_TK, y_TN)
@@ -472,11 +499,41 @@ class Library:
         """`experts`: the address of a `MoE`."""
         _check(x_TH, logits_TL)
         out = torch.empty_like(x_TH)
-        if self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+        if failed := self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            check_group(failed)
             raise MemoryError("no memory for a mixture of experts")
         if self._recording:
             self._recording.note("moe", out, x_TH, logits_TL, a=experts)
         return out
+
+    def neurons(self, neurons: int, x_TH: torch.Tensor, gate_TI: torch.Tensor, num_out: int) -> torch.Tensor:
+        """`neurons`: the address of a `Neurons`."""
+        _check(x_TH, gate_TI)
+        out = x_TH.new_empty(x_TH.shape[0], num_out)
+        if failed := self._neurons(neurons, x_TH.data_ptr(), gate_TI.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            check_group(failed)
+            raise MemoryError("no memory for a feed-forward")
+        if self._recording:
+            self._recording.note("neurons", out, x_TH, in_2=gate_TI, a=neurons)
+        return out
+
+    def open_stream(self, spec: StreamSpec, num_readers: int) -> int:
+        """The address of a stream, until `close_stream`. The caller keeps what the spec names."""
+        stream = self._open_stream(ctypes.addressof(spec), num_readers)
+        if not stream:
+            raise MemoryError("no memory or no threads for a stream of weights")
+        return int(stream)
+
+    def stream_layer(self, stream: int, layer: int) -> None:
+        """Wait until the layer's weights are in their slot."""
+        check_group(self._stream_layer(stream, layer))
+        if self._recording:
+            self._recording.note("stream", None, None, kind=layer, a=stream)
+
+    def stream_figures(self, stream: int) -> StreamFigures:
+        figures = StreamFigures()
+        self._stream_figures(stream, ctypes.addressof(figures))
+        return figures
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
         _check(x_SV)
@@ -542,3 +599,4 @@ def _load() -> tuple[Library | None, str]:
 
 
 lib, why = _load()
+sources = source_hash(Path(__file__).parent)  # empty where they are not there

@@ -38,6 +38,8 @@ typedef struct {
     linear_job *jobs;
     long *first_task; /* of each job */
     long num_jobs;
+    long *units;         /* of a stream: the experts that are used */
+    const char **places; /* [expert]: where they are; NULL: no stream */
 } moe_job;
 
 static int has_shared(const tm_moe *m) { return m->shared_gate_up.codes != NULL; }
@@ -70,6 +72,10 @@ static long lay_out(moe_job *j, char *base) {
     j->first = (long *)cut(&at, (m->num_experts + 1) * (long)sizeof(long));
     j->jobs = (linear_job *)cut(&at, (m->num_experts + 1) * (long)sizeof(linear_job));
     j->first_task = (long *)cut(&at, (m->num_experts + 2) * (long)sizeof(long));
+    if (m->stream) {
+        j->units = (long *)cut(&at, m->num_experts * (long)sizeof(long));
+        j->places = (const char **)cut(&at, m->num_experts * (long)sizeof(char *));
+    }
     if (needs_bytes(&m->gate_up, &m->shared_gate_up)) cut_bytes(&at, &j->given, num_rows, width);
     if (j->is_gathered) {
         if (m->gate_up.kind >= Q8) cut_bytes(&at, &j->gathered, own, width);
@@ -165,6 +171,18 @@ static void sort_pairs(moe_job *j) {
     next[0] = 0;
 }
 
+/* Reads the experts that are used, if they are in no slot. */
+static int find_experts(moe_job *j) {
+    const tm_moe *m = j->moe;
+    if (!m->stream) return 0;
+    long num = 0, own = j->num_rows * m->top_k;
+    for (long e = 0; e < m->num_experts; e++)
+        if ((e + 1 < m->num_experts ? j->first[e + 1] : own) > j->first[e]) j->units[num++] = m->first_unit + e;
+    int failed = stream_experts(m->stream, j->units, num, j->places);
+    for (long i = num - 1; i >= 0 && !failed; i--) j->places[j->units[i] - m->first_unit] = j->places[i]; /* never to the left of i */
+    return failed;
+}
+
 static void gather_row(void *arg, long at, int thread) {
     (void)thread;
     const moe_job *j = arg;
@@ -180,10 +198,12 @@ static void gather_row(void *arg, long at, int thread) {
 
 /* ---- matmuls of all experts at once */
 
-static void add_job(moe_job *j, const tm_matrices *w, long expert, rows x, long num_rows, float *out) {
+/* `place`: of an expert in a slot of a stream. */
+static void add_job(moe_job *j, const tm_matrices *w, long expert, const char *place, rows x, long num_rows, float *out) {
+    const uint16_t *scales = !w->num_scales ? NULL : place ? (const uint16_t *)(place + w->scale_place) : w->scales + expert * w->num_scales;
     j->jobs[j->num_jobs++] = (linear_job){
-        .kind = (int)w->kind, .x = x.x, .codes = (const char *)w->codes + expert * w->code_bytes,
-        .scales = w->scales ? w->scales + expert * w->num_scales : NULL, .bias = w->bias ? w->bias + expert * w->num_out : NULL,
+        .kind = (int)w->kind, .x = x.x, .codes = place ? place + w->code_place : (const char *)w->codes + expert * w->code_bytes,
+        .scales = scales, .bias = w->bias ? w->bias + expert * w->num_out : NULL,
         .out = out, .num_rows = num_rows, .num_in = w->num_in, .num_out = w->num_out, .num_panels = (w->num_out + LANES - 1) / LANES,
         .xq = x.xq, .xd = x.xd, .xs = x.xs,
     };
@@ -225,11 +245,11 @@ static void run_experts(moe_job *j, int is_second) {
     for (long e = 0; e < m->num_experts; e++) {
         long first = j->first[e], num = (e + 1 < m->num_experts ? j->first[e + 1] : j->num_rows * m->top_k) - first;
         long at = is_second || j->is_gathered ? first : 0;
-        if (num) add_job(j, own, e, further(from, at * own->num_in), num, out + first * own->num_out);
+        if (num) add_job(j, own, e, j->places ? j->places[e] : NULL, further(from, at * own->num_in), num, out + first * own->num_out);
     }
     if (has_shared(m)) {
         long before = j->num_rows * m->top_k;
-        add_job(j, shared, 0, is_second ? further(j->inner, before * m->down.num_in) : j->given, j->num_rows, out + before * own->num_out);
+        add_job(j, shared, 0, NULL, is_second ? further(j->inner, before * m->down.num_in) : j->given, j->num_rows, out + before * own->num_out);
     }
     run_jobs(j);
 }
@@ -281,6 +301,8 @@ int moe_op(const tm_moe *m, const float *x, const float *logits, long num_rows, 
     long width = m->gate_up.num_in;
     for_rows(num_rows, 2 * width, start_row, &j);
     sort_pairs(&j);
+    int failed = find_experts(&j);
+    if (failed) return failed;
     if (j.is_gathered) for_rows(num_rows * m->top_k, width, gather_row, &j);
     run_experts(&j, 0);
     for_rows(j.num_pairs, 4 * m->down.num_in, activate_row, &j);

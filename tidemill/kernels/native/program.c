@@ -32,6 +32,10 @@ typedef struct {
 #define ROUND(f) {"tm_round." #f, offsetof(tm_round, f)}
 #define GROUP(f) {"tm_group." #f, offsetof(tm_group, f)}
 #define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
+#define NEURONS(f) {"tm_neurons." #f, offsetof(tm_neurons, f)}
+#define PIECE(f) {"tm_piece." #f, offsetof(tm_piece, f)}
+#define STREAM(f) {"tm_stream_spec." #f, offsetof(tm_stream_spec, f)}
+#define FIGURES(f) {"tm_stream_figures." #f, offsetof(tm_stream_figures, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
@@ -53,7 +57,14 @@ TM_API const field *tm_layout(void) {
         {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
         MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
         MOE(shared_down), MOE(counts), MATRICES(kind), MATRICES(num_in), MATRICES(num_out), MATRICES(codes), MATRICES(scales),
-        MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales),
+        MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales), MATRICES(code_place), MATRICES(scale_place),
+        MOE(stream), MOE(first_unit),
+        {"tm_neurons", sizeof(tm_neurons)}, NEURONS(kind), NEURONS(num_in), NEURONS(num_inner), NEURONS(num_out), NEURONS(down_place),
+        NEURONS(up_bias), NEURONS(down_bias), NEURONS(stream), NEURONS(first_unit),
+        {"tm_piece", sizeof(tm_piece)}, PIECE(offset), PIECE(num_bytes), PIECE(place),
+        {"tm_stream_spec", sizeof(tm_stream_spec)}, STREAM(fd), STREAM(file_bytes), STREAM(changed_ns), STREAM(num_units),
+        STREAM(num_slots), STREAM(slot_bytes), STREAM(slots), STREAM(pieces), STREAM(first_piece), STREAM(slot_of),
+        {"tm_stream_figures", sizeof(tm_stream_figures)}, FIGURES(num_bytes), FIGURES(waited_ns), FIGURES(num_asked), FIGURES(num_read),
         OP(scale),
         {"tm_lora_pair", sizeof(tm_lora_pair)}, {"tm_lora_step", sizeof(tm_lora_step)}, {"tm_lora", sizeof(tm_lora)},
         PAIR(down), PAIR(up), PAIR(kind), PAIR(rank), PAIR(scale),
@@ -130,6 +141,13 @@ static int run_all_gather(const tm_op *o, const tm_buffers *at) {
     return all_gather_op(o->a, at->in, at->out, at->num_rows, o->width, o->num_out);
 }
 
+static int run_stream(const tm_op *o, const tm_buffers *at) {
+    (void)at;
+    return stream_layer_op((tm_stream *)o->a, o->kind);
+}
+
+static int run_neurons(const tm_op *o, const tm_buffers *at) { return neurons_op(o->a, at->in, at->in_2, at->num_rows, at->out); }
+
 static int run_add(const tm_op *o, const tm_buffers *at) {
     add_op(at->in, o->scale, at->in_out, at->num_rows, o->width);
     return 0;
@@ -157,6 +175,8 @@ static const struct {
     {"add", run_add},
     {"all_reduce", run_all_reduce},
     {"all_gather", run_all_gather},
+    {"stream", run_stream},
+    {"neurons", run_neurons},
 };
 
 /* The name of op number `i`; NULL after the last. */

@@ -142,6 +142,49 @@ typedef struct {
     float eps;
 } tm_state_learned;
 
+/* ---- stream.c: weights that are read from a file as they are needed. Field by field as in kernels/native/streams.py. */
+
+/* What streams return besides 0: the file was changed or cut short; it cannot be read. */
+enum { TM_STREAM_CHANGED = -5, TM_STREAM_FAILED = -6 };
+
+typedef struct {
+    int64_t offset, num_bytes; /* in the file */
+    int64_t place;             /* in a slot */
+} tm_piece;
+
+typedef struct {
+    long fd, file_bytes, changed_ns; /* of the file as it must stay: its size, and when it was last changed */
+    long num_units, num_slots, slot_bytes;
+    char *slots;
+    const tm_piece *pieces;
+    const int64_t *first_piece; /* of each unit, and the number of all */
+    const int64_t *slot_of;     /* of each unit; NULL: any */
+} tm_stream_spec;
+
+typedef struct {
+    int64_t num_bytes, waited_ns; /* read; for which computing waited */
+    int64_t num_asked, num_read;  /* units */
+} tm_stream_figures;
+
+typedef struct tm_stream tm_stream;
+
+/* Until the layer's weights are in its slot. Those of the layers before it are no longer needed: the next ones are read into their slots. */
+int stream_layer_op(tm_stream *stream, long layer);
+/* Until these experts are in slots: where. The ones of the call before are no longer needed. */
+int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
+
+/* A feed-forward of neurons in a stream (neurons.c): of each, a row of up, and from `down_place` bytes on a column of down. Both are
+   followed by zeros, to a multiple of 8 and of 32 values. Field by field as in kernels/neurons.py. */
+typedef struct {
+    long kind, num_in, num_inner, num_out, down_place; /* kind: F32, F16 or BF16 of linear.h */
+    const float *up_bias, *down_bias; /* NULL: none */
+    tm_stream *stream;
+    long first_unit;
+} tm_neurons;
+
+/* gate: [row][num_inner], before the activation. */
+int neurons_op(const tm_neurons *neurons, const float *x, const float *gate, long num_rows, float *out);
+
 /* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
 typedef struct {
     long kind, num_in, num_out;
@@ -149,6 +192,7 @@ typedef struct {
     const uint16_t *scales;
     const float *bias; /* [expert][num_out]; NULL: none */
     long code_bytes, num_scales; /* from one expert to the next */
+    long code_place, scale_place; /* of experts in a stream's slots: where in a slot */
 } tm_matrices;
 
 /* A mixture of experts. Field by field as in __init__.py. */
@@ -157,6 +201,8 @@ typedef struct {
     tm_matrices gate_up, down;
     tm_matrices shared_gate_up, shared_down; /* of an expert that all rows go through; codes NULL: none */
     int64_t *counts;                         /* [expert]: rows that it got, added to */
+    tm_stream *stream;                       /* that has the experts; NULL: they are where the matrices say */
+    long first_unit;                         /* the first expert's */
 } tm_moe;
 
 /* ---- lora.c. Field by field as in kernels/lora.py. */

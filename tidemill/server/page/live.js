@@ -190,12 +190,18 @@ function drawPages() {
   $("map-legend").replaceChildren(
     h("span", {}, rainbow, `${owned.toLocaleString("en")} used by one request, in its colour`),
     ...legend.map(([shade, words]) => h("span", {}, swatch(shade), words)),
-    ...pages.tiers.map(([name, used, most]) =>
-      h("span", {}, swatch(colour("loading")), `${used.toLocaleString("en")} of ${most.toLocaleString("en")} in ${name}`),
-    ),
   );
+  $("tiers").replaceChildren(...pages.tiers.map((tier, i) => tierRow(tier, colour(`tier-${i % 3}`))));
   $("map").setAttribute("aria-label", $("map-legend").textContent);
   if (!$("map").matches(":hover")) sayPages();
+}
+
+/** How full a tier behind the device's pages is. */
+function tierRow([name, used, most], shade) {
+  const filled = h("i");
+  filled.style.cssText = `background: ${shade}; width: ${(100 * used) / Math.max(most, 1)}%`;
+  const words = `${used.toLocaleString("en")} of ${most.toLocaleString("en")} pages ${name === "disk" ? "on" : "in"} ${name}`;
+  return h("li", {}, h("span", {}, swatch(shade), words), h("span", { class: "meter" }, filled));
 }
 
 function tally() {

@@ -1,0 +1,181 @@
+"""Prefill and decode engines against one engine that does both, on the same cores: a mixed load on both in turn.
+
+.venv/bin/python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
+.venv/bin/python -m bench.disaggregation --seconds 120 --rounds 3
+
+The load: chats, with short prompts and long answers, decode while documents arrive, with long prompts and short answers. Arrivals
+are random (one seed, so the same for both), and nobody waits for an answer before the next request. All requests are greedy, and
+their tokens must be the same in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from tidemill import events
+from tidemill.config import EngineOptions
+from tidemill.engine.client import EngineClient
+from tidemill.engine.replicas import Client, Replicas
+from tidemill.engine.roles import Roles
+from tidemill.events import Event
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Submit
+
+
+@dataclass(frozen=True)
+class Asked:
+    at_s: float
+    prompt: list[int]
+    num_output: int
+
+
+@dataclass
+class Run:
+    """What one run of the load showed."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # between tokens of a request
+    second: list[float] = field(default_factory=list)  # of them, those after the first token of a document
+    firsts: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+def load(given: argparse.Namespace) -> list[Asked]:
+    rng, asked = random.Random(given.seed), []
+    kinds = ((given.chats, given.chat_prompt, given.chat_output), (given.documents, given.document_prompt, given.document_output))
+    for rate, num_prompt, num_output in kinds:
+        now = rng.expovariate(rate)
+        while now < given.seconds:
+            length = int(num_prompt * rng.uniform(0.75, 1.25))
+            asked.append(Asked(now, [rng.randrange(100, 40_000) for _ in range(length)], num_output))
+            now += rng.expovariate(rate)
+    return sorted(asked, key=lambda one: one.at_s)
+
+
+async def run(client: Client, name: str, asked: list[Asked], is_document: int) -> Run:
+    run, began = Run(tokens=[[] for _ in asked]), time.monotonic()
+
+    async def ask(number: int, one: Asked) -> None:
+        await asyncio.sleep(max(began + one.at_s - time.monotonic(), 0))
+        params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
+        last = sent = time.monotonic()
+        async with aclosing(client.submit(Submit(f"{name}-{number}", one.prompt, params, salt=name))) as deltas:
+            async for delta in deltas:
+                if not delta.token_ids:
+                    continue
+                now = time.monotonic()
+                if run.tokens[number]:
+                    gap = (now - last) / len(delta.token_ids)
+                    run.gaps += [gap] * len(delta.token_ids)
+                    if len(run.tokens[number]) == 1 and len(one.prompt) > is_document:
+                        run.second.append(now - last)
+                else:
+                    run.firsts.append(now - sent)
+                run.tokens[number] += delta.token_ids
+                last = now
+
+    await asyncio.gather(*(ask(number, one) for number, one in enumerate(asked)))
+    run.seconds = time.monotonic() - began
+    return run
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(int(part * len(values)), len(values) - 1)]
+
+
+def show(name: str, runs: list[Run]) -> dict[str, float]:
+    gaps, firsts = [gap for one in runs for gap in one.gaps], [first for one in runs for first in one.firsts]
+    told = {
+        "p50": percentile(gaps, 0.5),
+        "p99": percentile(gaps, 0.99),
+        "ttft p50": percentile(firsts, 0.5),
+        "ttft p99": percentile(firsts, 0.99),
+        "tokens/s": sum(one.num_tokens for one in runs) / sum(one.seconds for one in runs),
+    }
+    second = statistics.median(second for one in runs for second in one.second)
+    print(
+        f"{name:20}: between tokens p50 {1000 * told['p50']:.1f} ms, p99 {1000 * told['p99']:.1f} ms; first token p50 "
+        f"{told['ttft p50']:.2f} s, p99 {told['ttft p99']:.2f} s; {told['tokens/s']:.1f} tokens/s; "
+        f"second token of a document after {1000 * second:.0f} ms"
+    )
+    return told
+
+
+def show_transfer(seen: list[Event]) -> None:
+    """What of the moves nobody waited for: pages that were there when their request came, and the time that bytes took against
+    what requests waited for pages, until the step after that."""
+    taken = [one for one in seen if isinstance(one, events.TakenOver)]
+    moved = [one for one in seen if isinstance(one, events.PagesMoved)]
+    found, again = sum(one.num_found for one in taken), sum(one.num_computed for one in taken)
+    late = sum(one.num_peer for one in seen if isinstance(one, events.PagesLoading))
+    waited_s = sum(one.duration_s for one in seen if isinstance(one, events.PagesLoaded) and one.replica)
+    moved_s, num_bytes = sum(one.seconds for one in moved), sum(one.num_bytes for one in moved if one.is_load)
+    hidden, early = 1 - min(waited_s / moved_s, 1) if moved_s else 0.0, 1 - late / max(found, 1)
+    print(
+        f"KV: {len(taken)} requests handed over, {100 * found / max(found + again, 1):.1f} % of their tokens found, {again} "
+        f"computed again; {num_bytes / 2**20:.0f} MiB fetched, {100 * early:.0f} % of them before their request came; bytes took "
+        f"{moved_s:.2f} s to move, requests waited {waited_s:.2f} s for them ({100 * hidden:.0f} % hidden); from the first token "
+        f"to the start in the decode engine {1000 * statistics.median(one.waited_s for one in taken):.1f} ms (median)"
+    )
+
+
+async def main(given: argparse.Namespace) -> None:
+    seen: list[Event] = []
+    shared = {"model": given.model, "max_context": given.max_context, "speculate": "off", "token_budget": given.token_budget}
+    together, apart = EngineClient(), Replicas(2, seen.extend, routing=Roles(1, 1))
+    asked = load(given)
+    num_documents = sum(len(one.prompt) > 0.75 * given.document_prompt - 1 for one in asked)
+    print(
+        f"{given.model}: {len(asked)} requests in {given.seconds} s, {num_documents} of them documents of about "
+        f"{given.document_prompt} tokens with answers of {given.document_output}; chats of {given.chat_prompt} and "
+        f"{given.chat_output}"
+    )
+    try:
+        await together.start(EngineOptions(**shared, threads=given.threads))
+        await apart.start(EngineOptions(**shared, threads=given.threads // 2, prefill_engines=1, decode_engines=1))
+        runs: dict[str, list[Run]] = {"one engine": [], "1 prefill + 1 decode": []}
+        for number in range(given.rounds):
+            for name, client in zip(runs, (together, apart), strict=True):
+                runs[name].append(await run(client, f"{name}-{number}", asked, int(0.75 * given.document_prompt) - 1))
+                print(f"round {number + 1}: ", end="")
+                show(name, runs[name][-1:])
+        first = runs["one engine"][0].tokens
+        assert all(one.tokens == first for each in runs.values() for one in each), "tokens differ"
+        print("tokens are the same in all runs")
+        one, two = (show(name, each) for name, each in runs.items())
+        print("one engine / roles: " + ", ".join(f"{name} {one[name] / two[name]:.2f}" for name in one))
+        show_transfer(seen)
+    finally:
+        await asyncio.gather(together.close(), apart.close())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", type=int, default=2, help="of the one engine; half of them for each of the two")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--max-context", type=int, default=2048)
+    parser.add_argument("--token-budget", type=int, default=None)
+    parser.add_argument("--chats", type=float, default=0.1, help="a second")
+    parser.add_argument("--chat-prompt", type=int, default=40)
+    parser.add_argument("--chat-output", type=int, default=150)
+    parser.add_argument("--documents", type=float, default=0.08, help="a second")
+    parser.add_argument("--document-prompt", type=int, default=700)
+    parser.add_argument("--document-output", type=int, default=100)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(arguments()))

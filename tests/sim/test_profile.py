@@ -1,0 +1,106 @@
+"""Measured steps become a profile, and a profile becomes times."""
+
+import random
+
+import msgspec
+import pytest
+
+from tests.helpers import load_model, make_core, make_llama
+from tidemill.errors import ConfigError
+from tidemill.sim.calibration import Calibration, profile_of
+from tidemill.sim.cost import Curve, FittedCost, StepShape
+from tidemill.sim.fit import Sample, fit
+from tidemill.sim.profile import Profile, shipped_profiles
+
+DECODE, MIXED = Curve([1, 64], [0.004, 0.006]), Curve([16, 512], [0.005, 0.020])
+TRUE = FittedCost(DECODE, MIXED, 3e-8, 1e-8, 4e-8, 1e-9, 2e-6, 1e-8, shared_s=4e-9, host_s=7e-4)
+
+
+def measured(num=1500, noise=0.01, seed=0):
+    """Steps as a machine with these costs would make them; one in a hundred was interrupted."""
+    draw, samples = random.Random(seed), []
+    for _ in range(num):
+        num_decoding, context = draw.randint(0, 64), draw.randint(16, 4000)
+        num_prompt = draw.randint(16, 448) if draw.random() < 0.5 or not num_decoding else 0
+        pairs, new = num_prompt * draw.randint(100, 4000), num_prompt if draw.random() < 0.5 else 0
+        shared = num_decoding * 512 if num_decoding > 1 and draw.random() < 0.3 else 0
+        shape = StepShape(num_decoding, num_decoding * context, context, num_prompt, pairs, num_decoding + 1, new, shared)
+        seconds, follows = TRUE.shape_s(shape) * draw.gauss(1, noise), draw.random() < 0.95
+        samples.append(Sample(shape, seconds * (5 if draw.random() < 0.01 else 1) + (0 if follows else TRUE.host_s), follows))
+    return samples
+
+
+def test_a_fit_finds_what_steps_cost_in_spite_of_noise_and_outliers():
+    cost, errors = fit(measured(), steps_ahead=1)
+    assert errors.median < 0.02
+    fresh = [sample.shape for sample in measured(200, seed=1)]
+    off = [abs(cost.shape_s(shape) / TRUE.shape_s(shape) - 1) for shape in fresh]
+    assert max(off) < 0.05
+    assert cost.shared_s == pytest.approx(TRUE.shared_s, rel=0.2)
+    assert cost.host_s == pytest.approx(TRUE.host_s, rel=0.3)
+    assert fit(measured())[0].host_s == 0  # nothing is hidden where the host waits for every step
+
+
+def test_sizes_that_steps_are_padded_to_have_levels_of_their_own():
+    sizes, draw = [64, 128, 192, 256], random.Random(0)
+    level = dict(zip(sizes, [0.01, 0.02, 0.015, 0.03], strict=True))  # a larger one may be faster
+    samples = []
+    for _ in range(400):
+        num = draw.randint(10, 256)
+        size = next(size for size in sizes if size >= num)
+        samples.append(Sample(StepShape(0, 0, 0, num, num * 50, 1, 0), level[size] * draw.gauss(1, 0.003)))
+        samples.append(Sample(StepShape(4, 400, 100, 0, 0, 4, 0), 0.005))
+    cost, _ = fit(samples, mixed_sizes=sizes)
+    assert cost.shape_s(StepShape(0, 0, 0, 150, 150 * 50, 1, 0)) == pytest.approx(0.015, rel=0.05)
+    assert cost.shape_s(StepShape(0, 0, 0, 100, 100 * 50, 1, 0)) == pytest.approx(0.02, rel=0.05)
+
+
+def test_too_few_steps_are_refused():
+    with pytest.raises(ConfigError, match="too few"):
+        fit(measured(5))
+
+
+def test_an_engine_is_measured_and_its_profile_is_read_back(tmp_path):
+    make_llama(tmp_path)
+    core = make_core(load_model(tmp_path), max_context=128, token_budget=32, max_requests=4, speculate="off")
+    samples = Calibration(core, seconds=0.3).run()
+    assert not core.has_work
+    assert {one.shape.num_decoding for one in samples} >= {1, 2}
+    assert any(one.shape.num_prompt and one.shape.num_decoding for one in samples)
+    made = profile_of(core, samples, "tiny", "here")
+    made.save(tmp_path / "made.json")
+    read = Profile.load(tmp_path / "made.json")
+    assert read == made
+    assert read.engine.token_budget == 32
+    assert read.shape_s(StepShape(4, 200, 50, 0, 0, 4, 0)) > 0
+
+
+def test_shipped_profiles_are_right():
+    assert "h200-llama8b" in shipped_profiles()
+    for name in shipped_profiles():
+        profile = Profile.load(name)
+        assert profile.errors.median < 0.05
+        assert 0.003 < profile.decode_line(1)[0] < profile.decode_line(256)[0] < 0.05
+
+
+def test_wrong_profiles_are_refused(tmp_path):
+    good = msgspec.json.encode(Profile.load("h200-llama8b"))
+    cases = {
+        "old": good.replace(b'"format":1', b'"format":0'),
+        "half": good[:500],
+        "other": b'{"tokens": 3}',
+        "curve": good.replace(b'"decode":{"at":[1,', b'"decode":{"at":[5,'),
+        "large": b" " * (1 << 20) + good,
+    }
+    for name, data in cases.items():
+        (tmp_path / f"{name}.json").write_bytes(data)
+        with pytest.raises(ConfigError) as caught:
+            Profile.load(tmp_path / f"{name}.json")
+        assert "tidemill calibrate" in caught.value.fix, name
+    with pytest.raises(ConfigError, match="format 0"):
+        Profile.load(tmp_path / "old.json")
+    with pytest.raises(ConfigError) as caught:
+        Profile.load("h200-lama8b")
+    assert "h200-llama8b" in caught.value.fix
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Profile.load(tmp_path / "missing.json")

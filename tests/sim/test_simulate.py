@@ -1,0 +1,94 @@
+"""`tidemill simulate`, and what it reads."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.cli.main import app
+from tidemill.errors import ConfigError
+from tidemill.sim.trace import arrivals, read_rows
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2224670,879,55
+"""
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 2000, "output_length": 20, "hash_ids": [5, 6, 7, 8]},
+    {"timestamp": 3000, "input_length": 1800, "output_length": 30, "hash_ids": [5, 6, 7, 99]},
+    {"timestamp": 4000, "input_length": 500, "output_length": 400, "hash_ids": [1], "tenant": "a", "abort_ms": 100, "n": 2},
+]
+
+
+@pytest.fixture
+def traces(tmp_path):
+    (tmp_path / "azure.csv").write_text(AZURE)
+    (tmp_path / "mooncake.jsonl").write_text("\n".join(map(json.dumps, MOONCAKE)))
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_rows_of_both_formats(traces):
+    azure = read_rows(traces / "azure.csv")
+    assert [(row.num_prompt, row.num_output) for row in azure] == [(374, 44), (396, 109), (879, 55)]
+    assert azure[0].at_s == 0
+    assert azure[1].at_s == pytest.approx(4.314579, abs=1e-5)
+    first, second, third = arrivals(read_rows(traces / "mooncake.jsonl"), time_scale=0.5)
+    assert first.prompt_ids[:1536] == second.prompt_ids[:1536] != third.prompt_ids[:1536]
+    assert first.prompt_ids[1536] != second.prompt_ids[1536]
+    assert (third.tenant, third.n, third.abort_s) == ("a", 2, 2.1)
+
+
+def test_a_request_is_cut_to_the_context(traces):
+    assert all(one.num_prompt + one.num_output <= 600 for one in arrivals(read_rows(traces / "mooncake.jsonl"), max_context=600))
+
+
+def test_figures_of_a_trace(traces):
+    figures = json.loads(run(traces / "mooncake.jsonl", "--json", "--max-requests", 8, "--slo-ttft-ms", 1000).stdout)
+    assert figures["requests"] == 4  # samples
+    assert figures["aborted"] == 1
+    assert figures["cached_tokens"] >= 1536 - 64
+    assert 0 < figures["utilisation"] <= 1
+    assert 0.004 < figures["tpot_s"]["p50"] < 0.03
+    assert figures["slo_met"] == 1
+    assert figures["engine"]["num_rows"] == 8
+    assert json.loads(run(traces / "azure.csv", "--json", "--no-prefix-caching").stdout)["cached_tokens"] == 0
+    assert "times real time" in run(traces / "azure.csv", "--policy", "static").stdout
+
+
+def test_speculation_and_host_memory_take_effect(traces):
+    plain, guessed = (
+        json.loads(run(traces / "azure.csv", "--json", *more).stdout)
+        for more in ([], ["--acceptance-rate", 0.9, "--max-drafts", 4])
+    )
+    assert guessed["tpot_s"]["p50"] < 0.6 * plain["tpot_s"]["p50"]
+    few = ["--json", "--max-context", 2304, "--kv-memory", 2304 * 131072]
+    assert json.loads(run(traces / "mooncake.jsonl", *few, "--kv-host-memory", "10G").stdout)["requests"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("", "empty.jsonl"),
+        ("{}\n", "fields.jsonl"),
+        ("not json\n", "text.jsonl"),
+        ('{"timestamp": -5, "input_length": 10, "output_length": 2}\n', "time.jsonl"),
+        ('{"timestamp": 0, "input_length": -10, "output_length": 2}\n', "length.jsonl"),
+        ('{"timestamp": 0, "input_length": 1e999, "output_length": 2}\n', "infinite.jsonl"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.68,3\n", "column.csv"),
+        ("x" * (1 << 21), "line.jsonl"),
+    ],
+)
+def test_a_wrong_trace_is_refused(tmp_path, text, name):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        read_rows(tmp_path / name)
+
+
+def test_an_engine_that_holds_no_request_is_refused(traces):
+    with pytest.raises(ConfigError, match="hold"):
+        run(traces / "azure.csv", "--kv-memory", "100M")

@@ -1,0 +1,354 @@
+"""Two engines that exchange KV pages: tokens and logprobs are those of one engine, bit for bit, whatever becomes of the pages."""
+
+import random
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import transformers
+from msgspec.structs import replace
+
+from tests.engine.test_tiers import FreeMoves
+from tests.helpers import Answer, engine_config, greedy, load_model, make_llama, run
+from tidemill import events
+from tidemill.engine.core import EngineCore
+from tidemill.engine.load import core_of
+from tidemill.errors import ConfigError, PeerMismatch
+from tidemill.kv.costs import Costs
+from tidemill.kv.tiers import Tier
+from tidemill.sampling import SamplingParams
+from tidemill.transfer import open as opening
+from tidemill.wire import Resumed, Submit
+
+
+def prompt(seed: int, num: int = 150) -> list[int]:
+    return random.Random(seed).choices(range(2, 250), k=num)
+
+
+PROMPTS = {f"p{seed}": (prompt(seed), greedy(8, logprobs=2)) for seed in range(2)}
+PROMPTS["drawn"] = prompt(9), SamplingParams(max_tokens=8, seed=3, temperature=1.0, logprobs=2)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(opening.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+@pytest.fixture(scope="module", params=["llama", "windows", "states"])
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
+    if request.param == "llama":
+        make_llama(path, seed=5, **sizes)
+    elif request.param == "windows":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 24}
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+        config = transformers.Gemma3TextConfig(**sizes, **heads, max_position_embeddings=256, layer_types=kinds)
+        transformers.Gemma3ForCausalLM(config).save_pretrained(path)
+    else:
+        sizes.pop("intermediate_size")
+        transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4)).save_pretrained(path)
+    return load_model(path)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_llama(path, seed=5, hidden_size=32, intermediate_size=48)
+    return load_model(path)
+
+
+@pytest.fixture(scope="module")
+def expected(llama) -> dict[str, Answer]:
+    return run(make_core(llama), PROMPTS)
+
+
+def make_core(model, weights: bytes = b"w", **options) -> EngineCore:
+    given = {"max_context": 256, "max_requests": 8, "token_budget": 32, "kv_memory_bytes": 2**22} | options
+    core = core_of(model, engine_config(model, **given), None, None, weights)
+    if core.scheduler.kv.tiers is not None:
+        core.scheduler.kv.tiers.costs = FreeMoves()
+    return core
+
+
+def watched(core: EngineCore, requests) -> tuple[dict[str, Answer], list[events.Event]]:
+    happened, take = core.take_events(), core.step
+    core.step = lambda: (result := take(), happened.extend(result[0].events))[0]
+    answers = run(core, requests)
+    core.step = take
+    return answers, happened
+
+
+def prefill(core: EngineCore) -> tuple[dict[str, Answer], list[events.Event]]:
+    """What a prefill engine is asked: one token of each."""
+    return watched(core, {name: (ids, replace(params, max_tokens=1)) for name, (ids, params) in PROMPTS.items()})
+
+
+def has_learned(core: EngineCore, num: int) -> None:
+    """Until it knows of so many pages; they are not fetched yet."""
+    give_up = time.monotonic() + 60
+    while len(core.scheduler.kv.tiers.peers) < num:
+        core._take_moves()
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def moved(happened, tier: str, is_load: bool) -> int:
+    return sum(one.num_pages for one in kinds(happened, events.PagesMoved) if (one.tier, one.is_load) == (tier, is_load))
+
+
+def kinds(happened, kind):
+    return [one for one in happened if isinstance(one, kind)]
+
+
+@pytest.mark.parametrize("fetches_early", [True, False])
+def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
+    alone = run(make_core(model), PROMPTS)
+    first, second = make_core(model, kv_export="shm:a:4M"), make_core(model, kv_import="shm:a")
+    begun, happened = prefill(first)
+    num = moved(happened, "export", is_load=False)
+    assert num == len(first.scheduler.kv.tiers.exports) > 0
+    has_learned(second, num)
+    if not fetches_early:
+        second.scheduler.kv._behind._announced.clear()
+    for name, (ids, params) in PROMPTS.items():
+        assert begun[name].tokens == alone[name].tokens[:1]
+        resumed = [Resumed(0, begun[name].tokens)]
+        second.submit(Submit(name, ids, params, resumed=resumed))
+    tokens, happened = {name: list(begun[name].tokens) for name in PROMPTS}, []
+    while second.has_work:
+        output, failed = second.step()
+        assert not failed
+        happened += output.events
+        for delta in output.deltas:
+            tokens[delta.request_id] += delta.token_ids
+    assert tokens == {name: answer.tokens for name, answer in alone.items()}
+    started = kinds(happened, events.Admitted)
+    assert all(one.num_peer >= 128 and one.num_peer == one.num_cached for one in started), started
+    assert 0 < moved(happened, "peer", is_load=True) <= num
+    assert not kinds(happened, events.MovesFailed)
+    computed = sum(one.num_tokens for one in kinds(happened, events.StepPlanned))
+    assert computed <= sum(len(ids) + 8 - 128 for ids, _ in PROMPTS.values())
+    assert len(kinds(happened, events.PagesLoading)) == len(kinds(happened, events.PagesLoaded))
+    again, happened = watched(second, PROMPTS)
+    assert again == alone
+    assert moved(happened, "peer", is_load=True) == 0  # it has them
+    second.scheduler.check_integrity()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "nixl"])
+def test_pages_come_from_another_host(llama, expected, tmp_path, kind):
+    if kind == "nixl":
+        pytest.importorskip("nixl")
+    (tmp_path / "key").write_text("0123456789abcdef")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"{kind}:127.0.0.1:{free.getsockname()[1]}"
+    key = {"kv_key_file": str(tmp_path / "key")}
+    first, second = make_core(llama, kv_export=f"{address}:4M", **key), make_core(llama, kv_import=address, **key)
+    prefill(first)
+    has_learned(second, 27)
+    answers, happened = watched(second, PROMPTS)
+    assert answers == expected
+    assert moved(happened, "peer", is_load=True) == 27
+    first.close()
+    second.close()
+
+
+def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected):
+    core = make_core(llama, kv_export="shm:a:4M")
+    other = make_core(llama, kv_import="shm:a")
+    exporter, may_write = core.runner.mover._outside.exporter, threading.Event()
+    write = exporter.write
+    exporter.write = lambda *args: (may_write.wait(60), write(*args))[1]
+    core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))
+    deltas = []
+    while core.scheduler.has_work:
+        deltas += core.step()[0].deltas
+    assert core.has_work
+    assert not deltas
+    may_write.set()
+    while core.has_work:
+        deltas += core.step()[0].deltas
+    assert [delta.token_ids for delta in deltas] == [expected["p0"].tokens[:1]]
+    assert len(other.runner.mover._outside.importer._links[0].slots) == 150 // 16
+    core.close()
+    other.close()
+
+
+def test_pages_are_exported_while_the_prompt_is_computed(llama):
+    core = make_core(llama, kv_export="shm:a:4M")
+    core.submit(Submit("p0", *PROMPTS["p0"]))
+    exporter, seen = core.runner.mover._outside.exporter, []
+    while core.has_work:
+        output, _ = core.step()
+        core.runner.mover.drain()
+        seen.append(len(exporter._journal._slots))
+        if any(delta.token_ids for delta in output.deltas):
+            break
+    assert seen == [0, 2, 4, 6, 9] or seen == [0, 2, 4, 6, 8], seen  # of five chunks, each after the next has begun
+    core.close()
+
+
+def test_an_exporter_that_dies_in_between_costs_time_only(llama, expected):
+    first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
+    prefill(first)
+    has_learned(second, 27)
+    fetch, importer = second.runner.mover._outside.importer.fetch, second.runner.mover._outside.importer
+    fetched = []
+
+    def die(*args):
+        if len(fetched) == 3:
+            first.close()
+            while importer._links[0].reader is not None:
+                time.sleep(0.001)
+        fetched.append(args)
+        fetch(*args)
+
+    importer.fetch = die
+    answers, happened = watched(second, PROMPTS)
+    failed = kinds(happened, events.MovesFailed)
+    assert failed
+    assert all(one.tier == "peer" for one in failed)
+    assert "gone" in failed[0].reason
+    assert answers == expected
+    second.scheduler.check_integrity()
+    second.close()
+
+
+def test_a_damaged_page_is_computed(llama, expected):
+    first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
+    prefill(first)
+    has_learned(second, 27)
+    slots = first.runner.mover._outside.exporter._source.slots
+    slots[3:20, 100] ^= 4
+    answers, happened = watched(second, PROMPTS)
+    assert answers == expected
+    failed = kinds(happened, events.MovesFailed)
+    assert sum(one.num_pages for one in failed) >= 3
+    assert "overwritten or damaged" in failed[0].reason
+    assert moved(happened, "peer", is_load=True) > 0
+    first.close()
+    second.close()
+
+
+def test_what_is_faster_computed_is_not_fetched(llama, expected):
+    first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
+    prefill(first)
+    has_learned(second, 27)
+    costs = second.scheduler.kv.tiers.costs = Costs()
+    costs.moved(Tier.PEER, True, 1, 1000.0)
+    costs.computed(100, 0.001)
+    answers, happened = watched(second, PROMPTS)
+    assert answers == expected
+    assert not any(one.num_cached for one in kinds(happened, events.Admitted))
+    assert moved(happened, "peer", is_load=True) == 0
+    first.close()
+    second.close()
+
+
+def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
+    core = make_core(llama, kv_export="shm:a:4M")
+    journal, launch = core.runner.mover._outside.exporter._journal, core.runner.launch
+    journal._known["does not ask"] = 0, time.monotonic() + 1000
+    core.submit(Submit("p0", *PROMPTS["p0"]))
+    for _ in range(4):
+        core.step()
+    core.runner.mover._peers.drain()
+    assert core.scheduler.kv.tiers.num_exporting >= len(journal._slots) > 0
+    core.runner.launch = lambda plan: 1 / 0
+    assert len(core.step()[1]) == 1
+    core.scheduler.check_integrity()
+    core.runner.launch = launch
+    journal.knows("does not ask", None)
+    assert watched(core, PROMPTS)[0] == expected
+    core.scheduler.check_integrity()
+    core.close()
+
+
+def test_a_small_export_keeps_the_latest(llama, expected):
+    page_bytes = engine_config(llama, max_context=256).page_bytes
+    first = make_core(llama, kv_export=f"shm:a:{6 * page_bytes}")
+    second = make_core(llama, kv_import="shm:a")
+    prefill(first)
+    has_learned(second, 6)
+    assert watched(second, PROMPTS)[0] == expected
+    first.close()
+    second.close()
+
+
+def test_worthless_pages_are_taken_back(llama):
+    """Of a request whose logits are not numbers."""
+    first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
+    prefill(first)
+    has_learned(second, 27)
+    while second.has_moves or second.scheduler.kv._behind._announced:
+        second.step()
+    core = first.scheduler
+    core.add("bad", PROMPTS["p0"][0], greedy(4).seeded())
+    plan = core.plan()
+    assert plan.items
+    core.discard(core.running[0], "logits are not numbers")
+    first.step()
+    first.runner.mover.drain()
+    give_up = time.monotonic() + 60
+    while len(second.scheduler.kv.tiers.peers) > 18:
+        second.step()
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    _, happened = watched(second, {"p0": PROMPTS["p0"]})
+    assert [one.num_cached for one in kinds(happened, events.Admitted)] == [0]
+    first.close()
+    second.close()
+
+
+def test_engines_with_other_pages_are_refused(llama):
+    first = make_core(llama, kv_export="shm:a:4M")
+    with pytest.raises(PeerMismatch, match="another weights") as refused:
+        make_core(llama, weights=b"others", kv_import="shm:a")
+    assert "same version, model" in refused.value.fix
+    with pytest.raises(PeerMismatch, match=r"another page layout.*another page size \(16, here 8\)"):
+        make_core(llama, page_size=8, kv_import="shm:a")
+    with pytest.raises(PeerMismatch, match=r"another KV format \(float32, here float16\)"):
+        make_core(llama, kv_dtype="float16", kv_import="shm:a")
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_export": "shm"}, "kv_export is 'shm'"),
+        ({"kv_export": "shm:../a"}, "kv_export is"),
+        ({"kv_export": "pipe:a"}, "kv_export is"),
+        ({"kv_export": "tcp:host"}, "kv_export is"),
+        ({"kv_export": "tcp:host:99999"}, "kv_export is"),
+        ({"kv_export": "shm:a:lots"}, "not an amount of memory"),
+        ({"kv_export": "shm:a:100"}, "hold 0 pages"),
+        ({"kv_export": "shm:a:4T"}, "more than"),
+        ({"kv_export": "tcp:host:1"}, "needs a key"),
+        ({"kv_import": "tcp:host:1"}, "needs a key"),
+        ({"kv_import": "nixl:host"}, "kv_import is"),
+        ({"kv_import": "shm:a,shm:a"}, "2 engines, 1 different"),
+        ({"kv_import": "shm:a", "kv_export": "shm:a:1G"}, "names the address of kv_export"),
+        ({"kv_import": "shm:a", "prefix_index": "radix"}, "prefix index hash"),
+        ({"kv_export": "shm:a", "prefix_caching": False}, "no prefix caching"),
+        ({"kv_export": "shm:a", "tensor_parallel": 2}, "cannot be combined with --kv-export"),
+        ({"kv_import": "shm:a", "kv_layout": "virtual"}, "pages of one pool"),
+    ],
+)
+def test_what_cannot_be_is_refused(llama, options, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        engine_config(llama, **options)
+    assert refused.value.fix
+
+
+def test_nixl_that_is_not_there_is_said(llama, tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("0123456789abcdef")
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(PeerMismatch, match=r"nixl is not available.*pip install nixl") as refused:
+        make_core(llama, kv_export="nixl:127.0.0.1:12345:1M", kv_key_file=str(tmp_path / "key"))
+    assert "shm" in refused.value.fix

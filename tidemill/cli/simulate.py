@@ -1,0 +1,173 @@
+"""`tidemill simulate`: a recorded trace in the engine's own step loop, with a profile's costs instead of a device."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidemill.bench.record import Record, summarize
+from tidemill.cli.bench import _percentiles
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.config import fmt_bytes
+from tidemill.errors import ConfigError
+from tidemill.sim.drafter import Speculation
+from tidemill.sim.profile import Profile
+from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimTiers
+from tidemill.sim.trace import MAX_REQUESTS, arrivals, read_rows
+
+_OPTIONS = (
+    "policy", "max-context", "max-requests", "token-budget", "kv-memory", "kv-host-memory", "page-size", "prefix-caching",
+    "prefix-index", "queue-order", "batch-window", "evict", "max-pinned", "max-drafts", "adaptive-drafts",
+)  # fmt: skip
+
+
+@takes(*_OPTIONS)
+def simulate(
+    settings: Settings,
+    trace: Annotated[Path, typer.Argument(help="Recorded traffic: Azure's LLM trace (CSV) or Mooncake's (JSONL).")],
+    profile: Annotated[
+        str, typer.Option(help="What steps cost: a file that `tidemill calibrate` has written, or the name of a shipped one.")
+    ] = "h200-llama8b",
+    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="The first so many. Default: all.")] = MAX_REQUESTS,
+    time_scale: Annotated[float, typer.Option(help="Multiply the times by this: 0.5 sends twice as fast.")] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Multiply the prompt and output lengths by this.")] = 1.0,
+    acceptance_rate: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Tokens are guessed ahead, and so often a guess is right. Default: none are."),
+    ] = None,
+    draft_ms: Annotated[float, typer.Option(min=0.0, help="What one more guess takes; 0: it is looked up in the text.")] = 0.0,
+    host_rate: Annotated[float, typer.Option(min=0.001, help="GB a second between --kv-host-memory and the device.")] = 50.0,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Write charts (PNG) into this folder; needs matplotlib.")] = None,
+) -> None:
+    """Replay a trace in a simulated engine. Options of the engine are those of `serve`; by default they are the profile's."""
+    raise_on_interrupt()
+    if not (time_scale > 0 and math.isfinite(time_scale) and length_scale > 0 and math.isfinite(length_scale)):
+        raise ConfigError("--time-scale and --length-scale must be above 0.")
+    cost = Profile.load(profile)
+    config = engine_of(settings, cost)
+    if acceptance_rate is not None:
+        how = Speculation(acceptance_rate, settings["max-drafts"] or 8, draft_ms / 1000, settings["adaptive-drafts"])
+        config = replace(config, speculation=how)
+    if settings["kv-host-memory"]:
+        page_bytes = config.page_size * cost.model.kv_bytes_per_token
+        config = replace(config, tiers=SimTiers(settings["kv-host-memory"] // page_bytes, page_bytes, 0, host_rate * 1e9))
+    made = arrivals(
+        read_rows(trace, requests), time_scale=time_scale, length_scale=length_scale, max_context=config.max_context
+    )  # fmt: skip
+    begin = time.perf_counter()
+    engine = run(made, config, cost)
+    took = time.perf_counter() - begin
+    records = records_of(made, engine, cost.request_s)
+    slos = (None if ms is None else ms / 1000 for ms in (slo_ttft_ms, slo_tpot_ms))
+    figures = summarize(records, **dict(zip(("slo_ttft_s", "slo_tpot_s"), slos, strict=True)))
+    figures |= about(engine) | {"profile": cost.model.name, "machine": cost.machine, "is_estimated": cost.is_estimated}
+    figures |= {"engine": asdict(config), "simulation_s": took, "times_real_time": engine.clock.now() / took if took else 0.0}
+    if chart:
+        from tidemill.bench.plots import plot_latencies
+
+        Console(stderr=True, highlight=False).print(f"wrote {plot_latencies(records, chart / 'latency.png')}")
+    if as_json:
+        print(json.dumps(figures, indent=1))
+    else:
+        _show(figures, cost, config, trace)
+
+
+def engine_of(settings: Settings, profile: Profile) -> SimConfig:
+    """What is not asked for is as in the profile."""
+    own, page_size = profile.engine, settings["page-size"] or profile.engine.page_size
+    if page_size & (page_size - 1):
+        raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two up to 64.", param="page_size")
+    kv_bytes = settings["kv-memory"] or own.num_pages * own.page_size * profile.model.kv_bytes_per_token
+    num_pages = int(kv_bytes // (page_size * profile.model.kv_bytes_per_token))
+    max_context = settings["max-context"] or own.max_context
+    if num_pages * page_size < max_context:
+        what = f"{fmt_bytes(kv_bytes)} of KV cache hold {num_pages * page_size:,} tokens, and a request may have {max_context:,}."
+        raise ConfigError(what, fix="Give more --kv-memory, or less --max-context.", param="kv_memory_bytes")
+    window_ms = settings["batch-window"]
+    window_ms = window_ms if window_ms is not None else 50.0 if settings["policy"] == "dynamic" else 0.0
+    return SimConfig(
+        policy=settings["policy"],
+        num_rows=settings["max-requests"] or own.max_requests,
+        token_budget=settings["token-budget"] or own.token_budget,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_context=max_context,
+        prefix_caching=settings["prefix-caching"],
+        prefix_index=settings["prefix-index"],
+        queue_order=settings["queue-order"],
+        batch_window_s=window_ms / 1000,
+        evict=settings["evict"],
+        max_pinned=settings["max-pinned"],
+        steps_ahead=own.steps_ahead,
+        device=own.device,
+    )
+
+
+def run(made: list[Arrival], config: SimConfig, cost: Profile) -> SimEngine:
+    engine = SimEngine(config, cost, keeps_events=False)
+    for arrival in made:
+        engine.run_until(arrival.arrival_s)
+        engine.submit(arrival)
+    engine.run_until(math.inf)
+    return engine
+
+
+def records_of(made: list[Arrival], engine: SimEngine, request_s: float) -> list[Record]:
+    """Of each sample. `request_s`: what a server adds. One that was aborted before its first token is not among them."""
+    records = []
+    for one in made:
+        for name in [f"{one.request_id}:{i}" for i in range(one.n)] if one.n > 1 else [one.request_id]:
+            times = [at + request_s for at in engine.token_times_s[name]]
+            if times:
+                at = one.arrival_s
+                records.append(Record(at, at, None, times, times[-1], one.num_prompt, 0, len(times)))
+    return records
+
+
+def about(engine: SimEngine) -> dict[str, Any]:
+    """Beside what requests saw."""
+    tally, end_s = engine.tally, engine.clock.now()
+    return {
+        "prefix_hit_rate": tally.num_cached / tally.num_prompt if tally.num_prompt else 0.0,
+        "cached_tokens": tally.num_cached,
+        "preemptions": tally.num_preempted,
+        "evicted_pages": tally.num_evicted,
+        "aborted": tally.num_aborted,
+        "most_waiting": tally.most_waiting,
+        "utilisation": engine.busy_s / end_s if end_s else 0.0,
+        "steps": engine.num_steps,
+        "mean_step_s": engine.busy_s / engine.num_steps if engine.num_steps else 0.0,
+    }
+
+
+def _show(figures: dict[str, Any], profile: Profile, config: SimConfig, trace: Path) -> None:
+    what = f"{profile.model.name} on {profile.machine}{' (estimated)' if profile.is_estimated else ''}, simulated"
+    table = Table("", f"{config.policy}, {config.num_rows} slots", title=f"{trace.name}: {what}", title_justify="left")
+    table.caption = "p50 / p90 / p99 of: TTFT time to first token, TPOT time per output token after it, ITL gap between tokens"
+    table.add_row("requests", f"{figures['requests']:,}")
+    table.add_row("duration", f"{figures['duration_s']:,.1f} s")
+    table.add_row("output tokens/s", f"{figures['output_tokens_per_s']:,.1f}")
+    table.add_row("input tokens/s", f"{figures['input_tokens_per_s']:,.1f}")
+    for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("end to end", "e2e_s")):
+        table.add_row(label, _percentiles(figures[key]))
+    if "slo_met" in figures:
+        table.add_row("goodput, requests/s", f"{figures['goodput_requests_per_s']:.2f} ({figures['slo_met']:.0%} within SLO)")
+    table.add_row("prefix hits", f"{figures['prefix_hit_rate']:.1%} of prompt tokens")
+    table.add_row("preemptions", f"{figures['preemptions']:,}")
+    table.add_row("most requests queued", f"{figures['most_waiting']:,}")
+    table.add_row(
+        "utilisation", f"{figures['utilisation']:.1%}, {figures['steps']:,} steps of {figures['mean_step_s'] * 1e3:.1f} ms"
+    )
+    table.add_row("simulated in", f"{figures['simulation_s']:.1f} s, {figures['times_real_time']:,.0f} times real time")
+    Console(highlight=False).print(table)

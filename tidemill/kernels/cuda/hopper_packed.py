@@ -1,0 +1,299 @@
+"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four multiply. A group takes codes from
+shared memory to registers, makes bfloat16 of them and multiplies from there, and unpacks the next ones meanwhile.
+
+The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tidemill.kernels.cuda.elementwise import glu
+from tidemill.kernels.cuda.hopper_attention import _done_with, barrier, fetch
+from tidemill.kernels.cuda.launch import IS_INTERPRETED, launch
+from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _workspace
+
+FUSED = "silu"  # the activation that the kernel has built in
+FROM_ROWS = 64  # with fewer, the other kernel is as fast
+
+
+@dataclass(frozen=True, slots=True)
+class RolesTile:
+    rows: int
+    outs: int  # 128: each group has 64 of them; 64: each has half of the rows
+    buffers: int  # of rows
+    ahead: int  # blocks of words
+    split: int = 0  # a program has one chunk
+
+
+@gluon.jit
+def _fetch_words(
+    words_desc, n, first, block, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
+):  # fmt: skip
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    i, phase = block % num_ahead, (block // num_ahead) & 1
+    mbarrier.wait(words_free.index(i), phase ^ 1)
+    mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
+    fetch(words_desc, [n * OUTS, (first + block) * PLANE], words_full.index(i), words_bufs.index(i))
+
+
+@gluon.jit
+def _fetch(
+    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
+):  # fmt: skip
+    num_buffers: gl.constexpr = x_bufs.type.shape[0]
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    count = 0
+    for block in range(gl.minimum(num_ahead - 1, num_blocks)):
+        _fetch_words(words_desc, n, first, block, words_bufs, words_full, words_free, OUTS, PLANE)
+    # Weights were there long before; activations are what the kernel before writes.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    for block in range(num_blocks):
+        if block + num_ahead - 1 < num_blocks:
+            _fetch_words(words_desc, n, first, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
+        for plane in gl.static_range(PLANES):
+            i, phase = count % num_buffers, (count // num_buffers) & 1
+            mbarrier.wait(free.index(i), phase ^ 1)
+            mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
+            fetch(x_desc, [m * ROWS, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
+            count += 1
+
+
+@gluon.jit
+def _unpack(words, scales, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr):
+    """A plane of words [OUTS, values], with the scales [OUTS] of its group."""
+    twice = gl.broadcast(((scales & 0xFFFF) | (scales << 16))[:, None], words)[0]
+    other = gl.broadcast(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words)[0]
+    asm: gl.constexpr = _assembly(BITS, KIND, PLANE)
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [words, twice, other], dtype=gl.bfloat16, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr):
+    """Of a block's groups."""
+    found = ()  # type: tuple
+    for group in gl.static_range(max(1, BLOCK // SIZE)):
+        number = block * BLOCK // SIZE + group
+        found = found + (gl.load(scales_ptr + number.to(gl.int64) * num_out),)
+    return found
+
+
+@gluon.jit
+def _multiply(
+    scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, m, n, num_rows, num_out, first, num_blocks, words_bufs, words_full,
+    words_free, x_bufs, x_full, free,
+    PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr,
+    SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACT: gl.constexpr,
+):  # fmt: skip
+    """Blocks from `first` on. `BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
+    num_buffers: gl.constexpr = x_bufs.type.shape[0]
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    planes: gl.constexpr = 16 // BITS
+    size: gl.constexpr = PLANE * planes
+    groups: gl.constexpr = max(1, size // SIZE)
+    by_outs: gl.constexpr = OUTS > 64
+    rows: gl.constexpr = ROWS if by_outs else ROWS // 2
+    row: gl.constexpr = 0 if by_outs else PART * rows
+    first_out: gl.constexpr = PART * 64 if by_outs else 0
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
+    scales_ptr += gl.minimum(outs, num_out - 1)
+    acc = gl.zeros((64, rows), gl.float32, layout)
+    total = acc
+    found = _scales(scales_ptr, first, num_out, size, SIZE)
+    mbarrier.wait(words_full.index(0), 0)
+    words = words_bufs.index(0).slice(first_out, 64, dim=0).load(operand)
+    _done_with(words_free.index(0))
+    values = _unpack(words, found[0], 0, BITS, KIND)
+    count = 0
+    block = 0
+    for _ in range(1 if SPLIT else CHUNKS):
+        for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
+            block += 1
+            following = _scales(scales_ptr, first + gl.minimum(block, num_blocks - 1), num_out, size, SIZE)
+            for plane in gl.static_range(planes):
+                i = count % num_buffers
+                mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
+                x = x_bufs.index(i).slice(row, rows, dim=0)
+                soon = warpgroup_mma(values, x.permute((1, 0)), acc, is_async=True)
+                # The next values are made while these are multiplied.
+                if plane + 1 < planes:
+                    more = _unpack(words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND)
+                else:
+                    if block < num_blocks:  # else what is there is not used
+                        mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
+                    words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
+                    _done_with(words_free.index(block % num_ahead))
+                    more = _unpack(words, following[0], 0, BITS, KIND)
+                acc, values = warpgroup_mma_wait(0, (soon, values))
+                _done_with(free.index(i))
+                values = more
+                count += 1
+            found = following
+        if CHUNKS > 1 and not SPLIT:
+            total += acc
+            acc = gl.zeros((64, rows), gl.float32, layout)
+        else:
+            total = acc
+    place = (n * gl.cdiv(num_rows, ROWS) + m) * 2 + PART
+    is_last = True
+    if SPLIT:  # the last one adds them up
+        lines = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        parts = partial_ptr + place.to(gl.int64) * (CHUNKS * 64 * rows) + lines[:, None] * rows
+        parts = parts + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))[None, :]
+        gl.store(parts + gl.program_id(1) * (64 * rows), total)
+        barrier()
+        is_last = gl.atomic_add(done_ptr + place, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1
+        barrier()
+        if is_last:
+            gl.store(done_ptr + place, 0)
+            total = gl.zeros((64, rows), gl.float32, layout)
+            for i in gl.static_range(CHUNKS):
+                total += gl.load(parts + i * (64 * rows), cache_modifier=".cg")
+    if is_last:
+        _put(total, bias_ptr, out_ptr, m * ROWS + row, n * OUTS + first_out, num_rows, num_out, rows, HAS_BIAS, ACT)
+
+
+@gluon.jit
+def _put(
+    total, bias_ptr, out_ptr, row, first_out, num_rows, num_out,
+    ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """Sums [64, ROWS] to where they belong."""
+    if HAS_BIAS:
+        columns = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, total.type.layout))
+        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
+    by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
+    width: gl.constexpr = 32 if ACT else 64
+    if ACT:  # of rounded values, as if they had been stored in between
+        gate, up = gl.split(gl.reshape(out.to(gl.float32), (ROWS, width, 2)))
+        out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
+        num_out = num_out // 2
+    columns = first_out // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
+    lines = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
+    where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
+    gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _gemm_packed_by_roles(
+    x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, num_rows, num_out, num_blocks,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `REGISTERS`: of a thread that multiplies."""
+    first = 0
+    if SPLIT:
+        first = gl.program_id(1) * BLOCKS
+        num_blocks = gl.minimum(num_blocks - first, BLOCKS)
+    tiles_m = gl.cdiv(num_rows, ROWS)
+    m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
+    words_bufs = gl.allocate_shared_memory(gl.int16, [WORD_BUFFERS, OUTS, PLANE], words_desc.layout)
+    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, ROWS, PLANE], x_desc.layout)
+    words_full = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
+    words_free = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(WORD_BUFFERS):
+        mbarrier.init(words_full.index(i), count=1)
+        mbarrier.init(words_free.index(i), count=2)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(x_full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, m, n, num_rows, num_out, first, num_blocks, words_bufs,
+                    words_full, words_free, x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE, CHUNKS,
+                    BLOCKS, SPLIT, HAS_BIAS, ACT,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, m, n, num_rows, num_out, first, num_blocks, words_bufs,
+                    words_full, words_free, x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE, CHUNKS,
+                    BLOCKS, SPLIT, HAS_BIAS, ACT,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+                    ROWS, OUTS, PLANE, gl.constexpr(16 // BITS),
+                ),
+            ),
+        ],
+        [4, 4],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def own_tile(num_rows: int, num_out: int, num_chunks: int, plane: int) -> RolesTile:
+    """It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers that more rows would need."""
+    more = 2 if plane == 32 else 1  # its buffers are half as large
+    if num_rows <= 32:
+        return RolesTile(8 if num_rows <= 4 else 16 if num_rows <= 16 else 32, 128, 8, 4 * more, 1)
+    if num_rows <= 64:
+        return RolesTile(64, 64 if num_chunks > 1 else 128, 8, 4)
+    if num_chunks > 1 and num_out <= 4096 and num_rows <= 256:
+        return RolesTile(128, 64, 6, 4)
+    if num_chunks > 1 or num_rows <= 128:
+        return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
+    return RolesTile(256, 128, 3 * more, 2 * more)
+
+
+@cache
+def is_there() -> bool:
+    return not IS_INTERPRETED and torch.cuda.get_device_capability()[0] == 9
+
+
+def covers(weight: Packed, num_rows: int) -> bool:
+    return is_there() and num_rows > FROM_ROWS and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+
+
+def gemm_by_roles(
+    x_TK: torch.Tensor, weight: Packed, tile: RolesTile | None = None, *, bias_N: torch.Tensor | None = None, act: str = ""
+) -> torch.Tensor:
+    """`act`: as `gemm` has it."""
+    num_rows, num_out = x_TK.shape[0], weight.num_out
+    tile = tile or own_tile(num_rows, num_out, weight.num_chunks, weight.plane)
+    is_fused = act == FUSED
+    out = x_TK.new_empty(num_rows, num_out // 2 if is_fused else num_out)
+    plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
+    how: dict[str, Any] = {"PLANE": plane, "BITS": weight.bits, "KIND": weight.kind, "SIZE": weight.group}
+    num_tiles, chunks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs), weight.num_chunks
+    split = bool(tile.split) and chunks > 1
+    few = tile.rows <= 32  # two programs find room on a multiprocessor
+    sums = (num_tiles * chunks * tile.rows * max(128, tile.outs), 2 * num_tiles) if split else (1, 1)
+    launch(
+        _gemm_packed_by_roles, (num_tiles, chunks) if split else (num_tiles,),
+        _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
+        weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, *_workspace(x_TK.device, *sums),
+        num_rows, num_out, num_blocks,
+        ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split, BUFFERS=tile.buffers,
+        WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4,
+        REGISTERS=104 if few else 240, maxnreg=80 if few else 168,
+        launch_pdl=True, **how,
+    )  # fmt: skip
+    return glu(out, act) if act and not is_fused else out
+
+
+def _descriptor(matrix: torch.Tensor, height: int, width: int, dtype: Any) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [height, width], gl.NVMMASharedLayout.get_default_for([height, width], dtype))

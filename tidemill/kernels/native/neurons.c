@@ -1,0 +1,142 @@
+/* A feed-forward whose gate is a ReLU, of which only the neurons that are not zero are computed: down(relu(gate) * up).
+
+A neuron's row of up and column of down lie side by side in a stream (stream.c), which has those that are used often in memory. The
+gate says exactly which neurons are zero for all rows. They are left out: adding their zeros would change no sum, since an output is
+summed over neurons in their order, one fused multiplication after the other, as in linear.c. */
+#include <string.h>
+
+#include "linear.h"
+#include "simd.h"
+#include "tidemill.h"
+
+#define COLUMNS 32 /* of the output that a task computes */
+#define TILE_ROWS 4
+#define RELU 4 /* its number in rows.c */
+
+typedef struct {
+    const tm_neurons *n;
+    const float *x, *gate;
+    float *hidden, *out; /* hidden: [row][active] */
+    long num_rows, num_active, *active;
+    const char **places; /* of the active ones */
+    int failed;
+} neurons_job;
+
+TM_INLINE f32x8 values_at(long kind, const char *values, long at) {
+    if (kind == F32) return f32x8_load((const float *)values + at);
+    if (kind == F16) return f32x8_load_f16((const uint16_t *)values + at);
+    return f32x8_load_bf16((const uint16_t *)values + at);
+}
+
+/* ---- up, and the gate, of eight neurons */
+
+/* Their rows side by side. */
+static void fill_panel(const neurons_job *j, long first, long num, float *panel) {
+    for (long lane = 0; lane < LANES; lane++)
+        for (long k = 0; k < j->n->num_in; k += LANES) {
+            float eight[LANES] = {0};
+            if (lane < num) f32x8_store(eight, values_at(j->n->kind, j->places[first + lane], k));
+            for (long i = 0; i < LANES; i++) panel[(k + i) * LANES + lane] = eight[i];
+        }
+}
+
+static void up_task(void *arg, long task, int thread) {
+    neurons_job *j = arg;
+    const tm_neurons *n = j->n;
+    const long first = task * LANES, num = j->num_active - first < LANES ? j->num_active - first : LANES;
+    const long num_in = (n->num_in + LANES - 1) / LANES * LANES;
+    float *panel = tm_scratch(thread, 1, (num_in + j->num_rows) * LANES * (long)sizeof(float)), *ups = panel + num_in * LANES;
+    if (!panel) {
+        j->failed = -1;
+        return;
+    }
+    fill_panel(j, first, num, panel);
+    linear_job up = {.kind = F32, .x = j->x, .codes = panel, .out = ups, .num_rows = j->num_rows, .num_in = n->num_in, .num_out = LANES,
+                     .num_panels = 1, .panels_per_task = 1};
+    run_panels(&up, 0, thread);
+    for (long row = 0; row < j->num_rows; row++) {
+        float both[2 * LANES] = {0}, products[LANES];
+        for (long i = 0; i < num; i++) {
+            const long neuron = j->active[first + i];
+            both[i] = j->gate[row * n->num_inner + neuron];
+            both[LANES + i] = ups[row * LANES + i] + (n->up_bias ? n->up_bias[neuron] : 0);
+        }
+        glu_values(RELU, both, products, LANES);
+        memcpy(j->hidden + row * j->num_active + first, products, num * sizeof(float));
+    }
+}
+
+/* ---- down: some columns of all rows */
+
+TM_INLINE void down_rows(const neurons_job *j, long kind, long column, long row, int num_rows) {
+    const tm_neurons *n = j->n;
+    f32x8 sums[TILE_ROWS][COLUMNS / LANES];
+    for (int r = 0; r < num_rows; r++)
+        for (int c = 0; c < COLUMNS / LANES; c++) sums[r][c] = f32x8_set(0);
+    for (long a = 0; a < j->num_active; a++) {
+        const char *values = j->places[a] + n->down_place;
+        for (int c = 0; c < COLUMNS / LANES; c++) {
+            f32x8 w = values_at(kind, values, column + c * LANES);
+            for (int r = 0; r < num_rows; r++) sums[r][c] = f32x8_fma1(sums[r][c], w, j->hidden[(row + r) * j->num_active + a]);
+        }
+    }
+    for (int r = 0; r < num_rows; r++) {
+        float lanes[COLUMNS];
+        for (int c = 0; c < COLUMNS / LANES; c++) f32x8_store(lanes + c * LANES, sums[r][c]);
+        for (long i = 0; i < COLUMNS && column + i < n->num_out; i++)
+            j->out[(row + r) * n->num_out + column + i] = n->down_bias ? lanes[i] + n->down_bias[column + i] : lanes[i];
+    }
+}
+
+#define DOWN(kind)                                                                                              \
+    for (long row = 0; row < j->num_rows; row += TILE_ROWS) {                                                   \
+        if (j->num_rows - row >= TILE_ROWS) down_rows(j, kind, task * COLUMNS, row, TILE_ROWS);                 \
+        else for (long one = row; one < j->num_rows; one++) down_rows(j, kind, task * COLUMNS, one, 1);         \
+    }                                                                                                           \
+    return;
+
+static void down_task(void *arg, long task, int thread) {
+    (void)thread;
+    const neurons_job *j = arg;
+    if (j->n->kind == F32) { DOWN(F32) }
+    if (j->n->kind == F16) { DOWN(F16) }
+    DOWN(BF16)
+}
+
+/* ---- all of it */
+
+/* Neurons that are not zero in every row. A gate that is no number counts as one that is not. */
+static void find_active(neurons_job *j, char *is_active) {
+    const long num = j->n->num_inner;
+    memset(is_active, 0, num);
+    for (long row = 0; row < j->num_rows; row++)
+        for (long i = 0; i < num; i++) is_active[i] |= !(j->gate[row * num + i] <= 0);
+    for (long i = 0; i < num; i++)
+        if (is_active[i]) j->active[j->num_active++] = i;
+}
+
+int neurons_op(const tm_neurons *n, const float *x, const float *gate, long num_rows, float *out) {
+    const long inner = n->num_inner;
+    if (num_rows == 0) return 0;
+    char *memory = tm_scratch(0, 0, inner * (long)(2 * sizeof(long) + sizeof(char *) + 1) + (num_rows * inner + 16) * (long)sizeof(float));
+    if (!memory) return -1;
+    neurons_job j = {.n = n, .x = x, .gate = gate, .out = out, .num_rows = num_rows, .hidden = (float *)memory};
+    j.active = (long *)(memory + ((num_rows * inner + 15) & ~15L) * (long)sizeof(float));
+    long *units = j.active + inner;
+    j.places = (const char **)(units + inner);
+    find_active(&j, (char *)(j.places + inner));
+    for (long i = 0; i < j.num_active; i++) units[i] = n->first_unit + j.active[i];
+    int failed = stream_experts(n->stream, units, j.num_active, j.places);
+    if (failed) return failed;
+    tm_parallel((j.num_active + LANES - 1) / LANES, 1, up_task, &j);
+    if (j.failed) return j.failed;
+    tm_parallel((n->num_out + COLUMNS - 1) / COLUMNS, 1, down_task, &j);
+    return 0;
+}
+
+TM_API int tm_run_neurons(const tm_neurons *n, const float *x, const float *gate, long num_rows, float *out) {
+    tm_lock();
+    int failed = neurons_op(n, x, gate, num_rows, out);
+    tm_unlock();
+    return failed;
+}

@@ -1,0 +1,74 @@
+"""A feed-forward whose gate is a ReLU, by the neurons that are not zero: down(relu(gate) * up) (neurons.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.kernels import native
+from tidemill.kernels.linear import KIND_OF
+from tidemill.kernels.native.streams import Neurons
+
+_LANES, _COLUMNS, _ALIGN = 8, 32, 64
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronLayout:
+    """Of a neuron's bytes: its row of up, then its column of down. `num_bytes`: from one to the next."""
+
+    kind: int
+    num_in: int
+    num_inner: int
+    num_out: int
+    down_place: int
+    num_bytes: int
+
+
+def neurons_reference(x_TH: torch.Tensor, gate_TI: torch.Tensor, up_IH: torch.Tensor, down_NI: torch.Tensor) -> torch.Tensor:
+    return (gate_TI.clamp(min=0) * (x_TH @ up_IH.float().t())) @ down_NI.float().t()
+
+
+def lay_out(up_IH: torch.Tensor, down_NI: torch.Tensor, page: int) -> tuple[NeuronLayout, torch.Tensor]:
+    """Neurons one after the other, each at a multiple of a page, [I, bytes]."""
+    if up_IH.dtype != down_NI.dtype:
+        up_IH, down_NI = up_IH.float(), down_NI.float()
+    (num_inner, num_in), num_out, size = up_IH.shape, down_NI.shape[0], up_IH.element_size()
+    down_place = -(-_up(num_in, _LANES) * size // _ALIGN) * _ALIGN
+    num_bytes = _up(down_place + _up(num_out, _COLUMNS) * size, page)
+    made = torch.zeros(num_inner, num_bytes, dtype=torch.uint8)
+    made[:, : num_in * size] = up_IH.contiguous().view(torch.uint8)
+    made[:, down_place : down_place + num_out * size] = down_NI.t().contiguous().view(torch.uint8)
+    kind = native.KINDS[KIND_OF[up_IH.dtype]]
+    return NeuronLayout(kind, num_in, num_inner, num_out, down_place, num_bytes), made
+
+
+def _up(num: int, unit: int) -> int:
+    return -(-num // unit) * unit
+
+
+class NeuronWeights:
+    """Of one feed-forward. `read_from` says where its neurons are, before the first use."""
+
+    def __init__(self, layout: NeuronLayout, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None) -> None:
+        assert native.lib is not None
+        self._lib, self.layout, self._biases = native.lib, layout, (up_bias, down_bias)
+        addresses = [None if bias is None else bias.data_ptr() for bias in self._biases]
+        self._struct = Neurons(
+            kind=layout.kind,
+            num_in=layout.num_in,
+            num_inner=layout.num_inner,
+            num_out=layout.num_out,
+            down_place=layout.down_place,
+            up_bias=addresses[0],
+            down_bias=addresses[1],
+        )
+
+    def read_from(self, stream: int, first_unit: int) -> None:
+        """Neurons are in slots of a stream (its address), the first as this unit."""
+        self._struct.stream, self._struct.first_unit = stream, first_unit
+
+    def __call__(self, x_TH: torch.Tensor, gate_TI: torch.Tensor) -> torch.Tensor:
+        """`gate_TI`: before the activation."""
+        return self._lib.neurons(ctypes.addressof(self._struct), x_TH, gate_TI, self.layout.num_out)

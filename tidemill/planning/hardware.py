@@ -1,0 +1,182 @@
+"""Devices, and what a step of a model costs on a group of them: estimated from the model's shape.
+
+A step takes the longer of computing its tokens and reading the weights; then reading the KV cache of sequences that decode and
+computing the attention of prompts; then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights,
+computing and sending.
+A pipeline works as `runner/stage_runner.py` does: a step is cut into micro-batches that follow each other through the stages.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from tidemill.errors import ConfigError
+from tidemill.model_config import ModelConfig
+from tidemill.parallel import layouts
+from tidemill.parallel.layouts import Layout, Phase
+from tidemill.sched.plan import StepPlan
+from tidemill.sim.cost import Shapes, StepShape
+
+_SMALLEST_BATCH = 32  # tokens of a micro-batch
+_BATCHES_A_STAGE = 2
+_USABLE = 0.9  # of the memory: the rest is activations, graphs and the allocator's
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A device, and how it is linked to others. `link`: bytes a second by which a KV cache travels, through host memory."""
+
+    name: str
+    device: layouts.Device
+    memory_bytes: int
+    on_host: int  # devices of a host
+    on_engine: int  # devices that can compute one model together
+    link: float
+    fixed_s: float  # of a step: launching, sampling, and waiting for the host
+    has_pipelines: bool  # whether the engine has them there
+
+
+HARDWARE = {
+    one.name: one
+    for one in (
+        Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 8, 40e9, 250e-6, has_pipelines=False),
+        Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 20e9, 300e-6, has_pipelines=False),
+        Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 4e9, 1e-3, has_pipelines=True),
+    )
+}
+
+
+def parse_devices(text: str) -> tuple[int, Hardware]:
+    """Like 8xH200."""
+    match = re.fullmatch(r"(\d{1,6})\s*[x*]\s*(\w+)", text.strip())
+    found = match and HARDWARE.get(match[2].upper())
+    if not match or not found or int(match[1]) < 1:
+        raise ConfigError(f"--devices {text!r} is not a number and a device.", fix=f"Known: 8x{', 8x'.join(HARDWARE)}.")
+    return int(match[1]), found
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a model is cut over the devices of one engine."""
+
+    tensor: int = 1
+    stages: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.stages
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor}" + (f"×PP{self.stages}" if self.stages > 1 else "")
+
+
+ONE = Shape()
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A CostModel. All seconds are of one stage; `stages` follow each other."""
+
+    fixed_s: float
+    few_weights_s: float  # read for a few tokens: of experts the chosen ones
+    weights_s: float
+    num_few: int  # tokens from which on all weights are read
+    token_s: float  # computing
+    draw_s: float  # computing the logits of a token
+    kv_token_s: float  # reading the keys and values of a token
+    pair_s: float  # computing one query with one key
+    sent_s: float  # collectives that begin
+    sent_token_s: float
+    stages: int = 1
+    hop_s: float = 0.0  # to the next stage
+    hop_token_s: float = 0.0
+
+    def step_s(self, plan: StepPlan) -> float:
+        return self.shape_s(Shapes(1).of(plan))
+
+    def shape_s(self, shape: StepShape) -> float:
+        return self.seconds(shape.num_decoding + shape.num_prompt, shape.num_draws, shape.decode_context, shape.pairs)
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        fixed = self.seconds(num_decoding, num_decoding, 0, 0)
+        num = self._num_batches(num_decoding)
+        return fixed, self.kv_token_s * (self.stages + num - 1) / num, 0.0
+
+    def _num_batches(self, num_tokens: int) -> int:
+        return 1 if self.stages == 1 else max(1, min(num_tokens // _SMALLEST_BATCH, _BATCHES_A_STAGE * self.stages))
+
+    def seconds(self, num_tokens: int, num_draws: int, context: int, pairs: int) -> float:
+        """`context`: tokens that sequences which decode see. `pairs`: of a prompt's token and one that it sees."""
+        num = self._num_batches(num_tokens)
+        one = self._stage_s(num_tokens / num, num_draws / num, context / num, pairs / num)
+        hop = self.hop_s + self.hop_token_s * num_tokens / num
+        return self.fixed_s + (self.stages + num - 1) * (one + hop)
+
+    def _stage_s(self, num_tokens: float, num_draws: float, context: float, pairs: float) -> float:
+        weights = self.weights_s if num_tokens >= self.num_few else self.few_weights_s
+        linear = max(self.token_s * num_tokens + self.draw_s * num_draws, weights)
+        return linear + self.kv_token_s * context + self.pair_s * pairs + self.sent_s + self.sent_token_s * num_tokens
+
+    def prefill_floor_s(self, start: int, end: int, budget: int) -> float:
+        """No way of computing tokens start..end-1 in steps of at most `budget` takes less time, whoever else is in the steps."""
+        num, num_steps = end - start, -(-(end - start) // budget)
+        linear = max(self.token_s * num, num_steps * self.few_weights_s)
+        attention = self.pair_s * (num * (start + end + 1) // 2)
+        return num_steps * self.fixed_s + linear + attention + self.sent_token_s * num
+
+    def decode_floor_s(self, context: int) -> float:
+        """No step that decodes a sequence of so many tokens takes less time."""
+        return self.fixed_s + self.stages * (self.few_weights_s + self.sent_s + self.hop_s) + self.kv_token_s * context
+
+
+def estimate(model: ModelConfig, hardware: Hardware, shape: Shape) -> Estimate:
+    """Of a model whose weights and KV cache are stored as the device's own."""
+    device, stages = hardware.device, shape.stages
+
+    def cost(num_tokens: int, context: int = 0) -> layouts.Cost:
+        return layouts.cost(model, Layout(), shape.tensor, Phase("step", num_tokens, 1, context), device)
+
+    one, two, many = cost(1), cost(2), cost(2**20)
+    head = model.vocab_size * model.hidden_size / model.num_active_parameters  # the part of computing that is the logits'
+    tables = head if model.tie_embeddings else 2 * head  # looking up an embedding computes nothing
+    width = sum(spec.num_heads * spec.head_dim for spec in model.attention_layers)
+    sent_token_s = two.sent_s - one.sent_s
+    hops = stages > 1
+    num_few = layouts.tokens_of_all_experts(model)
+    return Estimate(
+        fixed_s=hardware.fixed_s,
+        few_weights_s=one.memory_s / stages,
+        weights_s=many.memory_s / stages,
+        num_few=num_few,
+        token_s=one.compute_s * (1 - tables) / stages,
+        draw_s=one.compute_s * head / stages,
+        kv_token_s=(cost(1, 1).memory_s - one.memory_s) / stages,
+        pair_s=4 * width / (shape.tensor * device.flops) / stages,
+        sent_s=(one.sent_s - sent_token_s) / stages,
+        sent_token_s=sent_token_s / stages,
+        stages=stages,
+        hop_s=device.latency if hops else 0.0,
+        hop_token_s=model.hidden_size * device.activation_bytes / device.link if hops else 0.0,
+    )
+
+
+def kv_bytes_per_token(model: ModelConfig, hardware: Hardware) -> float:
+    return model.kv_bytes_per_token("float32") * hardware.device.activation_bytes / 4
+
+
+def kv_tokens(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> int:
+    """Tokens whose keys and values fit beside the weights; below 0: not even those do. `taken_bytes`: of each device."""
+    weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
+    cut = min(shape.tensor, model.num_kv_heads or shape.tensor) * shape.stages
+    room = _USABLE * hardware.memory_bytes - taken_bytes - weights
+    return int(room / (kv_bytes_per_token(model, hardware) / cut or 1))
+
+
+def can_cut(model: ModelConfig, shape: Shape) -> bool:
+    """Heads stay whole, and a stage has at least a layer."""
+    return (model.num_heads or shape.tensor) % shape.tensor == 0 and model.num_layers >= shape.stages
+
+
+def with_link(hardware: Hardware, link: float | None) -> Hardware:
+    return hardware if link is None else replace(hardware, link=link)

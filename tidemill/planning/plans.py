@@ -1,0 +1,302 @@
+"""Plans: which engines, on how many devices, with which limits; and what the simulator says of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tidemill.errors import ConfigError
+from tidemill.model_config import ModelConfig
+from tidemill.planning.hardware import ONE, Hardware, Shape, can_cut, estimate, kv_bytes_per_token, kv_tokens
+from tidemill.sim.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
+from tidemill.sim.cost import CostModel
+from tidemill.sim.simulator import SimConfig
+
+_LINK_LATENCY_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Seconds until the first token and per token after it, and the part of the requests that must get both."""
+
+    ttft_s: float
+    tpot_s: float
+    attainment: float = 0.9
+
+    def scale(self, one: Served) -> float:
+        """By which factor the limits would have to be multiplied for this request to be within them."""
+        return max(one.ttft_s / self.ttft_s, one.tpot_s / self.tpot_s)
+
+    def num_needed(self, num: int) -> int:
+        return max(1, math.ceil(self.attainment * num - 1e-9))
+
+
+def parse_slo(text: str) -> Slo:
+    """Like ttft=0.5,tpot=0.05,attainment=0.9."""
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError:
+            values[name.strip()] = math.nan
+    known = {"ttft", "tpot", "attainment"}
+    fix = "Write ttft=0.5,tpot=0.05 in seconds, and ,attainment=0.9 if not 90 % of the requests must get both."
+    if not {"ttft", "tpot"} <= values.keys() <= known:
+        raise ConfigError(f"--slo {text!r} needs ttft and tpot, and may have attainment.", fix=fix)
+    made = Slo(values["ttft"], values["tpot"], values.get("attainment", 0.9))
+    if not (0 < made.ttft_s < math.inf and 0 < made.tpot_s < math.inf and 0 < made.attainment <= 1):
+        raise ConfigError(f"--slo {text!r} has a value that is out of range.", fix=fix)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of an engine's steps."""
+
+    policy: str = "continuous"
+    token_budget: int = 2048
+    max_requests: int = 256
+
+    def __str__(self) -> str:
+        return f"{self.policy}, {self.token_budget} tokens, {self.max_requests} requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Engines that are alike. Each has its own devices, which its models share."""
+
+    num: int
+    shape: Shape = ONE
+    role: str = BOTH
+    limits: Limits = Limits()
+    models: tuple[str, ...] = ("",)
+    cells: int = 1  # of a disaggregated plan: hosts, each with its part of both pools
+
+    @property
+    def num_devices(self) -> int:
+        return self.num * self.shape.num_devices
+
+
+@dataclass(frozen=True)
+class Plan:
+    pools: tuple[Pool, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return any(pool.role == PREFILL for pool in self.pools)
+
+    @property
+    def family(self) -> tuple[tuple[str, Shape, tuple[str, ...]], ...]:
+        """What it is, whatever its numbers and limits."""
+        return tuple(sorted(((p.role, p.shape, p.models) for p in self.pools), key=repr))
+
+    @cached_property
+    def name(self) -> str:
+        several = any(pool.models != self.pools[0].models or len(pool.models) > 1 for pool in self.pools)
+        parts = []
+        for pool in self.pools:
+            role = "" if pool.role == BOTH else f" {pool.role}"
+            parts.append(f"{pool.num} × {pool.shape}{role}" + (f" ({', '.join(pool.models)})" if several else ""))
+        return " + ".join(parts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned for. `costs`: of a model and shape, if not the estimate."""
+
+    models: Mapping[str, ModelConfig]
+    jobs: Sequence[Job]
+    slo: Slo
+    hardware: Hardware
+    num_devices: int
+    budget: float = math.inf  # GPU hours per million output tokens
+    page_size: int = 64
+    costs: Callable[[str, Shape], CostModel | None] = lambda name, shape: None
+    _made: dict[tuple[str, Shape], CostModel] = field(default_factory=dict)
+
+    def cost(self, name: str, shape: Shape) -> CostModel:
+        found = self._made.get((name, shape))
+        if found is None:
+            found = self.costs(name, shape) or estimate(self.models[name], self.hardware, shape)
+            self._made[name, shape] = found
+        return found
+
+    @cached_property
+    def longest(self) -> dict[str, int]:
+        """Tokens of the longest request of each model."""
+        most = dict.fromkeys(self.models, 1)
+        for job in self.jobs:
+            most[job.model] = max(most[job.model], job.num_prompt + job.num_output + 1)
+        return most
+
+    def room(self, name: str, shape: Shape, models: Sequence[str]) -> int:
+        """Tokens in the KV cache of a model that shares devices with others; 0: it does not fit there."""
+        model, hardware = self.models[name], self.hardware
+        if not can_cut(model, shape):
+            return 0
+        others = sum(self.models[one].num_parameters for one in models if one != name)
+        taken = others * hardware.device.weight_bytes / shape.num_devices
+        tokens = kv_tokens(model, hardware, shape, taken) // len(models)
+        return tokens if tokens >= self.longest[name] + self.page_size else 0
+
+    def fits(self, pool: Pool) -> bool:
+        return all(self.room(name, pool.shape, pool.models) > 0 for name in pool.models)
+
+    def specs(self, plan: Plan) -> list[EngineSpec]:
+        made = []
+        for number, pool in enumerate(plan.pools):
+            for i in range(pool.num):
+                devices = f"{number}.{i}" if len(pool.models) > 1 else ""
+                made += [self._spec(name, pool, devices, i * pool.cells // pool.num) for name in pool.models]
+        return made
+
+    def _spec(self, name: str, pool: Pool, devices: str, cell: int) -> EngineSpec:
+        limits = pool.limits
+        config = SimConfig(
+            policy=limits.policy,
+            num_rows=limits.max_requests,
+            token_budget=limits.token_budget,
+            num_pages=self.room(name, pool.shape, pool.models) // self.page_size,
+            page_size=self.page_size,
+            max_context=self.longest[name] + self.page_size,
+            steps_ahead=1,
+        )
+        sent = kv_bytes_per_token(self.models[name], self.hardware)
+        link = self.hardware.link * pool.shape.num_devices
+        return EngineSpec(config, self.cost(name, pool.shape), pool.role, name, devices, cell, sent, link, _LINK_LATENCY_S)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the simulator says of a plan. `strain`: the factor by which the limits, or the budget, would have to be larger for the
+    plan to keep them: it does so up to 1."""
+
+    plan: Plan
+    strain: float
+    scale: float  # of the limits alone
+    parts: tuple[float, float]  # of the limit of the first token alone, and of that of the others
+    attainment: float
+    ttft_s: tuple[float, float]  # median, 99th percentile
+    tpot_s: tuple[float, float]
+    gap_s: tuple[float, float]  # between two tokens
+    duration_s: float
+    num_tokens: int  # of output
+    goodput: float  # requests within the limits, a second and device
+    gpu_hours: float  # per million output tokens
+    hidden: float  # part of sending KV caches that prefill covered
+
+    @property
+    def attains(self) -> bool:
+        return self.strain <= 1
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second and device."""
+        return self.num_tokens / self.duration_s / self.plan.num_devices
+
+
+class Race:
+    """Ends a simulation as soon as it cannot be within `limit` times the SLO any more."""
+
+    def __init__(self, slo: Slo, num: int, limit: float, ttft_only: bool = False) -> None:
+        self._slo, self._limit, self._ttft_only = slo, limit, ttft_only
+        self._num_left = num - slo.num_needed(num)
+
+    def __call__(self, one: Served) -> bool:
+        scale = one.ttft_s / self._slo.ttft_s if self._ttft_only else self._slo.scale(one)
+        self._num_left -= scale > self._limit
+        return self._num_left < 0
+
+
+class Evaluator:
+    """Simulates plans; prefill pools, which do not depend on decode pools, once each."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.num_simulated = case, 0
+        self._prefilled: dict[Pool, dict[int, Prefilled]] = {}
+        self._late: dict[Pool, float] = {}  # prefill pools that were given up: their scale is larger than this
+
+    def evaluate(self, plan: Plan, limit: float = math.inf) -> Result | None:
+        """None: its strain is larger than the limit."""
+        case, prefilled = self.case, None
+        if plan.is_disaggregated:
+            prefilled = self._prefill(plan, limit)
+            if prefilled is None:
+                return None
+        self.num_simulated += 1
+        placed = {name for pool in plan.pools for name in pool.models}
+        jobs = [job for job in case.jobs if job.model in placed]
+        race = None if limit == math.inf else Race(case.slo, len(case.jobs), limit)
+        served = Cluster(case.specs(plan), prefilled=prefilled).run(jobs, race)
+        if served is None:
+            return None
+        made = summarize(case, plan, served)
+        return made if made.strain <= limit else None
+
+    def _prefill(self, plan: Plan, limit: float) -> dict[int, Prefilled] | None:
+        pool = next(pool for pool in plan.pools if pool.role == PREFILL)
+        if (done := self._prefilled.get(pool)) is not None:
+            return done
+        if limit <= self._late.get(pool, -1.0):
+            return None
+        self.num_simulated += 1
+        race = None if limit == math.inf else Race(self.case.slo, len(self.case.jobs), limit, ttft_only=True)
+        jobs = [job for job in self.case.jobs if job.num_prompt > num_short(pool.limits.token_budget)]
+        served = Cluster(self.case.specs(Plan((pool,)))).run(jobs, race)
+        if served is None:
+            self._late[pool] = limit
+            return None
+        done = self._prefilled[pool] = {one.job.number: Prefilled(one.engine, one.first_s) for one in served}
+        return done
+
+
+def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
+    """Requests of models that are nowhere never come."""
+    num = len(case.jobs)
+    scales = sorted([case.slo.scale(one) for one in served] + [math.inf] * (num - len(served)))
+    needed = case.slo.num_needed(num) - 1
+    scale = scales[needed]
+    num_good = sum(one <= 1 for one in scales)
+    begin, end = case.jobs[0].at_s, max((one.last_s for one in served), default=math.inf)
+    num_tokens = sum(one.job.num_output for one in served)
+    gpu_s = plan.num_devices * (end - begin)
+    gpu_hours = gpu_s / 3600 / (num_tokens / 1e6) if num_tokens else math.inf
+    sent = sum(one.num_sent for one in served)
+    return Result(
+        plan,
+        max(scale, gpu_hours / case.budget),
+        scale,
+        (
+            _at([one.ttft_s / case.slo.ttft_s for one in served], needed),
+            _at([one.tpot_s / case.slo.tpot_s for one in served], needed),
+        ),
+        num_good / num,
+        quantiles([one.ttft_s for one in served]),
+        quantiles([one.tpot_s for one in served if one.job.num_output > 1]),
+        quantiles([gap for one in served for gap in one.gaps_s]),
+        end - begin,
+        num_tokens,
+        num_good / gpu_s,
+        gpu_hours,
+        sum(one.hidden * one.num_sent for one in served) / sent if sent else 1.0,
+    )
+
+
+def _at(values: list[float], place: int) -> float:
+    values.sort()
+    return values[place] if place < len(values) else math.inf
+
+
+def quantiles(values: list[float]) -> tuple[float, float]:
+    """The median and the 99th percentile."""
+    if not values:
+        return 0.0, 0.0
+    values.sort()
+    return values[len(values) // 2], values[min(int(len(values) * 0.99), len(values) - 1)]

@@ -1,0 +1,141 @@
+"""Nano-batching: whether steps of a size are cut in two halves that run beside each other, by a trial at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tidemill.config import EngineConfig
+from tidemill.model_config import ModelConfig
+from tidemill.parallel.group import Group
+from tidemill.runner.cuda_graphs import Graph
+from tidemill.runner.cuda_work import Work, make_halves, make_work
+from tidemill.runner.state import RowState
+
+GAIN = 1.02  # from which on it is worth a graph of its own
+_DECODE, _MIXED = (
+    (64, 128, 256, 512),
+    (1024, 2048, 4096),
+)  # sizes that are tried: each stands for those below it, down to the next
+_CONTEXT, _TIMES = 1024, 3  # tokens of the sequences that a trial decodes, and how often it takes the time
+
+
+@dataclass(frozen=True, slots=True)
+class NanoTrial:
+    decodes: bool
+    size: int
+    whole_ms: float
+    halves_ms: float
+    is_same: bool  # bits
+
+    @property
+    def is_taken(self) -> bool:
+        return self.is_same and self.whole_ms >= GAIN * self.halves_ms
+
+    def __str__(self) -> str:
+        what = f"{'decode' if self.decodes else 'mixed'} steps of {self.size} tokens"
+        times = f"{self.whole_ms:.2f} ms whole, {self.halves_ms:.2f} ms in two halves"
+        return f"{what}: {times}, {'taken' if self.is_taken else 'not taken'}{'' if self.is_same else '; other bits'}"
+
+
+@dataclass(slots=True)
+class Rivals:
+    """What a trial needs of the runner. Sizes are (decodes, tokens)."""
+
+    state: RowState
+    cache: torch.Tensor
+    max_context: int
+    vocab_size: int
+    num_rows: int
+    whole: dict[tuple[bool, int], Graph]
+    capture: Callable[[bool, int], Graph]  # the same step in two halves
+    replay: Callable[[Graph, Work], object]
+    hidden: torch.Tensor  # where the replay of a mixed step leaves its result
+    cuts: dict[tuple[bool, int], int]
+    how: tuple[int, int, int]  # of `make_work`
+    group: Group
+
+
+def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
+    """Why steps cannot be cut, or empty."""
+    if config.kv_layout == "virtual" or by_flex:
+        return "attention is not by our kernels"
+    if model.experts or model.state_layers:
+        return "experts and states are counted and kept for a whole step"
+    if config.layout.num_kv_groups != 1:
+        return "layers keep different tokens"
+    return ""
+
+
+def run_trials(rivals: Rivals) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
+    """And the sizes at which halves are faster. All ranks decide as the first does. Leaves the state as it was."""
+    trials, taken = [], set[tuple[bool, int]]()
+    # Two halves of a decode step read all weights twice: only collectives can make up for that.
+    kinds = ((True, _DECODE), (False, _MIXED)) if rivals.group.size > 1 else ((False, _MIXED),)
+    for decodes, sizes in kinds:
+        before = sizes[0] // 2
+        for size in sizes:
+            if (decodes, size) in rivals.cuts and (trial := _try(rivals, decodes, size)) is not None:
+                trials.append(trial)
+                if rivals.group.broadcast_bytes(bytes([trial.is_taken])) == b"\1":
+                    taken |= {one for one in rivals.cuts if one[0] == decodes and before < one[1] <= size}
+                before = size
+    return trials, taken
+
+
+def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
+    items = _items(rivals, decodes, size)
+    if items is None:
+        return None
+    state, page_size = rivals.state, rivals.state.page_size
+    num_pages = -(-(items[:, 1] + items[:, 2]) // page_size)
+    firsts = 1 + np.cumsum(num_pages) - num_pages
+    table = np.zeros(state.pages.shape, np.int32)
+    for (row, _, _), first, num in zip(items, firsts, num_pages, strict=True):
+        table[row, :num] = np.arange(first, first + num)
+    state.pages.copy_(torch.from_numpy(table))
+    state.tokens.random_(rivals.vocab_size)
+    last = int(firsts[-1] + num_pages[-1])
+    for page in range(1, last) if rivals.cache.is_floating_point() else ():
+        rivals.cache[page].normal_()
+    samples, how = items[:, 2] == 1, ([table], *rivals.how)
+    whole, halves = rivals.whole[decodes, size], rivals.capture(decodes, size)
+    works = make_work(items, samples, *how), make_halves(items, samples, rivals.cuts[decodes, size], *how)
+    seen, times = list[torch.Tensor](), (list[float](), list[float]())
+    for turn in range(1 + _TIMES):
+        for i, (graph, work) in enumerate(zip((whole, halves), works, strict=True)):
+            ms = _time(rivals.replay, graph, work)
+            if turn:
+                times[i].append(ms)
+            else:
+                seen.append((graph.out if decodes else rivals.hidden[:size]).clone())
+    for used in (state.pages, state.tokens, rivals.cache[1:last]):
+        used.zero_()
+    # Ranks that have not begun do not wait for each other, and sums are of whatever is there.
+    is_same = rivals.group.size > 1 or torch.equal(*seen)
+    return NanoTrial(decodes, size, min(times[0]), min(times[1]), is_same)
+
+
+def _items(rivals: Rivals, decodes: bool, size: int) -> np.ndarray | None:
+    """Sequences of one token each; of a mixed step for a few of them, and a prompt. None: there is no room for them."""
+    page_size, num_pages = rivals.state.page_size, rivals.cache.shape[0] - 1
+    num = size if decodes else min(size // 8, rivals.num_rows - 1)
+    prompt = 0 if decodes else size - num
+    left = num_pages - -(-prompt // page_size)
+    context = min(_CONTEXT, rivals.max_context, left // max(1, num) * page_size)
+    if num > rivals.num_rows or context < 1 or prompt > rivals.max_context:
+        return None
+    singles = np.stack([np.arange(num), np.full(num, context - 1), np.ones(num, np.int64)], 1)
+    return np.concatenate([singles, [[num, 0, prompt]]] if prompt else [singles]).astype(np.int32)
+
+
+def _time(replay: Callable[[Graph, Work], object], graph: Graph, work: Work) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    replay(graph, work)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)

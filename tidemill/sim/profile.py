@@ -1,0 +1,166 @@
+"""Profile: what steps cost on a machine, measured once (`tidemill calibrate`) and saved as JSON."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from tidemill.errors import ConfigError
+from tidemill.model_config import ModelConfig
+from tidemill.sim.cost import FittedCost, StepShape
+
+FORMAT = 1  # of the file; raised when its fields mean something else
+_MAX_BYTES = 1 << 20
+_SHIPPED = files("tidemill.sim") / "profiles"
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """What of a model its speed depends on."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    @staticmethod
+    def of(name: str, config: ModelConfig, weight_bytes: int, kv_dtype: str) -> ModelShape:
+        return ModelShape(
+            name,
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.vocab_size,
+            weight_bytes,
+            config.kv_bytes_per_token(kv_dtype),
+        )
+
+
+class EngineShape(msgspec.Struct, frozen=True):
+    """The engine that was measured: what a simulation has if nothing else is asked for."""
+
+    device: str
+    dtype: str
+    scheme: str
+    kv_dtype: str
+    page_size: int
+    num_pages: int
+    max_context: int
+    max_requests: int
+    token_budget: int
+    steps_ahead: int
+    threads: int = 1
+    fast_math: bool = False
+
+
+class FitErrors(msgspec.Struct, frozen=True):
+    """Relative, on the steps that it was fitted to."""
+
+    num_steps: int
+    median: float
+    p90: float
+    total: float
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """A cost model, and where it comes from."""
+
+    format: int
+    version: str  # of Tidemill
+    date: str
+    machine: str
+    model: ModelShape
+    engine: EngineShape
+    cost: FittedCost
+    errors: FitErrors
+    is_estimated: bool = False  # not measured, but scaled from another model's
+    request_s: float = 0.0  # what a server adds to a request's time to first token; 0: the engine alone
+
+    @property
+    def host_s(self) -> float:
+        return self.cost.host_s
+
+    @property
+    def shared_s(self) -> float:
+        return self.cost.shared_s
+
+    @property
+    def shared_unit(self) -> int:
+        return self.cost.shared_unit
+
+    def step_s(self, plan: object) -> float:
+        return self.cost.step_s(plan)  # type: ignore[arg-type]
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        return self.cost.decode_line(num_decoding)
+
+    def shape_s(self, shape: StepShape) -> float:
+        return self.cost.shape_s(shape)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+    @staticmethod
+    def load(name: str | Path) -> Profile:
+        """A file, or one of those that are shipped, by name."""
+        path = Path(name)
+        if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
+            shipped = _SHIPPED / f"{name}.json"
+            if not shipped.is_file():
+                raise _unknown(str(name))
+            return _decode(shipped.read_bytes(), str(name))
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            fix = f"Make one with `tidemill calibrate MODEL -o {path}`, or choose one of {', '.join(shipped_profiles())}."
+            raise ConfigError(f"The profile {path} cannot be read: {error.strerror}.", fix=fix, param="profile") from error
+        return _decode(data, str(path))
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(entry.name.removesuffix(".json") for entry in _SHIPPED.iterdir() if entry.name.endswith(".json"))
+
+
+def _unknown(name: str) -> ConfigError:
+    known = shipped_profiles()
+    near = difflib.get_close_matches(name, known, n=1)
+    fix = f"Did you mean {near[0]}?" if near else f"Give a file, or one of {', '.join(known)}."
+    return ConfigError(f"There is no profile {name!r}.", fix=fix, param="profile")
+
+
+def _decode(data: bytes, source: str) -> Profile:
+    again = "Make it anew with `tidemill calibrate MODEL -o FILE`."
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{source} is no profile: it has more than {_MAX_BYTES:,} bytes.", fix=again, param="profile")
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
+    if head.format != FORMAT:
+        whose = f"a profile of format {head.format}, written by Tidemill {head.version}"
+        raise ConfigError(f"{source} is {whose}; this version reads format {FORMAT}.", fix=again, param="profile")
+    try:
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
+    for curve in (profile.cost.decode, profile.cost.mixed):
+        increasing = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))
+        if not curve.at or len(curve.at) != len(curve.seconds) or not increasing or min(curve.seconds) < 0:
+            raise ConfigError(f"{source} is no profile: a curve's points are not in order.", fix=again, param="profile")
+    return profile
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: int
+    version: str = "?"

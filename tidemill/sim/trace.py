@@ -1,0 +1,134 @@
+"""Recorded traffic: Azure's CSV and Mooncake's JSONL, as rows and as arrivals of a simulation."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tidemill.errors import ConfigError
+from tidemill.sim.runner import FIRST_TOKEN
+from tidemill.sim.simulator import Arrival
+
+MOONCAKE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
+MAX_REQUESTS = 10_000_000
+_MAX_LINE = 1 << 20  # characters
+_MOST = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a trace."""
+
+    at_s: float
+    num_prompt: int
+    num_output: int
+    blocks: tuple[int, ...] = ()  # a number for each block of its prompt; the same numbers: the same tokens
+    priority: int = 0
+    tenant: str = ""
+    n: int = 1
+    abort_s: float | None = None  # after its arrival
+
+
+def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
+    """In the order of time, the first at 0. A CSV has the columns TIMESTAMP, ContextTokens and GeneratedTokens. A line of a JSONL
+    has timestamp (ms), input_length and output_length, and may have hash_ids (one for 512 tokens), priority, tenant, n and
+    abort_ms (after its arrival)."""
+    read = _azure_rows if path.suffix.lower() == ".csv" else _json_rows
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(islice(read(_bounded(file)), min(limit, MAX_REQUESTS)))
+    except OSError as error:
+        raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", param="trace") from error
+    except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
+        fix = "Azure's CSV and Mooncake's JSONL are known."
+        raise ConfigError(f"{path} cannot be read as a trace: {error!r}.", fix=fix, param="trace") from error
+    if not rows:
+        raise ConfigError(f"{path} holds no request.", param="trace")
+    rows.sort(key=lambda row: row.at_s)
+    start = rows[0].at_s
+    return [_moved(row, start) for row in rows]
+
+
+def arrivals(
+    rows: Iterable[Row], *, time_scale: float = 1.0, length_scale: float = 1.0, max_context: int = _MOST
+) -> list[Arrival]:
+    """Times and lengths are multiplied by the scales; a request that does not fit `max_context` is cut to it."""
+    made = []
+    for number, row in enumerate(rows):
+        output = max(1, min(round(row.num_output * length_scale), max_context // 2))
+        length = max(1, min(round(row.num_prompt * length_scale), max_context - output))
+        prompt = prompt_of(row.blocks, length, number, max(1, round(MOONCAKE_BLOCK * length_scale))) if row.blocks else ()
+        at_s = row.at_s * time_scale
+        abort_s = None if row.abort_s is None else at_s + row.abort_s
+        made.append(
+            Arrival(f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s)
+        )  # fmt: skip
+    return made
+
+
+def prompt_of(blocks: Iterable[int], length: int, number: int, block_len: int = MOONCAKE_BLOCK) -> tuple[int, ...]:
+    """Tokens, of which prompts share as many as their first blocks are the same. What blocks do not cover is nobody else's."""
+    ids: list[int] = []
+    for block in blocks:
+        if len(ids) >= length:
+            break
+        ids += [block] * block_len
+    own = FIRST_TOKEN // 2 + number
+    return tuple((ids + [own] * (length - len(ids)))[:length])
+
+
+def _bounded(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if len(line) > _MAX_LINE:
+            raise ValueError(f"a line has more than {_MAX_LINE:,} characters")
+        yield line
+
+
+def _moved(row: Row, start: float) -> Row:
+    return Row(row.at_s - start, row.num_prompt, row.num_output, row.blocks, row.priority, row.tenant, row.n, row.abort_s)
+
+
+def _azure_rows(lines: Iterable[str]) -> Iterator[Row]:
+    for row in csv.DictReader(lines):
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # seven digits of a second: one too many for Python
+        yield Row(at, _number(row["ContextTokens"]), _number(row["GeneratedTokens"]))
+
+
+def _json_rows(lines: Iterable[str]) -> Iterator[Row]:
+    for line in lines:
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        blocks = tuple(_number(block) for block in row.get("hash_ids") or ())
+        abort = row.get("abort_ms")
+        yield Row(
+            _real(row["timestamp"]) / 1000,
+            _number(row["input_length"]),
+            _number(row["output_length"]),
+            tuple(block % (FIRST_TOKEN // 2) for block in blocks),
+            int(row.get("priority") or 0),
+            str(row.get("tenant") or ""),
+            _number(row.get("n") or 1),
+            None if abort is None else _real(abort) / 1000,
+        )
+
+
+def _number(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{number} is not a number of tokens")
+    return number
+
+
+def _real(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{number} is not a time")
+    return number

@@ -1,0 +1,1 @@
+"""KV pages move between engines: content keys, ints and bytes."""

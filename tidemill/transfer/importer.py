@@ -1,0 +1,246 @@
+"""Importer: what other engines have announced, and their pages."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from tidemill.errors import PeerMismatch, TidemillError, WorkerLost
+from tidemill.parallel.channel import Address, Channel, connect
+from tidemill.transfer import checksum
+from tidemill.transfer.base import (
+    MAX_KEY,
+    MAX_MESSAGE,
+    MAX_NEWS,
+    MAX_SLOTS,
+    NEWS,
+    PAGES,
+    Ask,
+    Hello,
+    Identity,
+    News,
+    Reader,
+    Refusal,
+    TransferError,
+    Welcome,
+    check_same,
+)
+
+_AGAIN_S = 0.2  # between two tries to reach an engine
+_SLOW_S = 5.0  # if it has other pages
+_SILENT_S = 30.0  # without a message, an engine is given up
+
+
+class Learned(NamedTuple):
+    """What changed since it was taken last."""
+
+    slots: list[tuple[int, bytes]]  # places, and the contents they hold now; empty: nothing
+    erased: list[bytes]  # contents that are worthless
+    problems: list[str]  # why an engine is not used
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another engine, as it is given in the options."""
+
+    name: str
+    address: Address
+    key: bytes
+    make_reader: Callable[[Channel, Welcome], Reader]
+
+
+@dataclass(slots=True)
+class _Link:
+    """What is known of a peer. Places of its slots begin with `first`."""
+
+    peer: Peer
+    first: int
+    num_slots: int = 0
+    slots: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # key and checksum
+    reader: Reader | None = None
+    news: Channel | None = None
+    problem: str = ""
+
+
+class Importer:
+    def __init__(self, peers: Sequence[Peer], identity: Identity, page_bytes: int) -> None:
+        """Raises PeerMismatch if a peer can be reached now and has other pages. Those that cannot are tried again, for ever."""
+        self._identity, self._page_bytes = dict(identity), page_bytes
+        self._links = [_Link(peer, number * MAX_SLOTS) for number, peer in enumerate(peers)]
+        self._lock = threading.Lock()
+        self._changed: dict[int, bytes] = {}  # by place; not taken yet
+        self._erased: dict[bytes, None] = {}
+        self._problems: list[str] = []
+        self._closing = threading.Event()
+        self.alarm, self._alarm = os.pipe()  # a file descriptor, readable when there is something to take
+        os.set_blocking(self._alarm, False)
+        os.set_blocking(self.alarm, False)
+        try:
+            for link in self._links:
+                self._try(link)
+        except PeerMismatch:
+            self.close()
+            raise
+        self._threads = [threading.Thread(target=self._follow, args=(one,), name="kv-import", daemon=True) for one in self._links]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> Learned | None:
+        """None: nothing has changed."""
+        try:
+            os.read(self.alarm, 4096)
+        except BlockingIOError:
+            return None
+        with self._lock:
+            learned = Learned(list(self._changed.items()), list(self._erased), self._problems)
+            self._changed, self._erased, self._problems = {}, {}, []
+        return learned
+
+    def fetch(self, place: int, key: bytes, page: np.ndarray) -> None:
+        """Into `page`, which holds nothing of use if this raises TransferError."""
+        link, slot = self._links[place // MAX_SLOTS], place % MAX_SLOTS
+        with self._lock:
+            reader, entry = link.reader, link.slots.get(slot)
+        if reader is None:
+            raise TransferError(f"{link.peer.name} is gone")
+        if entry is None or entry[0] != key:
+            raise TransferError(f"{link.peer.name} does not have the page any more")
+        if reader.read(slot, key, page) != entry[1]:
+            raise TransferError(f"a page of {link.peer.name} was overwritten or damaged")
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            open_ = [link.news for link in self._links if link.news is not None]
+        for channel in open_:
+            channel.abort()
+        for thread in getattr(self, "_threads", ()):
+            thread.join(_SILENT_S)
+        for link in self._links:
+            self._lose(link)
+        os.close(self.alarm)
+        os.close(self._alarm)
+
+    # ---- a thread for each peer
+
+    def _follow(self, link: _Link) -> None:
+        while not self._closing.is_set():
+            try:
+                if link.news is None:
+                    self._try(link)
+                if link.news is not None:
+                    self._listen(link, link.news)
+            except PeerMismatch as error:
+                self._note_problem(link, str(error))
+                self._closing.wait(_SLOW_S)
+            except WorkerLost:
+                self._note_problem(link, f"{link.peer.name} is gone")
+            except (TransferError, OSError, msgspec.MsgspecError) as error:
+                self._note_problem(link, f"{link.peer.name}: {error}")
+            self._lose(link)
+            self._closing.wait(_AGAIN_S)
+
+    def _try(self, link: _Link) -> None:
+        """Connect, if the peer is there."""
+        try:
+            news, _ = self._greet(link.peer, NEWS)
+        except PeerMismatch:
+            raise
+        except (TidemillError, OSError, msgspec.MsgspecError) as error:  # it is not there yet, or has another key
+            if "another key" in str(error):
+                self._note_problem(link, str(error))
+            return
+        try:
+            pages, welcome = self._greet(link.peer, PAGES)
+            link.reader = link.peer.make_reader(pages, welcome)
+        except BaseException as error:
+            news.abort()
+            news.close()
+            if isinstance(error, TransferError | OSError):
+                self._note_problem(link, f"{link.peer.name}: {error}")
+            if isinstance(error, WorkerLost | TransferError | OSError):
+                return
+            raise
+        link.news, link.num_slots, link.problem = news, welcome.num_slots, ""
+
+    def _greet(self, peer: Peer, purpose: str) -> tuple[Channel, Welcome]:
+        channel = connect(peer.address, peer.key, peer.name, 0.0)
+        try:
+            channel.limit(_SILENT_S)
+            channel.send_now(msgspec.msgpack.encode(Hello(self._identity, purpose)))
+            answer = msgspec.msgpack.decode(channel.receive(MAX_MESSAGE), type=Welcome | Refusal)
+            if isinstance(answer, Refusal):
+                check_same(self._identity, answer.identity, peer.name)
+                raise PeerMismatch(f"{peer.name} refuses this engine.", param="kv_import")
+            if not 0 < answer.num_slots <= MAX_SLOTS or answer.page_bytes != self._page_bytes:
+                raise PeerMismatch(
+                    f"{peer.name} has {answer.num_slots} slots of {answer.page_bytes} bytes; pages here have {self._page_bytes}.",
+                    param="kv_import",
+                )
+        except BaseException:
+            channel.abort()
+            channel.close()
+            raise
+        return channel, answer
+
+    def _listen(self, link: _Link, channel: Channel) -> None:
+        since = 0
+        while not self._closing.is_set():
+            channel.send_now(msgspec.msgpack.encode(Ask(since)))
+            news = msgspec.msgpack.decode(channel.receive(MAX_MESSAGE), type=News)
+            self._check(link, news)
+            since = news.until
+            self._learn(link, news)
+
+    def _check(self, link: _Link, news: News) -> None:
+        """What a peer says takes a bounded amount of memory, and names slots that can be."""
+        if len(news.slots) > MAX_NEWS or len(news.erased) > MAX_NEWS or len(self._erased) > MAX_SLOTS:
+            raise TransferError("it announces too much at once")
+        for one in news.slots:
+            if not 0 <= one.slot < link.num_slots or len(one.key) > MAX_KEY or len(one.checksum) not in (0, checksum.BYTES):
+                raise TransferError("it announces what cannot be")
+
+    def _learn(self, link: _Link, news: News) -> None:
+        if not news.slots and not news.erased:
+            return
+        with self._lock:
+            for one in news.slots:
+                if one.key:
+                    link.slots[one.slot] = one.key, one.checksum
+                else:
+                    link.slots.pop(one.slot, None)
+                self._changed[link.first + one.slot] = one.key
+            self._erased.update(dict.fromkeys(news.erased))
+        self._ring()
+
+    def _lose(self, link: _Link) -> None:
+        """The peer is gone, and so is what it announced."""
+        with self._lock:
+            self._changed.update((link.first + slot, b"") for slot in link.slots)
+            link.slots.clear()
+            news, reader, link.news, link.reader = link.news, link.reader, None, None
+        if news is not None:
+            news.abort()
+            news.close()
+        if reader is not None:
+            reader.close()
+            self._ring()
+
+    def _note_problem(self, link: _Link, why: str) -> None:
+        """Once, until it is another one."""
+        if why != link.problem and not self._closing.is_set():
+            link.problem = why
+            with self._lock:
+                self._problems.append(why)
+            self._ring()
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # it is readable already
+            os.write(self._alarm, b"!")

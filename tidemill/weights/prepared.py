@@ -1,0 +1,315 @@
+"""Weights as kernels take them, written once to a file, so that they can be read again and again while the model runs.
+
+A file is a head of one page, items at multiples of a page, and a table of them as JSON, of which the head has the hash. Files lie
+in a folder with a quota. One that is in use is locked, and stays; of the others, the least recently used make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.config.sizes import fmt_bytes
+from tidemill.errors import CheckpointError, ConfigError
+from tidemill.weights.choose import parts
+from tidemill.weights.digest import fingerprint_of
+
+PAGE = 4096
+VERSION = 1
+_MAGIC = b"tidemill weights"
+_HEAD = struct.Struct("<16sIQQ32s")  # magic, version, where the table begins, its bytes, its hash
+_ALIGN = 64  # of an array in an item
+_MAX_TABLE = 2**28
+_PIECE = 2**20
+_NUM_READERS = 4
+_SYNC_EVERY = 2**28
+_SUFFIX, _UNFINISHED = ".weights", ".unfinished"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PreparedCorrupt(CheckpointError):
+    """A file of prepared weights that was changed since it was written. It is gone: the next start writes it anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Arrays that are read together."""
+
+    name: str
+    offset: int  # in the file
+    num_bytes: int  # a multiple of a page
+    checksum: int
+    starts: list[int]  # of the arrays
+    about: dict[str, Any] = field(default_factory=dict)  # what a kernel must know of them
+
+
+def memory(num_bytes: int) -> np.ndarray:
+    """Bytes from a multiple of a page on, in which nothing lies yet."""
+    made = mmap.mmap(-1, max(PAGE, _up(num_bytes, PAGE)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            made.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(made, np.uint8)
+
+
+def _up(num: int, unit: int) -> int:
+    return -(-num // unit) * unit
+
+
+def key_of(path: Path, about: str) -> str:
+    """What tells prepared weights apart: the checkpoint's files and `about`, what is made of them."""
+    made = hashlib.sha256(f"{VERSION}\n{about}\n".encode())
+    for file in parts(path) if path.is_file() else [path]:
+        made.update(fingerprint_of(file))
+    for file in parts(path) if path.is_file() else sorted(path.glob("*.safetensors")):
+        made.update(f"{file.stat().st_mtime_ns}\n".encode())
+    return made.hexdigest()[:40]
+
+
+class PreparedFile:
+    """One that is complete. It is locked while it is open."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Raises OSError or CheckpointError unless it is what it should be."""
+        self.path = path
+        self.fd = _open_direct(path)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_SH)
+            status = os.fstat(self.fd)
+            if status.st_uid != os.geteuid():
+                raise CheckpointError(f"{path} belongs to another user.")
+            self.file_bytes, self.changed_ns = status.st_size, status.st_mtime_ns
+            self.items = self._read_table(key)
+        except BaseException:
+            self.close()
+            raise
+        os.utime(path, ns=(max(status.st_atime_ns, time.time_ns()), status.st_mtime_ns))  # used just now
+
+    def _read_table(self, key: str) -> dict[str, Item]:
+        head = memory(PAGE)
+        self._read(head, 0)
+        magic, version, offset, num_bytes, digest = _HEAD.unpack_from(head.data)
+        is_ours = magic == _MAGIC and version == VERSION and offset % PAGE == 0 and 0 < num_bytes <= _MAX_TABLE
+        if not is_ours or self.file_bytes != offset + _up(num_bytes, PAGE):
+            raise CheckpointError(f"{self.path} is no file of prepared weights, or was cut short.")
+        table = memory(num_bytes)
+        self._read(table, offset)
+        text = table[:num_bytes].tobytes()
+        if hashlib.sha256(text).digest() != digest:
+            raise CheckpointError(f"{self.path} is corrupt.")
+        data = json.loads(text)
+        items = {item["name"]: Item(**item) for item in data["items"]}
+        fits = all(_fits(item, offset) for item in items.values())
+        if data["key"] != key or not fits:
+            raise CheckpointError(f"{self.path} has the weights of another model.")
+        return items
+
+    def read(self, item: Item, to: np.ndarray | None = None) -> None:
+        """Into memory, if any is given, with the checksum checked."""
+        piece, checksum = memory(_PIECE) if to is None else to, 0
+        for start in range(0, item.num_bytes, _PIECE):
+            num = min(_PIECE, item.num_bytes - start)
+            part = piece[:num] if to is None else piece[start : start + num]
+            self._read(part, item.offset + start)
+            checksum = zlib.crc32(part.data, checksum)
+        if checksum != item.checksum:
+            self.path.unlink(missing_ok=True)
+            raise PreparedCorrupt(f"{self.path} was corrupt, and is removed: {item.name} had another checksum.")
+
+    def verify(self, items: Iterable[Item]) -> None:
+        """That these are as they were written."""
+        with ThreadPoolExecutor(_NUM_READERS) as threads:
+            for _ in threads.map(self.read, items):
+                pass
+
+    def _read(self, to: np.ndarray, offset: int) -> None:
+        done = 0
+        while done < len(to):
+            num = os.preadv(self.fd, [to[done:].data], offset + done)
+            if num <= 0:
+                raise CheckpointError(f"{self.path} was cut short.")
+            done += num
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _fits(item: Item, end: int) -> bool:
+    whole = all(isinstance(num, int) and num >= 0 for num in (item.offset, item.num_bytes, *item.starts))
+    aligned = whole and item.offset % PAGE == 0 and item.num_bytes % PAGE == 0
+    is_inside = aligned and item.offset >= PAGE and item.offset + item.num_bytes <= end
+    return is_inside and all(start <= item.num_bytes for start in item.starts)
+
+
+def _open_direct(path: Path) -> int:
+    """Past the page cache where the file system can do that: pages in it are memory, too."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags)
+
+
+class Writer:
+    """Of a new file, which has its name when it is complete."""
+
+    def __init__(self, folder: Folder, key: str) -> None:
+        self._folder, self._key = folder, key
+        self._path = folder.path / f"{key}.{os.getpid()}{_UNFINISHED}"
+        self.items: dict[str, Item] = {}
+        self._written = 0  # bytes that are on the disk
+        with self._reported():
+            self._file = os.fdopen(os.open(self._path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600), "wb")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._file.write(bytes(PAGE))
+
+    def put(self, name: str, arrays: Sequence[torch.Tensor], about: dict[str, Any]) -> None:
+        offset, num_bytes, checksum, starts = self._file.tell(), 0, 0, list[int]()
+        for array in arrays:
+            data = array.contiguous().view(torch.uint8).flatten().numpy().data
+            starts.append(num_bytes)
+            for part in (data, bytes(-len(data) % _ALIGN)):
+                checksum = self._add(part, checksum)
+                num_bytes += len(part)
+        checksum = self._add(bytes(-num_bytes % PAGE), checksum)
+        self.items[name] = Item(name, offset, _up(num_bytes, PAGE), checksum, starts, about)
+        if self._file.tell() - self._written >= _SYNC_EVERY:
+            self._forget_pages()
+
+    def _add(self, data: bytes | memoryview, checksum: int) -> int:
+        with self._reported():
+            self._file.write(data)
+        return zlib.crc32(data, checksum)
+
+    def _forget_pages(self) -> None:
+        """What is on the disk is not needed in the page cache."""
+        with self._reported():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._written = self._file.tell()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def finish(self) -> PreparedFile:
+        text = json.dumps({"key": self._key, "items": [asdict(item) for item in self.items.values()]}).encode()
+        offset = self._file.tell()
+        with self._reported():
+            self._file.write(text + bytes(-len(text) % PAGE))
+            self._file.seek(0)
+            self._file.write(_HEAD.pack(_MAGIC, VERSION, offset, len(text), hashlib.sha256(text).digest()))
+            self._forget_pages()
+            path = self._folder.path_of(self._key)
+            self._path.rename(path)
+            self._file.close()
+        return PreparedFile(path, self._key)
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if hasattr(self, "_file"):
+                self.discard()
+            what = "The disk is full" if error.errno in _FULL else f"{error.strerror}"
+            raise ConfigError(
+                f"{what}: the prepared weights cannot be written to {self._folder.path}.",
+                fix="Free space there, or choose another folder with --weight-cache.",
+                param="weight_cache",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Of prepared weights, at most `quota` bytes of them."""
+
+    path: Path
+    quota: int
+
+    def path_of(self, key: str) -> Path:
+        return self.path / f"{key}{_SUFFIX}"
+
+    def open(self, key: str) -> PreparedFile | None:
+        """None: there is none that is right. A wrong one is removed."""
+        path = self.path_of(key)
+        try:
+            return PreparedFile(path, key)
+        except FileNotFoundError:
+            return None
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+            path.unlink(missing_ok=True)
+            return None
+
+    def write(self, key: str, num_bytes: int) -> Writer:
+        """`num_bytes`: what the file will have at most."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_room(num_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"Prepared weights cannot be written to {self.path}: {error.strerror}.",
+                fix="Choose another folder with --weight-cache.",
+                param="weight_cache",
+            ) from error
+        return Writer(self, key)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what nobody uses until there is room: what is unfinished, then the least recently used."""
+        if num_bytes > self.quota:
+            raise ConfigError(
+                f"The prepared weights need {fmt_bytes(num_bytes)} on disk; the quota of {self.path} is {fmt_bytes(self.quota)}.",
+                fix=f"Give at least {fmt_bytes(num_bytes)} with --weight-cache PATH:SIZE.",
+                param="weight_cache",
+            )
+        for file in self.path.glob(f"*{_UNFINISHED}"):
+            _remove_unused(file)
+        files = sorted(self.path.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_atime_ns)
+        while (short := self._lacks(num_bytes)) and files:
+            _remove_unused(files.pop(0))
+        if short:
+            raise ConfigError(
+                f"The prepared weights need {fmt_bytes(num_bytes)} on disk; {self.path} has {fmt_bytes(num_bytes - short)} left.",
+                fix="Free space there, or choose another folder or a larger quota with --weight-cache.",
+                param="weight_cache",
+            )
+
+    def _lacks(self, num_bytes: int) -> int:
+        """Bytes that are missing on the disk or under the quota."""
+        used = sum(file.stat().st_size for file in self.path.glob(f"*{_SUFFIX}"))
+        status = os.statvfs(self.path)
+        return max(0, used + num_bytes - self.quota, num_bytes - status.f_bavail * status.f_frsize)
+
+
+def _remove_unused(path: Path) -> None:
+    """Unless somebody has it locked."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)

@@ -3,7 +3,7 @@ as that library dequantizes them, in float32.
 
     PYTHONPATH=PACKAGES .venv/bin/python -m bench.foreign_checkpoints [--only gptq] [--results FILE.json]
 
-PACKAGES has what is to be tried of llmcompressor, compressed-tensors, gptqmodel, autoawq, auto-round and bitsandbytes;
+PACKAGES has what is to be tried of llmcompressor, compressed-tensors, gptqmodel, autoawq and bitsandbytes;
 COMPRESSED_0_12 in the environment names a folder with compressed-tensors 0.12. Each row is a process of its own, as the
 libraries patch Transformers; a row whose library cannot run says why. The model is a random Llama (or Qwen3 with experts) of 2
 layers, with weights large enough to give varied logits.
@@ -100,44 +100,16 @@ def gptq_model(bits: int, **how: Any) -> Callable[[Path, Path], Weights]:
     return make
 
 
-def auto_round(layout: str, bits: int = 4, symmetric: bool = True) -> Callable[[Path, Path], Weights]:
-    """Its layouts are those of gptqmodel and autoawq, whose modules read them."""
-
-    def make(plain: Path, out: Path) -> Weights:
-        from auto_round import AutoRound
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-        made = AutoRound(
-            model, AutoTokenizer.from_pretrained(plain), bits=bits, group_size=32, sym=symmetric, iters=0, disable_opt_rtn=True,
-            nsamples=16, seqlen=64, device_map="cpu",
-        )  # fmt: skip
-        made.quantize_and_save(str(out), format=layout)
-        return read_gptq(out) if "gptq" in layout else read_awq(out)
-
-    return make
-
-
 def read_gptq(folder: Path) -> Weights:
     from gptqmodel import BACKEND, GPTQModel
-
-    loaded = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH)
-    return dequantized(loaded.model, "qweight", lambda module: module.dequantize_weight().t())
-
-
-def read_awq(folder: Path) -> Weights:
-    from awq.utils.packing_utils import dequantize_gemm
     from safetensors.torch import load_file
 
-    stored = load_file(folder / "model.safetensors")
-    group = json.loads((folder / "config.json").read_text())["quantization_config"]["group_size"]
-    made = {name: values.float() for name, values in stored.items() if name.endswith(".weight")}
-    for name in stored:
-        if name.endswith(".qweight"):
-            module = name.removesuffix(".qweight")
-            qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
-            made[f"{module}.weight"] = dequantize_gemm(qweight, qzeros, scales.float(), 4, group).t().contiguous()
-    return made
+    loaded = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH)
+    stored = load_file(next(folder.glob("*.safetensors")))
+    for name, module in loaded.model.named_modules():  # it rounds scales to bfloat16 when it loads
+        if hasattr(module, "qweight"):
+            module.scales = stored[f"{name}.scales"].float()
+    return dequantized(loaded.model, "qweight", lambda module: module.dequantize_weight().t())
 
 
 def auto_awq(plain: Path, out: Path) -> Weights:
@@ -285,11 +257,6 @@ MAKERS: dict[str, Callable[[Path, Path], Weights]] = {
     "gptqmodel 4 bits, asymmetric, v2": gptq_model(4, sym=False, format="gptq_v2"),
     "gptqmodel 3 bits": gptq_model(3),
     "gptqmodel 2 bits": gptq_model(2),
-    "gptqmodel 8 bits, whole rows": gptq_model(8, group_size=-1),
-    "gptqmodel 4 bits of experts": gptq_model(4),
-    "auto-round, GPTQ": auto_round("auto_gptq"),
-    "auto-round, GPTQ, asymmetric": auto_round("auto_gptq", symmetric=False),
-    "auto-round, AWQ": auto_round("auto_awq", symmetric=False),
     "autoawq gemm": auto_awq,
     "bitsandbytes NF4, nested": bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "bitsandbytes FP4": bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
@@ -308,7 +275,7 @@ def compare(plain: Path, folder: Path, weights: Weights) -> dict[str, Any]:
     reference = reference_model(plain, weights)
     prompts = [ids[:LENGTH] for ids in texts()[:PROMPTS]]
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
-    for dtype in ("float32", "quantized"):
+    for dtype in ("float32",) if "sparse" in folder.name else ("float32", "quantized"):
         llm = LLM(str(folder), progress=False, dtype=dtype, max_context=128)
         answers = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, progress=False)]
         errors, equal = [], 0
@@ -369,7 +336,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | {one['why']} | | | | |")
             continue
         cells = [f"{one['values']:.1e}"]
-        for dtype in ("float32", "quantized"):
+        for dtype in sorted(one.keys() & {"float32", "quantized"}):
             cells += [f"{one[dtype]['error']:.1e}", f"{one[dtype]['tokens']} of {one[dtype]['of']}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -390,7 +357,7 @@ def main() -> None:
         for number, name in enumerate(MAKERS):
             if name in found or not any(part.strip() in name for part in given.only.split(",")):
                 continue
-            out = (given.keep or Path(temporary)) / str(number)
+            out = (given.keep or Path(temporary)) / f"{number}-{'sparse' if 'sparse' in name else 'packed'}"
             command = [sys.executable, "-m", "bench.foreign_checkpoints", "--row", name, "--keep", str(out)]
             old = [os.environ.get("COMPRESSED_0_12", "")] if "0.12" in name else []
             paths = os.pathsep.join([*old, os.environ.get("PYTHONPATH", "")])

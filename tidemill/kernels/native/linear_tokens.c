@@ -88,22 +88,22 @@ TM_INLINE void single_w8(const linear_job *j, int kind, const uint8_t *codes, co
     *out = f32x8_mul1(add_group(kind, 0, sum, scales, f32x8_set(0)), j->xd[0]);
 }
 
-/* Four panels by `n` rows, from `k` to `end`: a byte has a code of each panel. Two chains of sums for each, so that none waits. */
+/* Four panels by `n` rows, from `k` to `end`: a byte has a code of each panel. */
+#define FOUR_PANELS(f)                                           \
+    {                                                            \
+        u8x32 w = u8x32_load(codes + f * 32);                    \
+        for (int r = 0; r < n; r++) fields_dot(dots[r], w, four[r], f) \
+    }
 TM_INLINE void dots_t2(const linear_job *j, const uint8_t *codes, long row, int n, long k, long end, i32x8 dots[2][SPAN]) {
     const int8_t *x = j->xq + row * j->num_in;
-    i32x8 odd[SPAN];
     codes += k * LANES;
-    for (int p = 0; p < SPAN; p++) dots[0][p] = dots[1][p] = odd[p] = i32x8_set(0);
+    for (int r = 0; r < n; r++)
+        for (int p = 0; p < SPAN; p++) dots[r][p] = i32x8_set(0);
     for (; k < end; k += 16, codes += 128) {
-        i8x16 first = i8x16_load(x + k), second = i8x16_load(x + (n - 1) * j->num_in + k);
-        u8x32 w[4] = {u8x32_load(codes), u8x32_load(codes + 32), u8x32_load(codes + 64), u8x32_load(codes + 96)};
-        fields_dot(dots[0], w[0], first, 0) fields_dot((n == 1 ? odd : dots[0]), w[1], first, 1)
-        fields_dot(dots[0], w[2], first, 2) fields_dot((n == 1 ? odd : dots[0]), w[3], first, 3)
-        if (n == 1) continue;
-        fields_dot(dots[1], w[0], second, 0) fields_dot(dots[1], w[1], second, 1)
-        fields_dot(dots[1], w[2], second, 2) fields_dot(dots[1], w[3], second, 3)
+        i8x16 four[2];
+        for (int r = 0; r < n; r++) four[r] = i8x16_load(x + r * j->num_in + k);
+        FOUR_PANELS(0) FOUR_PANELS(1) FOUR_PANELS(2) FOUR_PANELS(3)
     }
-    for (int p = 0; p < SPAN; p++) dots[0][p] = i32x8_add(dots[0][p], odd[p]);
 }
 
 TM_INLINE void tile_t2(const linear_job *j, long panel, const uint8_t *codes, const float *scales, long row, int n) {

@@ -304,7 +304,7 @@ WRONG_CONFIGS = [
     ("Phi3", {"rope_parameters": ROPE | {"long_factor": 3.0}}, "key long_factor is '3.0'"),
     ("Phi3", {"rope_parameters": ROPE | {"original_max_position_embeddings": 1}}, "original context"),
     ("Phi3", {"rope_parameters": ROPE | {"attention_factor": float("inf")}}, "attention_factor"),
-    ("GPT2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+    ("GPT2", {"activation_function": "mish"}, "activation_function 'mish' is not supported"),
     ("GPT2", {"n_head": 5}, "5 heads do not divide 64 dimensions"),
     ("GPT2", {"n_head": 0}, "0 heads do not divide"),
     ("GPT2", {"n_positions": 300}, "transformer.wpe.weight has shape [256, 64]"),

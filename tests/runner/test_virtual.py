@@ -109,7 +109,7 @@ def test_what_a_page_holds_is_at_all_its_addresses_and_survives_being_mapped_els
         ({"kv_layout": "flat"}, {}, "kv_layout 'flat' is not known"),
         ({"kv_layout": "virtual", "speculate": "exit"}, {}, "first layers"),
         ({"kv_layout": "virtual", "speculate": "exit-bandit"}, {}, "first layers"),
-        ({"kv_layout": "virtual", "kv_host_memory_bytes": 2**20}, {}, "host memory and disk"),
+        ({"kv_layout": "virtual", "kv_host_memory_bytes": 2**20}, {}, "kv_host_memory, kv_disk"),
         ({"kv_layout": "virtual", "kv_dtype": "int8"}, {}, "int8 have their scales"),
         ({"kv_layout": "virtual", "page_size": 1}, {}, "1 tokens of 768 bytes do not fill whole granules"),
         ({"kv_layout": "virtual"}, {"sliding_window": 32}, "layers with windows"),

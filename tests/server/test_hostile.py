@@ -59,6 +59,7 @@ VALID = {
     "/v1/chat/completions/batch": {"model": "tiny", "messages": [SAID], "max_tokens": 2},
     "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 2}},
     "/abort_request": {"rid": "x"},
+    "/pooling": {"model": "tiny", "input": "x"},
     "/v1/rerank": {"model": "tiny", "query": "x", "documents": ["y"]},
     "/v1/score": {"model": "tiny", "text_1": "x", "text_2": ["y"]},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},

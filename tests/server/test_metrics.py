@@ -33,7 +33,8 @@ def test_the_dashboard_and_the_metrics_agree():
     assert shown <= there, shown - there
     plain = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in there}
     assert plain == {re.sub(r"_(total|bucket)$", "", name) for name in shown}
-    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 17
+    numbers = [panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]]
+    assert len(numbers) == len(set(numbers)) >= 18
 
 
 def test_experts_are_counted_by_number_and_compared_by_layer():

@@ -17,6 +17,7 @@ from tidemill.engine import kv_saving
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
+from tidemill.engine.endings import Endings
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WeightsLost, WorkerLost
@@ -40,7 +41,6 @@ from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutpu
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
-_EXPORT_S = 0.05  # waited for pages that another engine needs to go on
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
@@ -51,14 +51,6 @@ class InFlight(NamedTuple):
     launched: Any
     started_s: float
     is_ahead: bool  # it was launched before the one before it was collected
-
-
-class Ending(NamedTuple):
-    """The end of a request, to be told when these contents are exported."""
-
-    delta: Delta
-    keys: frozenset[bytes]
-    until_s: float  # it is waited for
 
 
 @dataclass(slots=True)
@@ -136,7 +128,7 @@ class EngineCore:
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
         self._is_closed = False
-        self._last: list[Ending] = []  # of requests whose pages are being exported
+        self._endings = Endings(self.scheduler, self.runner, self._clock, self._take_moves) if config.export_slots else None
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -145,7 +137,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight or self._awaiting or self._last) or self.adapters.is_reading
+        return self.scheduler.has_work or bool(self._in_flight or self._awaiting or self._endings) or self.adapters.is_reading
 
     @property
     def is_in_flight(self) -> bool:
@@ -155,7 +147,7 @@ class EngineCore:
     @property
     def idle_s(self) -> float:
         """Though there is work, no step can be made for so long, unless something comes."""
-        return 0.0 if self._in_flight or self._awaiting or self._last else self.scheduler.idle_s
+        return 0.0 if self._in_flight or self._awaiting or self._endings else self.scheduler.idle_s
 
     @property
     def has_moves(self) -> bool:
@@ -327,7 +319,7 @@ class EngineCore:
             self.adapters.wait()
         try:
             self._take_moves()
-            if self._last and (told := self._exported()):
+            if self._endings and (told := self._endings.exported()):
                 return StepOutput(told, self._events.take()), failed
             if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self._in_flight[0].plan  # whose requests fail if this does
@@ -354,7 +346,9 @@ class EngineCore:
             if not isinstance(error, Exception) or self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             traceback.print_exc()
-        deltas = self._after_export(self._outputs(*ended) if ended else [])
+        deltas = self._outputs(*ended) if ended else []
+        if self._endings is not None:
+            deltas = self._endings.keep(deltas)
         return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:
@@ -408,36 +402,6 @@ class EngineCore:
             if one.finish_reason:
                 self._forget(one.request.seq)
         return deltas
-
-    def _after_export(self, deltas: list[Delta]) -> list[Delta]:
-        """The end of a request is told when other engines know of its pages: one of them may go on with it. What is handed over
-        has its token told before that."""
-        if not self.config.export_slots or self.runner.mover is None:
-            return deltas
-        told = [delta for delta in deltas if not delta.finish_reason]
-        ended = [delta for delta in deltas if delta.finish_reason]
-        now, exporting = self._clock.now(), frozenset(self.scheduler.kv.exporting) if ended else frozenset()
-        for delta in ended:
-            if delta.finish_reason == HANDED_OVER:
-                told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
-                delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
-            self._last.append(Ending(delta, exporting, now + _EXPORT_S))
-        return told
-
-    def _exported(self) -> list[Delta]:
-        """Ends of requests whose pages are exported by now. That is waited for, for a moment: the next step may take long."""
-        while True:
-            moves = self.scheduler.plan_moves()
-            if moves is not None:
-                self.runner.change_pages(moves)
-            mover, exporting, now = self.runner.mover, self.scheduler.kv.exporting, self._clock.now()
-            over = [one for one in self._last if exporting.isdisjoint(one.keys) or now > one.until_s]
-            if mover is None or len(over) == len(self._last):
-                break
-            mover.wait(_MOVES_S)
-            self._take_moves()
-        self._last = [one for one in self._last if one not in over]
-        return [one.delta for one in over]
 
     def _count_uses(self, now: float) -> None:
         """Of experts and of streamed weights: every so many steps, and when nothing is left to do."""

@@ -1,0 +1,123 @@
+"""The side of the KV manager that faces the tiers: what is loaded, stored, exported and fetched."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from tidemill.kv.behind import Behind
+from tidemill.kv.pages import PagePool
+from tidemill.kv.prefix import AnyIndex
+from tidemill.kv.tiers import Moved, PageMove, Tiers
+
+
+class _Holder(Protocol):
+    def held(self) -> Iterator[int]: ...
+
+
+class TieredPages(ABC):
+    page_size: int
+    _behind: Behind | None
+    _pool: PagePool
+    _index: AnyIndex
+    _step: int
+
+    @property
+    @abstractmethod
+    def _holders(self) -> Mapping[int, _Holder]:
+        """By sequence: its pages."""
+
+    @abstractmethod
+    def _take(self) -> int: ...
+
+    @abstractmethod
+    def _forget(self, page: int) -> bool: ...
+
+    @property
+    def tiers(self) -> Tiers | None:
+        return None if self._behind is None else self._behind.tiers
+
+    def tier_sizes(self) -> list[tuple[str, int, int]]:
+        """Of each tier: its name, the pages in it, and how many it can hold."""
+        if self.tiers is None:
+            return []
+        tiers = {"host memory": self.tiers.host, "disk": self.tiers.disk, "exported": self.tiers.exports}
+        sizes = [(name, len(slots), slots.num) for name, slots in tiers.items() if slots.num]
+        num_peers = len(self.tiers.peers)
+        return sizes + [("other engines", num_peers, num_peers)] * (num_peers > 0)
+
+    @property
+    def num_stored(self) -> int:
+        """Of the pages evicted so far, those that a tier has got."""
+        return 0 if self._behind is None else self._behind.num_stored
+
+    @property
+    def num_loading(self) -> int:
+        """Pages."""
+        return 0 if self._behind is None else len(self._behind.loading)
+
+    def is_loading(self, seq: int) -> bool:
+        """It cannot be computed: its pages, or those that it shares, are not there yet."""
+        if self._behind is None or not self._behind.loading:
+            return False
+        return not self._behind.loading.isdisjoint(self._holders[seq].held())
+
+    def take_moves(self) -> list[PageMove]:
+        """What the runner is to move now."""
+        if self._behind is None:
+            return []
+        self._behind.export_some()
+        return self._behind.tiers.take_moves()
+
+    def trust(self, num_steps: int) -> None:
+        """So many steps were computed: what was stored after them is right, and what they computed may be exported."""
+        if self._behind is not None:
+            self._behind.tiers.trust(num_steps)
+            self._behind.export_some()
+
+    @property
+    def exporting(self) -> set[bytes]:
+        """Contents that are computed, and on their way to where other engines find them."""
+        return set() if self._behind is None else self._behind.exporting
+
+    def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
+        """What places of other engines hold now, and contents that they found to be worthless."""
+        assert self._behind is not None
+        self._behind.learn(slots)
+        for key in erased:
+            self._behind.tiers.drop(key)
+            if page := self._behind.unused_page(key):
+                self._forget(page)
+
+    def fetch_announced(self) -> None:
+        """What other engines have announced comes into free pages before it is needed, while there are many."""
+        if self._behind is not None:
+            self._behind.fetch(self._take, (self._pool.num_pages - 1) // 2, self.page_size)
+
+    def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
+        """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""
+        assert self._behind is not None
+        results = [self._behind.moved(one) for one in done]
+        broken = {move.target for move, failed in results if failed}
+        seqs = [seq for seq, sequence in self._holders.items() if not broken.isdisjoint(sequence.held())] if broken else []
+        return [move for move, _ in results], seqs
+
+    def cached_pages(self) -> Iterator[int]:
+        """That no sequence holds, the latest first. A prefix comes before what follows it."""
+        return iter([page for page in self._pool.free_pages() if page in self._index][::-1])
+
+    def save(self, page: int) -> None:
+        """A cached page goes to the tiers, though it stays."""
+        if self._behind is not None and self._pool.references(page) == 0:
+            self._behind.save(page, self._step)
+
+    def is_gone(self, seq: int) -> None:
+        """A sequence that was preempted will not come back."""
+        if self._behind is not None:
+            self._behind.is_back(seq)
+
+    def fail_moves(self) -> None:
+        """After `clear_prefixes`, since a step has failed: what is behind it cannot be trusted, nor that moves were made."""
+        if self._behind is not None:
+            self._behind.fail()

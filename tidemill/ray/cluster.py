@@ -134,7 +134,7 @@ class Cluster:
         answers = [asyncio.create_task(_awaited(actor.about.remote())) for actor in actors]
         try:
             found = await _all_of(answers, self.wait_s)
-            if found is None and free - self._num_free(needs) < num:
+            if found is None and group is None and free - self._num_free(needs) < num:  # a group's place is reserved
                 raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}")
             found = found or await _all_of(answers, START_S)
             if found is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaForCausalLM
@@ -14,14 +15,17 @@ from tests.engine.test_client import until
 from tests.engine.test_lora import make_lora
 from tidemill.config import EngineOptions
 from tidemill.engine import replicas as replicas_module
+from tidemill.engine import roles
 from tidemill.engine.client import EngineClient
+from tidemill.engine.inbox import Inbox
 from tidemill.engine.llm import LLM
+from tidemill.engine.pending import Pending
 from tidemill.engine.replicas import Replicas
-from tidemill.engine.roles import routing_of
+from tidemill.engine.roles import Roles, routing_of
 from tidemill.errors import Cancelled, ConfigError, InvalidRequest, QueueFull
 from tidemill.events import Admitted, Deferred, EngineRestarted, Finished, FirstToken, Placed, TakenOver
 from tidemill.sampling import Beams, Grammar, SamplingParams
-from tidemill.wire import Hold, Submit
+from tidemill.wire import Delta, Hold, StepOutput, Submit
 
 LONG = [2 + (7 * i) % 90 for i in range(70)]  # more than a decode engine takes at once
 
@@ -70,7 +74,7 @@ def run(test, folder, **given):
                 if one._link is not None:
                     one._link.core.scheduler.check_integrity()
             roles = client._routing
-            assert (roles._routes, roles._at_gate, roles._let_in) == ({}, set(), {})
+            assert (roles._routes, roles._at_gate, roles._let_in) == ({}, {}, {})
             assert not any(room.num_promised for room in client._routing._rooms.values())
         finally:
             await client.close()
@@ -158,7 +162,7 @@ def test_a_prompt_begins_when_a_decode_engine_has_room(tiny_folder, in_process):
         going = [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}")) for i in range(2)]
         await until(lambda: sum(isinstance(one, Finished) and one.reason == "handed over" for one in seen) == 3)
         going += [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}", tenant="b" if i == 4 else "")) for i in (2, 3, 4)]
-        await until(lambda: client._routing._at_gate == {"r2", "r3", "r4"})
+        await until(lambda: client._routing._at_gate.keys() == {"r2", "r3", "r4"})
         with pytest.raises(QueueFull):
             await answer(client, "too many")
         with pytest.raises(InvalidRequest):
@@ -284,3 +288,87 @@ def test_options_that_do_not_go_together(given, what):
 def test_an_llm_is_one_engine(tiny_folder):
     with pytest.raises(ConfigError, match="An LLM is one engine"):
         LLM(str(tiny_folder), prefill_engines=1, decode_engines=1)
+
+
+# ---- the gate, without engines: what they say is made up
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """One prefill and one decode engine that has a single slot, and what was sent to them."""
+    monkeypatch.setattr(EngineClient, "working", True)
+    monkeypatch.setattr(EngineClient, "alive", True)
+    sizes = {"max_requests": 1, "num_pages": 100, "page_size": 16, "token_budget": 512, "max_waiting": 1000}
+    config = SimpleNamespace(**sizes, layout=SimpleNamespace(groups=[0]), context_of=lambda _: 100_000, policy_of=lambda _: None)
+    ready, sent = SimpleNamespace(config=config, model=SimpleNamespace(vocab_size=1000, pooler=None)), []
+
+    def make() -> Replicas:
+        made = Replicas(2, routing=Roles(1, 1))
+        for client in made._clients:
+            client.ready, client._is_held, client._link = ready, False, SimpleNamespace(send=sent.append)
+        return made
+
+    return make, sent
+
+
+async def never_mind(client, name):
+    async for _ in client.submit(Submit(name, [1] * 1000, SamplingParams(max_tokens=10))):
+        pass
+
+
+async def rest():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_what_was_kept_for_a_request_that_ended_early_is_given_to_the_next(gate):
+    make, sent = gate
+
+    async def ask():
+        client = make()
+        tasks = [asyncio.create_task(never_mind(client, name)) for name in "ab"]
+        await rest()
+        assert [one.request_id for one in sent] == ["a"]
+        client._clients[0]._take(StepOutput([Delta("a", 0, [5], finish_reason="stop")], []))
+        await rest()
+        assert [one.request_id for one in sent] == ["a", "b"]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(ask())
+
+
+def test_nobody_waits_for_room_for_ever(gate, monkeypatch):
+    make, sent = gate
+
+    async def ask():
+        client = make()
+        client._routing._room("1").observe(1, 0, 50)  # and more that need no prefill keep coming
+        tasks = [asyncio.create_task(never_mind(client, name)) for name in "abc"]
+        await rest()
+        assert not sent
+        monkeypatch.setattr(roles, "_PATIENCE_S", -1.0)
+        client._routing.changed()
+        assert [one.request_id for one in sent] == ["a"]  # and no other until it is admitted
+        client._routing.take(1, [Admitted(0.0, "a", 0, 0, 1000, 0.0, "first")])
+        assert [one.request_id for one in sent] == ["a", "b"]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(ask())
+
+
+def test_a_crowd_at_the_gate_of_an_engine_that_dies_goes_on(gate, monkeypatch):
+    make, _ = gate
+
+    async def ask():
+        client = make()
+        first, second = client._clients
+        monkeypatch.setattr(EngineClient, "working", property(lambda one: one is second))
+        for i in range(1000):
+            request = Submit(f"r{i}", [1, 2, 3], SamplingParams())
+            first._pending[f"r{i}"] = Pending(request, Inbox(), [[]])
+        first._hand_over(False)
+        assert not first._pending
+
+    asyncio.run(ask())

@@ -485,6 +485,8 @@ class EngineClient:
     def _end_as_lost(self, some: Iterable[Pending]) -> None:
         """But for those that engines may have died of."""
         for pending in [one for one in some if not one.is_over and not one.num_deaths and one.request.priority != PROBE]:
+            if pending.is_over:  # by what followed from the one before
+                continue
             lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
             lost.is_known, lost.may_have_killed = pending.is_known, pending.may_have_killed
             self._end(pending, lost)

@@ -57,6 +57,7 @@ class Replicas:
         self.adapters = ReplicaAdapters(self._clients)
         self.on_change: Callable[[], None] | None = None
         self.gave_up = asyncio.Event()
+        self._is_moving = False
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
@@ -112,9 +113,14 @@ class Replicas:
 
     def _move_waiting(self) -> None:
         """Requests that wait for an engine that is restarted go to one that works."""
-        if any(client.working for client in self._clients):
+        if self._is_moving or not any(client.working for client in self._clients):
+            return
+        self._is_moving = True  # each that is handed over is a change, and calls this again
+        try:
             for client in self._clients:
                 client.hand_over_waiting()
+        finally:
+            self._is_moving = False
 
     def _changed(self) -> None:
         if self.death:

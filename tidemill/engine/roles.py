@@ -35,6 +35,7 @@ from tidemill.sched.room import Room, first_in
 from tidemill.wire import Delta, Ready, Submit, Timings
 
 PREFILL, DECODE = "prefill", "decode"
+_PATIENCE_S = 5.0  # at the gate; then a request enters though there is no room, one at a time, so that none starves
 _SHORT = 16  # a prompt is short if it takes this part of a step
 
 
@@ -76,7 +77,8 @@ class Roles(Routing):
         self._emit: Callable[[int, Event], None] = lambda number, event: None
         self._rooms: dict[str, Room] = {}  # of decode engines
         self._routes: dict[str, RoleRoute] = {}
-        self._at_gate: set[str] = set()  # requests that wait until a decode engine has room
+        self._at_gate: dict[str, float] = {}  # requests that wait until a decode engine has room, and since when
+        self._late = ""  # the one that was let in though there was none, until it is admitted
         self._let_in: Counter[str] = Counter()  # by tenant: requests that did not have to wait, or not any more
         self._order = count()
 
@@ -175,21 +177,23 @@ class Roles(Routing):
         """Why a request must not begin yet; empty: it may. See EngineClient."""
         route = self._routes.get(request.request_id)
         if route is None or not request.hands_over or route.is_let_in:
-            self._at_gate.discard(request.request_id)
+            self._at_gate.pop(request.request_id, None)
             return ""
         why = f"{len(self._at_gate)} requests wait for room in the decode engines" if self._at_gate else ""
         if not why:
             why = self._find_room(request, route)
         if why:
-            self._at_gate.add(request.request_id)
+            self._at_gate.setdefault(request.request_id, time.monotonic())
             asyncio.get_running_loop().call_soon(self._let_in_all)
         return why
 
-    def _find_room(self, request: Submit, route: RoleRoute) -> str:
-        """Has room kept for it; or else says why there is none."""
+    def _find_room(self, request: Submit, route: RoleRoute, is_late: bool = False) -> str:
+        """Has room kept for it; or else says why there is none. `is_late`: it waits in a decode engine's own queue if need be."""
         num_rows, decoding = request.params.n, self._decoding
         why = {name: self._room(name).why_not(num_rows, self._pages_of(request, name)) for name in decoding}
         free = {name: one for name, one in decoding.items() if not why[name]}
+        if is_late:
+            free, self._late = free or decoding, request.request_id
         if decoding and not free:
             return f"no decode engine has room: {next(iter(why.values()))}"
         if free:  # or else whoever works goes on with it
@@ -211,17 +215,23 @@ class Roles(Routing):
 
     def _let_in_all(self) -> None:
         """Those that may begin by now."""
-        while self._at_gate and (not self._decoding or any(self._room(name).has_row for name in self._decoding)):
+        while self._at_gate:
+            is_late = not self._late and time.monotonic() - next(iter(self._at_gate.values())) > _PATIENCE_S
+            if not is_late and self._decoding and not any(self._room(name).has_row for name in self._decoding):
+                return
             waiting = [(client, one) for client in self._clients for one in client.at_gate]
             if not waiting:
                 return
             routes = [self._routes[one.request.request_id] for _, one in waiting]
             told = [(one.tenant, pending.request.priority, one.order) for one, (_, pending) in zip(routes, waiting, strict=True)]
-            at = first_in(told, self._let_in, BACKGROUND)
+            ids = [pending.request.request_id for _, pending in waiting]
+            oldest = next(iter(self._at_gate))
+            is_late = is_late and oldest in ids
+            at = ids.index(oldest) if is_late else first_in(told, self._let_in, BACKGROUND)
             (client, pending), route = waiting[at], routes[at]
-            if self._find_room(pending.request, route):
+            if self._find_room(pending.request, route, is_late):
                 return
-            self._at_gate.discard(pending.request.request_id)
+            self._at_gate.pop(pending.request.request_id, None)
             client.let_in(pending)
 
     def _room(self, name: str) -> Room:
@@ -254,6 +264,7 @@ class Roles(Routing):
             case events.Admitted():
                 request_id = event.request_id.partition(":")[0]
                 self._room(str(number)).admitted(request_id)
+                self._late = "" if request_id == self._late else self._late
                 route = self._routes.get(request_id)
                 if route is not None and route.source >= 0 and route.name == str(number):
                     now, num_new = time.monotonic(), event.num_tokens - event.num_cached
@@ -269,7 +280,8 @@ class Roles(Routing):
     def end(self, request: Submit, route: Route) -> None:
         assert isinstance(route, RoleRoute)
         del self._routes[request.request_id]
-        self._at_gate.discard(request.request_id)
+        self._at_gate.pop(request.request_id, None)
+        self._late = "" if request.request_id == self._late else self._late
         if route.is_let_in:
             self._let_in[route.tenant] -= 1
             self._let_in += Counter()  # without those that are 0
@@ -277,6 +289,7 @@ class Roles(Routing):
             self._rooms[route.target].release(request.request_id)
         if route.name and self._role(route.name) == DECODE and len(route.outputs) == 1:  # a conversation may go on there
             self._placements[DECODE].note(route.name, keys_of([*request.prompt_ids, *route.outputs[0]], request))
+        self._let_in_all()  # what was kept for it is free
 
 
 def routing_of(options: EngineOptions) -> Routing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -117,8 +118,8 @@ async def _response(models: Models, body: EmbeddingRequest, caller: Caller) -> R
         data.append({"index": i, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": at})
         at += len(vector)
         data[-1] |= {"end": at, "shape": shape}
-    metadata = _json({key: made.head[key] for key in ("id", "created", "model")} | {"data": data, "usage": made.usage})
-    headers = {"metadata": metadata.decode()} if body.encoding_format == "bytes" else None
+    metadata = {key: made.head[key] for key in ("id", "created", "model")} | {"data": data, "usage": made.usage}
+    headers = {"metadata": json.dumps(metadata)} if body.encoding_format == "bytes" else None  # ASCII alone
     return Response(b"".join(made.vectors), media_type="application/octet-stream", headers=headers)
 
 

@@ -74,6 +74,29 @@ def wait(importer, until) -> tuple[dict[int, bytes], list[bytes], list[str]]:
     return slots, erased, problems
 
 
+def in_use() -> tuple[int, int]:
+    """Files and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def wait_for_use(most: tuple[int, int]) -> None:
+    give_up = time.monotonic() + 10
+    while any(now > before for now, before in zip(in_use(), most, strict=True)):
+        assert time.monotonic() < give_up, (in_use(), most)
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("address", ["shm", "tcp"], indirect=True)
+def test_a_connection_that_ends_leaves_no_files_and_threads(address):
+    before = in_use()
+    exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
+    for _ in range(3):
+        open_importer([address], SIZE, SAME, "key").close()
+    exporter.close()
+    del exporter  # and the memory it shared
+    wait_for_use(before)
+
+
 def test_pages_arrive(opened):
     exporter, importer = opened
     for i in range(SLOTS):
@@ -199,10 +222,13 @@ def test_a_peer_that_announces_nonsense_is_given_up(wrong):
 def test_memory_that_could_be_cut_under_the_reader_is_refused(monkeypatch):
     monkeypatch.setattr("tidemill.transfer.shm._anonymous", lambda num: _plain(num))
     exporter = open_exporter("shm:cut", SLOTS, SIZE, SAME, None)
+    before = in_use()
     importer = open_importer(["shm:cut"], SIZE, SAME, None)
     _, _, problems = wait(importer, lambda *known: known[2])
     assert "made smaller" in problems[0]
+    assert importer._links[0].pause_s > 0.2  # it is asked less often
     importer.close()
+    wait_for_use(before)
     exporter.close()
 
 

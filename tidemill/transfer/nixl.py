@@ -67,6 +67,7 @@ class NixlReader:
         try:
             self._peer = self._agent.add_remote_agent(offer[8:])
         except Exception as error:
+            self._agent.deregister_memory(self._registered)
             raise TransferError(f"{channel.peer} has sent what NIXL does not understand") from error
         self._here = self._agent.get_xfer_descs([(self._arrived.ctypes.data, page_bytes, 0)], "DRAM")
         self._lock = threading.Lock()
@@ -98,4 +99,5 @@ class NixlReader:
 
     def close(self) -> None:
         self._channel.abort()
+        self._channel.close()
         self._agent.deregister_memory(self._registered)

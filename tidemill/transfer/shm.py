@@ -59,6 +59,7 @@ class SharedReader:
 
     def close(self) -> None:
         self._channel.abort()
+        self._channel.close()
 
 
 def _anonymous(num_bytes: int) -> int:

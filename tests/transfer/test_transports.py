@@ -13,6 +13,7 @@ import pytest
 
 from tidemill.errors import ConfigError, PeerMismatch, WorkerLost
 from tidemill.kernels import native
+from tidemill.parallel import channel
 from tidemill.parallel.channel import Door
 from tidemill.transfer import base, checksum
 from tidemill.transfer import open as opening
@@ -169,9 +170,37 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path):
     importer = open_importer([address], SIZE, SAME, "other")
     _, _, problems = wait(importer, lambda *known: known[2])
     assert "another key" in problems[0]
-    assert not exporter._readers
+    assert not exporter._journal._known
     importer.close()
+    give_up = time.monotonic() + 10
+    while exporter._readers:
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
     exporter.close()
+
+
+@pytest.mark.parametrize("address", ["tcp"], indirect=True)
+def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch):
+    host, port = address.split(":")[1:]
+    exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
+    with socket.create_connection((host, int(port))):
+        began = time.monotonic()
+        importer = open_importer([address], SIZE, SAME, "key")
+        exporter.write(0, key(0), page(0))
+        wait(importer, lambda slots, *_: slots == {0: key(0)})
+        importer.close()
+        exporter.close()
+        assert time.monotonic() - began < 5
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.2)
+    again = open_exporter(address, SLOTS, SIZE, SAME, "key")
+    with socket.create_connection((host, int(port))) as slow:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() < began + 5:  # the beginning of a message without an end
+                slow.sendall(b"\0")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+    again.close()
 
 
 @pytest.mark.parametrize("wrong", ["slot", "key", "checksum", "too many", "not ours", "too long"])

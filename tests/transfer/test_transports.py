@@ -203,13 +203,14 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch
     again.close()
 
 
-@pytest.mark.parametrize("wrong", ["slot", "key", "checksum", "too many", "not ours", "too long"])
+@pytest.mark.parametrize("wrong", ["slot", "key", "erased", "checksum", "too many", "not ours", "too long"])
 def test_a_peer_that_announces_nonsense_is_given_up(wrong):
     place = SocketFile("odd")
     door = Door(str(place.path), b"tidemill odd")
     news = {
         "slot": News(1, [SlotNews(SLOTS, key(1), b"s" * 16)], []),
         "key": News(1, [SlotNews(0, b"k" * 100, b"s" * 16)], []),
+        "erased": News(1, [], [b"k" * 100]),
         "checksum": News(1, [SlotNews(0, key(1), b"s")], []),
         "too many": News(1, [SlotNews(0, key(1), b"s" * 16)] * (MAX_NEWS + 1), []),
     }

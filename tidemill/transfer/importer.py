@@ -214,6 +214,8 @@ class Importer:
         for one in news.slots:
             if not 0 <= one.slot < link.num_slots or len(one.key) > MAX_KEY or len(one.checksum) not in (0, checksum.BYTES):
                 raise TransferError("it announces what cannot be")
+        if any(not 0 < len(key) <= MAX_KEY for key in news.erased):
+            raise TransferError("it erases what cannot be")
 
     def _learn(self, link: _Link, news: News) -> None:
         if not news.slots and not news.erased:

@@ -286,6 +286,17 @@ def test_what_killed_engines_left_is_removed_and_a_living_one_is_not():
     assert not list(Path("/dev/shm").glob("*tidemill-kv*"))
 
 
+def test_engines_that_start_together_do_not_take_each_other_for_the_owner():
+    lock = opening.folder() / "own.lock"
+    looked_at = opening._lock(lock)  # by another engine, which then removes what it takes for left
+    timer = threading.Timer(0.03, lambda: opening._remove(lock.with_suffix(""), lock, looked_at))
+    timer.start()
+    place = SocketFile("own")
+    timer.join()
+    assert opening._lock(lock) is None
+    place.close()
+
+
 def test_a_slow_reader_gets_the_latest_and_nothing_piles_up():
     journal = Journal()
     for i in range(3 * MAX_NEWS):

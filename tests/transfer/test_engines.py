@@ -258,7 +258,7 @@ def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
     core.submit(Submit("p0", *PROMPTS["p0"]))
     for _ in range(4):
         core.step()
-    core.runner.mover._peers.drain()
+    core.runner.mover._workers[Tier.EXPORT].drain()
     assert core.scheduler.kv.tiers.num_exporting >= len(journal._slots) > 0
     core.runner.launch = lambda plan: 1 / 0
     assert len(core.step()[1]) == 1

@@ -13,6 +13,7 @@ import pytest
 
 from tidemill.errors import ConfigError, PeerMismatch, WorkerLost
 from tidemill.kernels import native
+from tidemill.parallel import channel
 from tidemill.parallel.channel import Door
 from tidemill.transfer import base, checksum
 from tidemill.transfer import open as opening
@@ -72,6 +73,29 @@ def wait(importer, until) -> tuple[dict[int, bytes], list[bytes], list[str]]:
         erased += learned.erased
         problems += learned.problems
     return slots, erased, problems
+
+
+def in_use() -> tuple[int, int]:
+    """Files and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def wait_for_use(most: tuple[int, int]) -> None:
+    give_up = time.monotonic() + 10
+    while any(now > before for now, before in zip(in_use(), most, strict=True)):
+        assert time.monotonic() < give_up, (in_use(), most)
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("address", ["shm", "tcp"], indirect=True)
+def test_a_connection_that_ends_leaves_no_files_and_threads(address):
+    before = in_use()
+    exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
+    for _ in range(3):
+        open_importer([address], SIZE, SAME, "key").close()
+    exporter.close()
+    del exporter  # and the memory it shared
+    wait_for_use(before)
 
 
 def test_pages_arrive(opened):
@@ -146,18 +170,47 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path):
     importer = open_importer([address], SIZE, SAME, "other")
     _, _, problems = wait(importer, lambda *known: known[2])
     assert "another key" in problems[0]
-    assert not exporter._readers
+    assert not exporter._journal._known
     importer.close()
+    give_up = time.monotonic() + 10
+    while exporter._readers:
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
     exporter.close()
 
 
-@pytest.mark.parametrize("wrong", ["slot", "key", "checksum", "too many", "not ours", "too long"])
+@pytest.mark.parametrize("address", ["tcp"], indirect=True)
+def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch):
+    host, port = address.split(":")[1:]
+    exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
+    with socket.create_connection((host, int(port))):
+        began = time.monotonic()
+        importer = open_importer([address], SIZE, SAME, "key")
+        exporter.write(0, key(0), page(0))
+        wait(importer, lambda slots, *_: slots == {0: key(0)})
+        importer.close()
+        exporter.close()
+        assert time.monotonic() - began < 5
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.2)
+    again = open_exporter(address, SLOTS, SIZE, SAME, "key")
+    with socket.create_connection((host, int(port))) as slow:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() < began + 5:  # the beginning of a message without an end
+                slow.sendall(b"\0")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+    again.close()
+
+
+@pytest.mark.parametrize("wrong", ["slot", "key", "erased", "checksum", "too many", "not ours", "too long"])
 def test_a_peer_that_announces_nonsense_is_given_up(wrong):
     place = SocketFile("odd")
     door = Door(str(place.path), b"tidemill odd")
     news = {
         "slot": News(1, [SlotNews(SLOTS, key(1), b"s" * 16)], []),
         "key": News(1, [SlotNews(0, b"k" * 100, b"s" * 16)], []),
+        "erased": News(1, [], [b"k" * 100]),
         "checksum": News(1, [SlotNews(0, key(1), b"s")], []),
         "too many": News(1, [SlotNews(0, key(1), b"s" * 16)] * (MAX_NEWS + 1), []),
     }
@@ -199,10 +252,13 @@ def test_a_peer_that_announces_nonsense_is_given_up(wrong):
 def test_memory_that_could_be_cut_under_the_reader_is_refused(monkeypatch):
     monkeypatch.setattr("tidemill.transfer.shm._anonymous", lambda num: _plain(num))
     exporter = open_exporter("shm:cut", SLOTS, SIZE, SAME, None)
+    before = in_use()
     importer = open_importer(["shm:cut"], SIZE, SAME, None)
     _, _, problems = wait(importer, lambda *known: known[2])
     assert "made smaller" in problems[0]
+    assert importer._links[0].pause_s > 0.2  # it is asked less often
     importer.close()
+    wait_for_use(before)
     exporter.close()
 
 
@@ -228,6 +284,17 @@ def test_what_killed_engines_left_is_removed_and_a_living_one_is_not():
     other.close()
     assert not list(folder.iterdir())
     assert not list(Path("/dev/shm").glob("*tidemill-kv*"))
+
+
+def test_engines_that_start_together_do_not_take_each_other_for_the_owner():
+    lock = opening.folder() / "own.lock"
+    looked_at = opening._lock(lock)  # by another engine, which then removes what it takes for left
+    timer = threading.Timer(0.03, lambda: opening._remove(lock.with_suffix(""), lock, looked_at))
+    timer.start()
+    place = SocketFile("own")
+    timer.join()
+    assert opening._lock(lock) is None
+    place.close()
 
 
 def test_a_slow_reader_gets_the_latest_and_nothing_piles_up():

@@ -99,7 +99,12 @@ class Behind:
         """What a sequence computed is worthless."""
         assert isinstance(path, HashPath)
         for key in self._index.keys_of(path):
-            self.tiers.drop(key)
+            self.drop_content(key)
+
+    def drop_content(self, key: bytes) -> None:
+        """It is worthless, wherever it is."""
+        self._announced.pop(key, None)
+        self.tiers.drop(key)
 
     # ---- when a sequence starts
 

@@ -86,7 +86,7 @@ class TieredPages(ABC):
         assert self._behind is not None
         self._behind.learn(slots)
         for key in erased:
-            self._behind.tiers.drop(key)
+            self._behind.drop_content(key)
             if page := self._behind.unused_page(key):
                 self._forget(page)
 

@@ -9,15 +9,18 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, Timer
 
 from tidemill.errors import ConfigError, WorkerLost
 
 MAX_BYTES = 2**30  # of a message
-_HANDSHAKE_S = 10
+_HANDSHAKE_S = 10.0
+_PAUSE_S = 0.05  # if nobody can be let in
 Address = str | tuple[str, int]  # a path, or host and port
 
 
@@ -117,14 +120,34 @@ class Door:
 
     def accept(self, peer: str, within_s: float) -> Channel | None:
         """None: nobody came, or one who does not know the key."""
-        self._socket.settimeout(within_s)
+        accepted = self.answer(within_s)
+        if accepted is None:
+            return None
+        with accepted:
+            return self.prove(accepted, peer)
+
+    def answer(self, within_s: float) -> socket.socket | None:
+        """Whoever comes, whether they know the key or not. None: nobody came."""
         try:
-            accepted, _ = self._socket.accept()
+            self._socket.settimeout(within_s)
+            return self._socket.accept()[0]
+        except TimeoutError:
+            return None
+        except OSError:  # no more files can be opened, or the door is closed
+            time.sleep(_PAUSE_S)
+            return None
+
+    def prove(self, accepted: socket.socket, peer: str) -> Channel | None:
+        """None: it does not know the key. The socket remains the caller's, who may shut it down meanwhile."""
+        try:
             return _proven(accepted, self._key, peer, is_door=True)
         except (AuthenticationError, EOFError, OSError):
             return None
 
     def close(self) -> None:
+        """Whoever waits for somebody to come stops."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
@@ -133,10 +156,10 @@ def connect(address: Address, key: bytes, peer: str, within_s: float) -> Channel
     until = time.monotonic() + within_s
     while True:
         try:
-            own = socket.socket(_family(address), socket.SOCK_STREAM)
-            own.settimeout(_HANDSHAKE_S)
-            own.connect(address)
-            return _proven(own, key, peer, is_door=False)
+            with socket.socket(_family(address), socket.SOCK_STREAM) as own:
+                own.settimeout(_HANDSHAKE_S)
+                own.connect(address)
+                return _proven(own, key, peer, is_door=False)
         except AuthenticationError as error:
             raise ConfigError(f"{peer} has another key.", fix="Give all workers the same key.") from error
         except (OSError, EOFError) as error:
@@ -161,7 +184,7 @@ def _words(address: Address) -> str:
 
 
 def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool) -> Channel:
-    """Once both ends have shown that they know the key, within a few seconds."""
+    """Once both ends have shown that they know the key, within a few seconds. The channel has a socket of its own."""
     own.setblocking(True)
     if own.family != socket.AF_UNIX:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages do not wait for an acknowledgement
@@ -169,14 +192,30 @@ def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool) -> Channel
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    _limit(own, _HANDSHAKE_S)
-    connection = Connection(own.detach())
+    connection = Connection(os.dup(own.fileno()))
     try:
-        for prove in (deliver_challenge, answer_challenge) if is_door else (answer_challenge, deliver_challenge):
-            prove(connection, key)
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            _limit(same, 0)
+        with _cut_after(own, _HANDSHAKE_S):
+            for prove in (deliver_challenge, answer_challenge) if is_door else (answer_challenge, deliver_challenge):
+                prove(connection, key)
     except BaseException:
         connection.close()
         raise
     return Channel(connection, peer)
+
+
+@contextmanager
+def _cut_after(own: socket.socket, seconds: float) -> Iterator[None]:
+    """In all, however little by little the other end sends."""
+
+    def cut() -> None:
+        with suppress(OSError):
+            own.shutdown(socket.SHUT_RDWR)
+
+    timer = Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

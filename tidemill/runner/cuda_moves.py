@@ -67,7 +67,7 @@ class CudaMover(PageMover):
             self._export(exported[first : first + _AT_ONCE])
         for move in stores:
             if move.tier is not Tier.HOST:
-                self._worker(move.tier).add(move)
+                self._workers[move.tier].add(move)
         self._forget_past()
         for event in {id(event): event for page, event in self._storing.items() if page in written}.values():
             torch.cuda.current_stream().wait_event(event)
@@ -88,7 +88,7 @@ class CudaMover(PageMover):
             computed = torch.cuda.current_stream().record_event()
             for move in from_outside:
                 self._may_load[move.number] = [computed, *self._stores_before([move], [])]
-                self._worker(move.tier).add(move)
+                self._workers[move.tier].add(move)
 
     def done(self) -> list[Moved]:
         for part in list(self._under_way):

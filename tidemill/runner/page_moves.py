@@ -1,8 +1,8 @@
 """Moving KV pages between the device, host memory, disk and other engines while steps are computed. What is moved where,
 kv/tiers.py decides.
 
-Host memory, disk and other engines have a thread each. A page that a step writes waits for its store; whoever reads a page is
-computed after its load was reported.
+Host memory and disk have a thread each; other engines have two, as a load from them may wait for an export of its page. A page
+that a step writes waits for its store; whoever reads a page is computed after its load was reported.
 """
 
 from __future__ import annotations
@@ -119,11 +119,13 @@ class PageMover(ABC):
         self._unknown: list[Moved] = []  # exports that were made, of which other engines do not know
         self.report_to: Callable[[Moved], None] | None = None  # of a rank: who gets its reports
         self._reported = threading.Condition()
-        self._disk = self._peers = None
+        self._workers: dict[Tier, Worker] = {}
         if outside.file is not None:
-            self._disk = Worker("kv-disk", self._move_on_disk, self._report, loads_first=True)
-        if outside.exporter is not None or outside.importer is not None:
-            self._peers = Worker("kv-peers", self._move_to_peers, self._report, loads_first=True)
+            self._workers[Tier.DISK] = Worker("kv-disk", self._move_on_disk, self._report, loads_first=True)
+        if outside.importer is not None:
+            self._workers[Tier.PEER] = Worker("kv-imports", self._move_to_peers, self._report)
+        if outside.exporter is not None:
+            self._workers[Tier.EXPORT] = Worker("kv-exports", self._move_to_peers, self._report)
 
     @abstractmethod
     def store(self, moves: Sequence[PageMove], written: Collection[int]) -> None:
@@ -173,22 +175,14 @@ class PageMover(ABC):
 
     def drain(self) -> None:
         """Until all moves are over."""
-        for worker in (self._disk, self._peers):
-            if worker is not None:
-                worker.drain()
+        for worker in self._workers.values():
+            worker.drain()
         self._written.clear()  # nor is it waited until other engines know
 
     def close(self) -> None:
-        for worker in (self._disk, self._peers):
-            if worker is not None:
-                worker.close()
+        for worker in self._workers.values():
+            worker.close()
         self._outside.close()
-
-    def _worker(self, tier: Tier) -> Worker:
-        """Of a tier outside host memory."""
-        worker = self._disk if tier is Tier.DISK else self._peers
-        assert worker is not None
-        return worker
 
     def _report(self, moved: Moved) -> None:
         if self.report_to is not None:
@@ -215,18 +209,18 @@ class CpuMover(PageMover):
         stores = [move for move in moves if not move.is_load]
         for move in stores:
             if move.tier is Tier.DISK or move.source == NOWHERE:
-                self._worker(move.tier).add(move)
+                self._workers[move.tier].add(move)
             elif move.source in written:  # the step would wait for the thread
                 self._report(make(self._copy if move.tier is Tier.HOST else self._export, move))
             else:
                 with self._stored:
                     self._storing[move.source] += 1
-                (self._host if move.tier is Tier.HOST else self._worker(move.tier)).add(move)
+                (self._host if move.tier is Tier.HOST else self._workers[move.tier]).add(move)
         self._wait_until_stored(written)
 
     def load(self, moves: Sequence[PageMove]) -> None:
         for move in (move for move in moves if move.is_load):
-            (self._host if move.tier is Tier.HOST else self._worker(move.tier)).add(move)
+            (self._host if move.tier is Tier.HOST else self._workers[move.tier]).add(move)
 
     def drain(self) -> None:
         self._host.drain()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import takewhile
 
 import msgspec
@@ -29,7 +31,7 @@ from tidemill.transfer.base import (
     check_same,
 )
 
-_MOST_READERS = 64  # connections, two of each engine
+_MOST_READERS = 64  # connections, two of each engine; also those that have not shown yet that they know the key
 _MOST_ERASED = 1024  # contents that are remembered as worthless
 _QUIET_S = 5.0  # then there is a message without news: who is gone is noticed
 _GATHER_S = 0.0005  # after a change, for others that come with it
@@ -99,7 +101,7 @@ class Exporter:
         """`door`: where importers come. `on_close`: called last."""
         self._source, self._door, self._identity, self._on_close = source, door, dict(identity), on_close
         self._journal = Journal()
-        self._readers: set[Channel] = set()
+        self._readers: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._acceptor = threading.Thread(target=self._accept, name="kv-door", daemon=True)
         self._acceptor.start()
@@ -123,12 +125,12 @@ class Exporter:
 
     def close(self) -> None:
         self._journal.close()
-        self._acceptor.join()
         self._door.close()
+        self._acceptor.join()
         with self._lock:
-            readers = list(self._readers)
-        for channel in readers:
-            channel.abort()
+            for reader in self._readers:
+                with suppress(OSError):  # it is gone
+                    reader.shutdown(socket.SHUT_RDWR)
         self._source.close()
         self._on_close()
 
@@ -136,15 +138,25 @@ class Exporter:
 
     def _accept(self) -> None:
         while not self._journal.is_closed:
-            channel = self._door.accept("an engine that imports", _LOOK_S)
-            if channel is None:
+            reader = self._door.answer(_LOOK_S)
+            if reader is None:
                 continue
             with self._lock:
                 if len(self._readers) >= _MOST_READERS:
-                    channel.abort()
+                    reader.close()
                     continue
-                self._readers.add(channel)
-            threading.Thread(target=self._serve, args=(channel,), name="kv-export", daemon=True).start()
+                self._readers.add(reader)
+            threading.Thread(target=self._let_in, args=(reader,), name="kv-export", daemon=True).start()
+
+    def _let_in(self, reader: socket.socket) -> None:
+        try:
+            channel = self._door.prove(reader, "an engine that imports")
+            if channel is not None:
+                self._serve(channel)
+        finally:
+            with self._lock:
+                self._readers.discard(reader)
+                reader.close()
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -168,8 +180,6 @@ class Exporter:
             channel.abort()
             channel.close()
             self._journal.knows(channel, None)
-            with self._lock:
-                self._readers.discard(channel)
 
     def _tell(self, channel: Channel) -> None:
         while not self._journal.is_closed:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tidemill.errors import PeerMismatch, TidemillError, WorkerLost
+from tidemill.errors import ConfigError, PeerMismatch, TidemillError, WorkerLost
 from tidemill.parallel.channel import Address, Channel, connect
 from tidemill.transfer import checksum
 from tidemill.transfer.base import (
@@ -36,6 +36,7 @@ from tidemill.transfer.base import (
 _AGAIN_S = 0.2  # between two tries to reach an engine
 _SLOW_S = 5.0  # if it has other pages
 _SILENT_S = 30.0  # without a message, an engine is given up
+_LEFT_ALONE = (TidemillError, TransferError, OSError, msgspec.MsgspecError)  # after these it is tried again
 
 
 class Learned(NamedTuple):
@@ -67,6 +68,7 @@ class _Link:
     reader: Reader | None = None
     news: Channel | None = None
     problem: str = ""
+    pause_s: float = _AGAIN_S  # before the next try
 
 
 class Importer:
@@ -143,9 +145,9 @@ class Importer:
             except WorkerLost:
                 self._note_problem(link, f"{link.peer.name} is gone")
             except (TransferError, OSError, msgspec.MsgspecError) as error:
-                self._note_problem(link, f"{link.peer.name}: {error}")
+                self._note_failure(link, error)
             self._lose(link)
-            self._closing.wait(_AGAIN_S)
+            self._closing.wait(link.pause_s)
 
     def _try(self, link: _Link) -> None:
         """Connect, if the peer is there."""
@@ -153,22 +155,28 @@ class Importer:
             news, _ = self._greet(link.peer, NEWS)
         except PeerMismatch:
             raise
-        except (TidemillError, OSError, msgspec.MsgspecError) as error:  # it is not there yet, or has another key
+        except _LEFT_ALONE as error:  # it is not there yet, or has another key
             if "another key" in str(error):
                 self._note_problem(link, str(error))
             return
         try:
-            pages, welcome = self._greet(link.peer, PAGES)
-            link.reader = link.peer.make_reader(pages, welcome)
+            link.reader, num_slots = self._make_reader(link.peer)
         except BaseException as error:
-            news.abort()
-            news.close()
-            if isinstance(error, TransferError | OSError):
-                self._note_problem(link, f"{link.peer.name}: {error}")
-            if isinstance(error, WorkerLost | TransferError | OSError):
-                return
+            _end(news)
+            if isinstance(error, PeerMismatch) or not isinstance(error, _LEFT_ALONE):
+                raise
+            self._note_failure(link, error)
+            return
+        link.news, link.num_slots, link.problem = news, num_slots, ""
+
+    def _make_reader(self, peer: Peer) -> tuple[Reader, int]:
+        """And how many slots it can read."""
+        channel, welcome = self._greet(peer, PAGES)
+        try:
+            return peer.make_reader(channel, welcome), welcome.num_slots
+        except BaseException:
+            _end(channel)
             raise
-        link.news, link.num_slots, link.problem = news, welcome.num_slots, ""
 
     def _greet(self, peer: Peer, purpose: str) -> tuple[Channel, Welcome]:
         channel = connect(peer.address, peer.key, peer.name, 0.0)
@@ -185,8 +193,7 @@ class Importer:
                     param="kv_import",
                 )
         except BaseException:
-            channel.abort()
-            channel.close()
+            _end(channel)
             raise
         return channel, answer
 
@@ -196,6 +203,7 @@ class Importer:
             channel.send_now(msgspec.msgpack.encode(Ask(since)))
             news = msgspec.msgpack.decode(channel.receive(MAX_MESSAGE), type=News)
             self._check(link, news)
+            link.pause_s = _AGAIN_S
             since = news.until
             self._learn(link, news)
 
@@ -206,6 +214,8 @@ class Importer:
         for one in news.slots:
             if not 0 <= one.slot < link.num_slots or len(one.key) > MAX_KEY or len(one.checksum) not in (0, checksum.BYTES):
                 raise TransferError("it announces what cannot be")
+        if any(not 0 < len(key) <= MAX_KEY for key in news.erased):
+            raise TransferError("it erases what cannot be")
 
     def _learn(self, link: _Link, news: News) -> None:
         if not news.slots and not news.erased:
@@ -227,11 +237,16 @@ class Importer:
             link.slots.clear()
             news, reader, link.news, link.reader = link.news, link.reader, None, None
         if news is not None:
-            news.abort()
-            news.close()
+            _end(news)
         if reader is not None:
             reader.close()
             self._ring()
+
+    def _note_failure(self, link: _Link, error: BaseException) -> None:
+        """The peer is there, but cannot be used; the next try comes later than the one before."""
+        if not isinstance(error, WorkerLost | ConfigError):
+            self._note_problem(link, f"{link.peer.name}: {error}")
+        link.pause_s = min(2 * link.pause_s, _SLOW_S)
 
     def _note_problem(self, link: _Link, why: str) -> None:
         """Once, until it is another one."""
@@ -244,3 +259,9 @@ class Importer:
     def _ring(self) -> None:
         with suppress(BlockingIOError):  # it is readable already
             os.write(self._alarm, b"!")
+
+
+def _end(channel: Channel) -> None:
+    """Now, also for whoever waits for it."""
+    channel.abort()
+    channel.close()

@@ -67,15 +67,19 @@ class NixlReader:
         try:
             self._peer = self._agent.add_remote_agent(offer[8:])
         except Exception as error:
+            self._agent.deregister_memory(self._registered)
             raise TransferError(f"{channel.peer} has sent what NIXL does not understand") from error
         self._here = self._agent.get_xfer_descs([(self._arrived.ctypes.data, page_bytes, 0)], "DRAM")
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def read(self, slot: int, key: bytes, page: np.ndarray) -> bytes:
-        there = self._agent.get_xfer_descs([(self._first + slot * self._page_bytes, self._page_bytes, 0)], "DRAM")
         with self._lock:
+            if self._is_closed:
+                raise TransferError(f"{self._channel.peer} is gone")
             try:
-                self._transfer(there)
+                place = self._first + slot * self._page_bytes
+                self._transfer(self._agent.get_xfer_descs([(place, self._page_bytes, 0)], "DRAM"))
             except TransferError:
                 raise
             except Exception as error:  # of NIXL: the engine is gone, or its memory
@@ -98,4 +102,8 @@ class NixlReader:
 
     def close(self) -> None:
         self._channel.abort()
-        self._agent.deregister_memory(self._registered)
+        self._channel.close()
+        with self._lock:  # nobody reads into what is registered
+            if not self._is_closed:
+                self._is_closed = True
+                self._agent.deregister_memory(self._registered)

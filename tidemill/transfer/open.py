@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from tidemill.transfer.exporter import Exporter
 from tidemill.transfer.importer import Importer, Peer
 from tidemill.transfer.shm import SharedReader, SharedSource
 from tidemill.transfer.tcp import TcpReader, TcpSource
+
+_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
 
 
 def open_exporter(address: str, num_slots: int, page_bytes: int, identity: Identity, key_file: str | None) -> Exporter:
@@ -92,7 +95,7 @@ class SocketFile:
         for left in self.path.parent.glob("*.lock"):
             if left.stem != name and (fd := _lock(left)) is not None:
                 _remove(left.with_suffix(""), left, fd)
-        held = _lock(self._lock_path)
+        held = _lock_own(self._lock_path)
         if held is None:
             fix = "Give it another name."
             raise ConfigError(f"Another engine exports its pages as shm:{name}.", fix=fix, param="kv_export")
@@ -105,6 +108,15 @@ class SocketFile:
 
     def close(self) -> None:
         _remove(self.path, self._lock_path, self._held)
+
+
+def _lock_own(path: Path) -> int | None:
+    """An engine that starts just now may have it for a moment, to see whether its owner lives."""
+    for _ in range(_LOCK_TRIES):
+        if (fd := _lock(path)) is not None:
+            return fd
+        time.sleep(_LOCK_PAUSE_S)
+    return None
 
 
 def _lock(path: Path) -> int | None:

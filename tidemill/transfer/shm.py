@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 
 import numpy as np
 
@@ -23,6 +24,7 @@ _READY = b"ready"
 class SharedSource:
     def __init__(self, num_slots: int, page_bytes: int) -> None:
         self._fd = _anonymous(num_slots * page_bytes)
+        self._lock = threading.Lock()
         self._memory = mmap.mmap(self._fd, num_slots * page_bytes)
         self.slots = np.frombuffer(self._memory, np.uint8).reshape(num_slots, page_bytes)
 
@@ -31,12 +33,22 @@ class SharedSource:
 
     def serve(self, channel: Channel) -> None:
         channel.receive(len(_READY))  # it has read the welcome: nothing else is being sent
-        with socket.socket(fileno=os.dup(channel.fileno())) as own:
-            socket.send_fds(own, [b"!"], [self._fd])
+        with self._lock:
+            if self._fd < 0:
+                return
+            fd = os.dup(self._fd)
+        try:
+            with socket.socket(fileno=os.dup(channel.fileno())) as own:
+                socket.send_fds(own, [b"!"], [fd])
+        finally:
+            os.close(fd)
         channel.receive(1)  # until it is gone
 
     def close(self) -> None:
-        os.close(self._fd)
+        with self._lock:  # its number may be another file's from then on
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class SharedReader:
@@ -59,6 +71,7 @@ class SharedReader:
 
     def close(self) -> None:
         self._channel.abort()
+        self._channel.close()
 
 
 def _anonymous(num_bytes: int) -> int:

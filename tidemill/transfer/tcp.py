@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 
 import numpy as np
 
@@ -39,22 +40,25 @@ class TcpReader:
         self._channel, self._own = channel, _bare(channel)
         channel.limit(_ANSWER_S)
         self._arrived = np.empty(page_bytes, np.uint8)
+        self._lock = threading.RLock()  # while it is read, the socket is not closed
 
     def read(self, slot: int, key: bytes, page: np.ndarray) -> bytes:
-        """By one thread."""
-        try:
-            self._own.sendall(slot.to_bytes(_ASK_BYTES, "little"))
-            num = self._own.recv_into(self._arrived.data, flags=socket.MSG_WAITALL)
-        except OSError:
-            num = 0
-        if num != self._arrived.nbytes:
-            self.close()  # a late answer would be taken for the next one's
-            raise TransferError(f"{self._channel.peer} does not answer")
-        return checksum.copy(page, self._arrived, key)
+        with self._lock:
+            try:
+                self._own.sendall(slot.to_bytes(_ASK_BYTES, "little"))
+                num = self._own.recv_into(self._arrived.data, flags=socket.MSG_WAITALL)
+            except OSError:
+                num = 0
+            if num != self._arrived.nbytes:
+                self.close()  # a late answer would be taken for the next one's
+                raise TransferError(f"{self._channel.peer} does not answer")
+            return checksum.copy(page, self._arrived, key)
 
     def close(self) -> None:
-        self._channel.abort()
-        self._own.close()
+        self._channel.abort()  # whoever reads stops
+        with self._lock:
+            self._channel.close()
+            self._own.close()
 
 
 def _bare(channel: Channel) -> socket.socket:

@@ -1,8 +1,11 @@
 """Models larger than the memory that weights may take: layers and experts come from disk, and tokens stay the same."""
 
+import errno
+import fcntl
 import itertools
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -23,7 +26,7 @@ from tidemill.kernels import native
 from tidemill.layers.streamed import evenly, plan_layers, slots_in_turn
 from tidemill.sampling import SamplingParams
 from tidemill.server.metrics import Metrics
-from tidemill.weights.prepared import Folder
+from tidemill.weights.prepared import Folder, PreparedCorrupt, PreparedFile
 from tidemill.wire import Submit
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -300,6 +303,139 @@ def test_the_quota_makes_room_by_removing_what_nobody_uses(own):
         Folder(folder, size + 2**19).write("new", 2**20)
     assert used.exists()
     del core
+
+
+# ---- files
+
+
+def write(folder: Folder, key: str = "k", value: int = 1) -> PreparedFile:
+    writer = folder.write(key, 2**20)
+    writer.put("a", [torch.full((3000,), value, dtype=torch.uint8)], {})
+    return writer.finish()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path / "cache", 2**23)
+
+
+def test_two_that_write_the_same_do_not_meet(folder):
+    """Not even with the same process number, as in two containers."""
+    one, other = (folder.write("k", 2**20) for _ in range(2))
+    for writer in (one, other):
+        writer.put("a", [torch.ones(100)], {})
+    for file in [one.finish(), other.finish()]:
+        file.verify(file.items.values())
+    assert [path.name for path in folder.path.iterdir()] == ["k.weights"]
+
+
+def test_a_new_file_is_verified(own, monkeypatch):
+    """What the disk lost while it was written is found before it is used, and it is written again."""
+    expected, asked = answers(core_of(own)), []
+    verify = PreparedFile.verify
+
+    def lost_once(self, items):
+        asked.append(self.path)
+        if len(asked) == 1:
+            raise self._corrupt("lost")
+        verify(self, items)
+
+    monkeypatch.setattr(PreparedFile, "verify", lost_once)
+    assert answers(core_of(own, 450_000)) == expected
+    assert len(asked) == 2
+
+
+def test_a_finished_file_is_open_before_others_can_remove_it(folder, monkeypatch):
+    rename = Path.rename
+
+    def removed(self, target):
+        made = rename(self, target)
+        target.unlink()
+        return made
+
+    monkeypatch.setattr(Path, "rename", removed)
+    file = write(folder)
+    file.verify(file.items.values())
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "other user"])
+def test_what_is_no_file_of_this_user_is_refused_and_stays(kind, folder, monkeypatch):
+    write(folder, "other").close()
+    path = folder.path_of("k")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(folder.path_of("other"))
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        folder.path_of("other").rename(path)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="cannot be used") as error:
+        folder.open("k")
+    assert error.value.param == "weight_cache"
+    assert os.path.lexists(path)
+    folder.write("new", 2**20).discard()  # which neither waits for a pipe nor removes what is another's
+    assert os.path.lexists(path)
+
+
+def test_errors_of_the_system_remove_nothing(folder, monkeypatch, tmp_path):
+    write(folder).close()
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fails)
+        with pytest.raises(ConfigError, match="Input/output error"):
+            folder.open("k")
+    assert folder.open("k") is not None
+    (tmp_path / "file").touch()
+    for call in (lambda: Folder(tmp_path / "file", 2**23).open("k"), lambda: Folder(tmp_path / "file", 2**23).write("k", 1)):
+        with pytest.raises(ConfigError, match="Choose another folder"):
+            call()
+
+
+def test_a_file_with_a_wrong_content_is_removed(folder):
+    write(folder).close()
+    os.truncate(folder.path_of("k"), 5000)
+    assert folder.open("k") is None
+    assert not folder.path_of("k").exists()
+    file = write(folder)
+    newer = write(folder, value=2)  # took its name
+    file.items["a"] = replace(file.items["a"], checksum=0)
+    with pytest.raises(PreparedCorrupt):
+        file.verify(file.items.values())
+    newer.verify(newer.items.values())
+    assert folder.path_of("k").exists()
+
+
+def test_one_that_somebody_removes_is_not_waited_for(folder):
+    write(folder).close()
+    with folder.path_of("k").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert folder.open("k") is None
+    assert folder.open("k") is not None
+
+
+def test_unfinished_files_count_with_what_they_will_have(tmp_path):
+    folder = Folder(tmp_path, 2**21)
+    first = folder.write("a", 2**20 + 4096)
+    with pytest.raises(ConfigError, match="left"):
+        folder.write("b", 2**20)
+    first.discard()
+    folder.write("b", 2**20).discard()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_leaves_the_stream_alone(dense):
+    core = core_of(dense, 450_000)
+    child = os.fork()
+    if child == 0:
+        core.runner.model.streaming.stream.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert run(core, {"a": ([3, 5], SamplingParams(max_tokens=2))})
 
 
 # ---- which layers, and where

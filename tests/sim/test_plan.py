@@ -205,6 +205,7 @@ def test_the_command_explains_itself():
         (("--devices", "1xH200", "--rate", "1", "--input-tokens", "9-3"), "ends before it begins"),
         (("--devices", "1xH200", "--rate", "1", "--search", "lucky"), "is not known"),
         (("--devices", "1xH200", "--rate", "1", "--plot", "plan.pdf"), "must end in .svg or .png"),
+        (("--devices", "1xH200", "--rate", "1", "--link", "0"), "--link must be above 0"),
         (("--devices", "1xH200", "--trace", "/nowhere.jsonl"), "cannot be read: No such file"),
         (("--devices", "1xH200", "--rate", "1", "--model", "llama70b"), "does not fit"),
     ],

@@ -11,7 +11,7 @@ from tidemill.errors import ConfigError
 from tidemill.sim.calibration import Calibration, profile_of
 from tidemill.sim.cost import Curve, FittedCost, StepShape
 from tidemill.sim.fit import Sample, fit
-from tidemill.sim.profile import Profile, shipped_profiles
+from tidemill.sim.profile import Profile, check_target, shipped_profiles
 
 DECODE, MIXED = Curve([1, 64], [0.004, 0.006]), Curve([16, 512], [0.005, 0.020])
 TRUE = FittedCost(DECODE, MIXED, 3e-8, 1e-8, 4e-8, 1e-9, 2e-6, 1e-8, shared_s=4e-9, host_s=7e-4)
@@ -106,3 +106,36 @@ def test_wrong_profiles_are_refused(tmp_path):
     assert "h200-llama8b" in caught.value.fix
     with pytest.raises(ConfigError, match="cannot be read"):
         Profile.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("engine", "page_size", 0),
+        ("engine", "num_pages", 1),
+        ("engine", "num_pages", 2**31 + 1),
+        ("engine", "max_requests", 0),
+        ("engine", "max_requests", 2**20 + 1),
+        ("engine", "token_budget", 0),
+        ("model", "kv_bytes_per_token", 0),
+        ("cost", "pair_s", -1e-9),
+        ("cost", "host_s", 1e6),
+        ("cost", "decode_sizes", [-1]),
+        ("errors", "median", 1e300),
+    ],
+)
+def test_a_profile_with_a_number_out_of_range_names_the_field(part, field, value, tmp_path):
+    data = msgspec.to_builtins(Profile.load("h200-llama8b"))
+    data[part][field] = value
+    (tmp_path / "p.json").write_bytes(msgspec.json.encode(data))
+    with pytest.raises(ConfigError, match=rf"{part}\.{field}"):
+        Profile.load(tmp_path / "p.json")
+
+
+def test_a_place_where_no_profile_can_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "x.json", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            check_target(path)
+        with pytest.raises(ConfigError, match="cannot be written"):
+            Profile.load("h200-llama8b").save(path)

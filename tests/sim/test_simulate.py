@@ -1,13 +1,18 @@
 """`tidemill simulate`, and what it reads."""
 
 import json
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
 
+from tidemill.bench import plots
 from tidemill.cli.main import app
+from tidemill.cli.simulate import run as replay
 from tidemill.errors import ConfigError
-from tidemill.sim.trace import arrivals, read_rows
+from tidemill.sim.profile import Profile
+from tidemill.sim.simulator import SimConfig
+from tidemill.sim.trace import _Lines, arrivals, coming, num_cut, read_rows
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -44,7 +49,13 @@ def test_rows_of_both_formats(traces):
 
 
 def test_a_request_is_cut_to_the_context(traces):
-    assert all(one.num_prompt + one.num_output <= 600 for one in arrivals(read_rows(traces / "mooncake.jsonl"), max_context=600))
+    rows = read_rows(traces / "mooncake.jsonl")
+    assert all(one.num_prompt + one.num_output <= 600 for one in arrivals(rows, max_context=600))
+    assert num_cut(rows, max_context=600) == 3
+    assert num_cut(rows, max_context=2020) == num_cut(rows, max_context=202, length_scale=0.1) == 0
+    few = ["--max-context", 1900]
+    assert json.loads(run(traces / "mooncake.jsonl", *few, "--json").stdout)["cut_requests"] == 1
+    assert "1 requests, to 1,900 tokens" in run(traces / "mooncake.jsonl", *few).stdout
 
 
 def test_figures_of_a_trace(traces):
@@ -81,6 +92,7 @@ def test_speculation_and_host_memory_take_effect(traces):
         ('{"timestamp": 0, "input_length": 1e999, "output_length": 2}\n', "infinite.jsonl"),
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.68,3\n", "column.csv"),
         ("x" * (1 << 21), "line.jsonl"),
+        ("[" * 200_000, "deep.jsonl"),
     ],
 )
 def test_a_wrong_trace_is_refused(tmp_path, text, name):
@@ -89,6 +101,62 @@ def test_a_wrong_trace_is_refused(tmp_path, text, name):
         read_rows(tmp_path / name)
 
 
+def test_a_wrong_line_is_named_with_a_short_reason(tmp_path):
+    for name, data, why in [
+        ("a.csv", AZURE.encode() + b"\xff\x00\x80" * 4000, "line 5: it is not text"),
+        ("b.csv", AZURE.encode() + b"x" * 9000, "line 5: "),
+        ("c.jsonl", b"{}\n", "line 1: 'timestamp' is missing"),
+        ("d.jsonl", b'{"timestamp": "' + b"x" * 9000 + b'"}\n', "line 1: "),
+    ]:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match=why) as error:
+            read_rows(tmp_path / name)
+        assert len(str(error.value)) < 400, name
+
+
+def test_no_more_of_a_line_is_read_than_it_may_have():
+    class Endless:
+        def readline(self, most=-1):
+            assert 0 < most < 2**22
+            return b"x" * most
+
+    with pytest.raises(ValueError, match="more than"):
+        next(_Lines().of(Endless()))
+
+
 def test_an_engine_that_holds_no_request_is_refused(traces):
     with pytest.raises(ConfigError, match="hold"):
         run(traces / "azure.csv", "--kv-memory", "100M")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-requests", 4_000_000_000),
+        ("--kv-memory", "100000T"),
+        ("--time-scale", "1e300"),
+        ("--slo-ttft-ms", "nan"),
+        ("--host-rate", "inf"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(option, value, traces):
+    with pytest.raises(ConfigError):
+        run(traces / "azure.csv", option, value)
+
+
+def test_a_chart_that_cannot_be_written_does_not_cost_the_figures(traces, monkeypatch):
+    pyplot = MagicMock()
+    pyplot.subplots.return_value = MagicMock(), [MagicMock() for _ in range(4)]
+    monkeypatch.setattr(plots, "_pyplot", lambda: pyplot)
+    result = CliRunner().invoke(app, ["simulate", str(traces / "azure.csv"), "--json", "--chart", str(traces / "azure.csv")])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot be written" in str(result.exception)
+    assert json.loads(result.stdout)["requests"] == 3
+
+
+def test_prompts_are_made_as_they_are_submitted(traces):
+    profile = Profile.load("h200-llama8b")
+    engine, made = replay(coming(read_rows(traces / "mooncake.jsonl")), SimConfig(num_rows=8), profile)
+    assert [one.num_prompt for one in made] == [2000, 1800, 500]
+    assert not any(one.prompt_ids for one in made)
+    assert engine.tally.num_cached >= 1536 - 64

@@ -26,10 +26,14 @@ def _pyplot() -> Any:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    _pyplot().close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise ConfigError(f"The picture {path} cannot be written: {error.strerror}.", fix="Choose another place.") from error
+    finally:
+        _pyplot().close(figure)
     return path
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
-from tidemill.sim.profile import Profile
+from tidemill.sim.profile import Profile, check_target
 from tidemill.weights.locate import locate
 
 
@@ -33,7 +33,7 @@ def calibrate(
     model = settings["model"]
     stem = name or locate(model, fetch=True).stem
     console, target = Console(stderr=True, highlight=False), (out or Path(f"{stem}-profile.json")).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    check_target(target)
     core = load_core(settings.engine_options())
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     try:

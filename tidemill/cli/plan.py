@@ -105,14 +105,14 @@ def plan(
     found = search(case, replace(space, unbuilt=unbuilt), how, lambda text: console.print(text, style="dim", markup=False))
     names = {one.name: NAMES.get(one.given, one.given) for one in wanted}
     lines = commands(found.winner.plan, names, moved, max(case.longest.values()))
-    if plot is not None:
-        from tidemill.bench.plots import plot_plans
-
-        plot_plans(case, found, plot)
     if as_json:
         print(json.dumps(as_dict(case, found, lines, source), indent=1))
     else:
         _print(case, found, lines, source)
+    if plot is not None:
+        from tidemill.bench.plots import plot_plans
+
+        plot_plans(case, found, plot)
 
 
 @dataclass(frozen=True)

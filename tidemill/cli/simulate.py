@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,14 +20,15 @@ from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.sim.drafter import Speculation
-from tidemill.sim.profile import Profile
+from tidemill.sim.profile import MOST_ROWS, Profile
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimTiers
-from tidemill.sim.trace import MAX_REQUESTS, arrivals, read_rows
+from tidemill.sim.trace import MAX_REQUESTS, coming, num_cut, read_rows
 
 _OPTIONS = (
     "policy", "max-context", "max-requests", "token-budget", "kv-memory", "kv-host-memory", "page-size", "prefix-caching",
     "prefix-index", "queue-order", "batch-window", "evict", "max-pinned", "max-drafts", "adaptive-drafts",
 )  # fmt: skip
+_MOST_PAGES = 2**24  # some hundred bytes of memory each
 
 
 @takes(*_OPTIONS)
@@ -52,8 +54,12 @@ def simulate(
 ) -> None:
     """Replay a trace in a simulated engine. Options of the engine are those of `serve`; by default they are the profile's."""
     raise_on_interrupt()
-    if not (time_scale > 0 and math.isfinite(time_scale) and length_scale > 0 and math.isfinite(length_scale)):
-        raise ConfigError("--time-scale and --length-scale must be above 0.")
+    _check("--time-scale", time_scale, 1e-6, 1e6)
+    _check("--length-scale", length_scale, 1e-6, 1e6)
+    for name, ms in (("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms)):
+        _check(name, 1.0 if ms is None else ms, 1e-6, 1e9)
+    _check("--draft-ms", draft_ms, 0.0, 1e9)
+    _check("--host-rate", host_rate, 1e-3, 1e9)
     cost = Profile.load(profile)
     config = engine_of(settings, cost)
     if acceptance_rate is not None:
@@ -62,25 +68,30 @@ def simulate(
     if settings["kv-host-memory"]:
         page_bytes = config.page_size * cost.model.kv_bytes_per_token
         config = replace(config, tiers=SimTiers(settings["kv-host-memory"] // page_bytes, page_bytes, 0, host_rate * 1e9))
-    made = arrivals(
-        read_rows(trace, requests), time_scale=time_scale, length_scale=length_scale, max_context=config.max_context
-    )  # fmt: skip
+    rows = read_rows(trace, requests)
+    lengths: dict[str, Any] = {"length_scale": length_scale, "max_context": config.max_context}
     begin = time.perf_counter()
-    engine = run(made, config, cost)
+    engine, made = run(coming(rows, time_scale=time_scale, **lengths), config, cost)
     took = time.perf_counter() - begin
     records = records_of(made, engine, cost.request_s)
     slos = (None if ms is None else ms / 1000 for ms in (slo_ttft_ms, slo_tpot_ms))
     figures = summarize(records, **dict(zip(("slo_ttft_s", "slo_tpot_s"), slos, strict=True)))
     figures |= about(engine) | {"profile": cost.model.name, "machine": cost.machine, "is_estimated": cost.is_estimated}
     figures |= {"engine": asdict(config), "simulation_s": took, "times_real_time": engine.clock.now() / took if took else 0.0}
-    if chart:
-        from tidemill.bench.plots import plot_latencies
-
-        Console(stderr=True, highlight=False).print(f"wrote {plot_latencies(records, chart / 'latency.png')}")
+    figures["cut_requests"] = num_cut(rows, **lengths)
     if as_json:
         print(json.dumps(figures, indent=1))
     else:
         _show(figures, cost, config, trace)
+    if chart:
+        from tidemill.bench.plots import plot_latencies
+
+        Console(stderr=True, highlight=False).print(f"wrote {plot_latencies(records, chart / 'latency.png')}")
+
+
+def _check(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # nan is in no range
+        raise ConfigError(f"{name} {value:g} is out of range.", fix=f"Give {least:g} to {most:g}.")
 
 
 def engine_of(settings: Settings, profile: Profile) -> SimConfig:
@@ -90,7 +101,12 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
         raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two up to 64.", param="page_size")
     kv_bytes = settings["kv-memory"] or own.num_pages * own.page_size * profile.model.kv_bytes_per_token
     num_pages = int(kv_bytes // (page_size * profile.model.kv_bytes_per_token))
-    max_context = settings["max-context"] or own.max_context
+    max_context, num_rows = settings["max-context"] or own.max_context, settings["max-requests"] or own.max_requests
+    if num_rows > MOST_ROWS:
+        raise ConfigError(f"--max-requests {num_rows} is too large.", fix=f"At most {MOST_ROWS:,}.", param="max_requests")
+    if num_pages > _MOST_PAGES:
+        what = f"{fmt_bytes(kv_bytes)} of KV cache are {num_pages:,} pages, and at most {_MOST_PAGES:,} can be simulated."
+        raise ConfigError(what, fix="Give less --kv-memory, or a larger --page-size.", param="kv_memory_bytes")
     if num_pages * page_size < max_context:
         what = f"{fmt_bytes(kv_bytes)} of KV cache hold {num_pages * page_size:,} tokens, and a request may have {max_context:,}."
         raise ConfigError(what, fix="Give more --kv-memory, or less --max-context.", param="kv_memory_bytes")
@@ -98,7 +114,7 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
     window_ms = window_ms if window_ms is not None else 50.0 if settings["policy"] == "dynamic" else 0.0
     return SimConfig(
         policy=settings["policy"],
-        num_rows=settings["max-requests"] or own.max_requests,
+        num_rows=num_rows,
         token_budget=settings["token-budget"] or own.token_budget,
         num_pages=num_pages,
         page_size=page_size,
@@ -114,13 +130,15 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
     )
 
 
-def run(made: list[Arrival], config: SimConfig, cost: Profile) -> SimEngine:
-    engine = SimEngine(config, cost, keeps_events=False)
-    for arrival in made:
+def run(given: Iterable[Arrival], config: SimConfig, cost: Profile) -> tuple[SimEngine, list[Arrival]]:
+    """Also returns what was given, without the prompts."""
+    engine, made = SimEngine(config, cost, keeps_events=False), []
+    for arrival in given:
         engine.run_until(arrival.arrival_s)
         engine.submit(arrival)
+        made.append(replace(arrival, prompt_ids=()))
     engine.run_until(math.inf)
-    return engine
+    return engine, made
 
 
 def records_of(made: list[Arrival], engine: SimEngine, request_s: float) -> list[Record]:
@@ -156,6 +174,8 @@ def _show(figures: dict[str, Any], profile: Profile, config: SimConfig, trace: P
     table = Table("", f"{config.policy}, {config.num_rows} slots", title=f"{trace.name}: {what}", title_justify="left")
     table.caption = "p50 / p90 / p99 of: TTFT time to first token, TPOT time per output token after it, ITL gap between tokens"
     table.add_row("requests", f"{figures['requests']:,}")
+    if num := figures["cut_requests"]:
+        table.add_row("cut to the context", f"{num:,} requests, to {config.max_context:,} tokens")
     table.add_row("duration", f"{figures['duration_s']:,.1f} s")
     table.add_row("output tokens/s", f"{figures['output_tokens_per_s']:,.1f}")
     table.add_row("input tokens/s", f"{figures['input_tokens_per_s']:,.1f}")

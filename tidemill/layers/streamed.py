@@ -7,6 +7,7 @@ but the experts stays; those that are used most often stay in slots.
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ class Stream:
         self.address = self._lib.open_stream(spec, _NUM_READERS)
         # What the stream reads from and writes to must outlive it.
         self.close = weakref.finalize(
-            self, _close, self._lib, self.address, file, self._slots, self._pieces, self._firsts, self._slot_of
+            self, _close, os.getpid(), self._lib, self.address, file, self._slots, self._pieces, self._firsts, self._slot_of
         )
 
     @classmethod
@@ -134,9 +135,10 @@ class Stream:
         self._lib.stream_layer(self.address, layer)
 
 
-def _close(lib: native.Library, address: int, file: PreparedFile, *kept: object) -> None:
-    lib.close_stream(address)
-    file.close()
+def _close(process: int, lib: native.Library, address: int, file: PreparedFile, *kept: object) -> None:
+    if process == os.getpid():  # a forked child has none of the threads that read
+        lib.close_stream(address)
+        file.close()
 
 
 def size_of(items: Sequence[Item]) -> int:
@@ -231,8 +233,7 @@ class DiskStreaming(Streaming):
         plan = self.plan(sizes)
         if plan.streamed:
             units = [items[layer] for layer in plan.streamed]
-            if not self.store.is_new:
-                file.verify(item for unit in units for item in unit)
+            file.verify(item for unit in units for item in unit)
             self.stream = Stream.of_items(file, units, plan.num_slots, plan.slots)
             self.streamed_bytes = sum(size_of(unit) for unit in units)
         for layer, block in enumerate(blocks):
@@ -261,8 +262,7 @@ class DiskStreaming(Streaming):
         num_slots = min(len(items), (self.budget - self.fixed_bytes) // largest)
         if num_slots < most:
             raise self.too_small(most * largest, f"all {most} experts of a layer, {fmt_bytes(largest)} each")
-        if not self.store.is_new:
-            file.verify(items)
+        file.verify(items)
         self.stream = Stream.of_items(file, [[item] for item in items], num_slots)
         self.streamed_bytes = size_of(items) - min(size_of(items), self.stream.num_bytes)
         first = 0
@@ -282,8 +282,7 @@ class DiskStreaming(Streaming):
         num_slots = min(sum(nums), (self.budget - self.fixed_bytes) // largest)
         if num_slots < most:
             raise self.too_small(most * largest, f"all {most} neurons of a layer, {fmt_bytes(largest)} each")
-        if not self.store.is_new:
-            file.verify(items)
+        file.verify(items)
         pieces = [
             np.stack([item.offset + np.arange(num) * size, np.full(num, size), np.zeros(num, np.int64)], axis=1)
             for item, num, size in (

@@ -179,4 +179,8 @@ def can_cut(model: ModelConfig, shape: Shape) -> bool:
 
 
 def with_link(hardware: Hardware, link: float | None) -> Hardware:
-    return hardware if link is None else replace(hardware, link=link)
+    if link is None:
+        return hardware
+    if not 1 <= link < 1e18:
+        raise ConfigError("--link must be above 0.", fix="Give the bytes a second, like 40G.", param="link")
+    return replace(hardware, link=link)

@@ -6,11 +6,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
 from tidemill.sched.plan import StepPlan
+
+# What a file may hold. Nothing takes as long as ten days.
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e6)]
+Amount = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
 class CostModel(Protocol):
@@ -115,8 +119,8 @@ class LinearCost:
 class Curve(msgspec.Struct, frozen=True):
     """Seconds by a number, straight between the points; beyond the last, as between the last two."""
 
-    at: list[int]
-    seconds: list[float]
+    at: list[Amount]
+    seconds: list[Seconds]
 
     def value(self, x: int) -> float:
         if x <= self.at[0] or len(self.at) == 1:
@@ -132,17 +136,17 @@ class FittedCost(msgspec.Struct, frozen=True):
 
     decode: Curve  # by sequences
     mixed: Curve  # by tokens, of steps with a prompt
-    decode_context_s: float  # per token of context
-    longest_s: float  # per token of the longest context
-    mixed_context_s: float
-    pair_s: float
-    draw_s: float  # per token drawn, in steps with a prompt
-    new_token_s: float  # per token of a request that starts
-    host_s: float = 0.0  # of a step's time, the host's: waited for only where nothing is in flight
-    shared_s: float = 0.0  # per token of context that is read once for several, as often as it is seen
-    shared_unit: int = 0  # tokens that are read once if they are the same; 0: all are read for each
-    decode_sizes: list[int] = []  # numbers of tokens that a step is padded to; none: it is not
-    mixed_sizes: list[int] = []
+    decode_context_s: Seconds  # per token of context
+    longest_s: Seconds  # per token of the longest context
+    mixed_context_s: Seconds
+    pair_s: Seconds
+    draw_s: Seconds  # per token drawn, in steps with a prompt
+    new_token_s: Seconds  # per token of a request that starts
+    host_s: Seconds = 0.0  # of a step's time, the host's: waited for only where nothing is in flight
+    shared_s: Seconds = 0.0  # per token of context that is read once for several, as often as it is seen
+    shared_unit: Amount = 0  # tokens that are read once if they are the same; 0: all are read for each
+    decode_sizes: list[Amount] = []  # numbers of tokens that a step is padded to; none: it is not
+    mixed_sizes: list[Amount] = []
 
     def step_s(self, plan: StepPlan) -> float:
         """If no rows share pages."""

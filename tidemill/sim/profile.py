@@ -5,30 +5,35 @@ from __future__ import annotations
 import difflib
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.sim.cost import FittedCost, StepShape
+from tidemill.sim.cost import Amount, FittedCost, Seconds, StepShape
 
 FORMAT = 1  # of the file; raised when its fields mean something else
 _MAX_BYTES = 1 << 20
 _SHIPPED = files("tidemill.sim") / "profiles"
+MOST_ROWS, MOST_PAGES = 2**20, 2**31
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
+_Part = Annotated[float, msgspec.Meta(gt=-1e6, lt=1e6)]
 
 
 class ModelShape(msgspec.Struct, frozen=True):
     """What of a model its speed depends on."""
 
     name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    weight_bytes: int
-    kv_bytes_per_token: int
+    num_layers: _Count
+    hidden_size: _Count
+    num_heads: _Count
+    num_kv_heads: _Count
+    head_dim: _Count
+    vocab_size: _Count
+    weight_bytes: _Bytes
+    kv_bytes_per_token: _Bytes
 
     @staticmethod
     def of(name: str, config: ModelConfig, weight_bytes: int, kv_dtype: str) -> ModelShape:
@@ -52,23 +57,23 @@ class EngineShape(msgspec.Struct, frozen=True):
     dtype: str
     scheme: str
     kv_dtype: str
-    page_size: int
-    num_pages: int
-    max_context: int
-    max_requests: int
-    token_budget: int
-    steps_ahead: int
-    threads: int = 1
+    page_size: _Count
+    num_pages: Annotated[int, msgspec.Meta(ge=2, le=MOST_PAGES)]
+    max_context: _Count
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+    token_budget: _Count
+    steps_ahead: Amount
+    threads: Amount = 1
     fast_math: bool = False
 
 
 class FitErrors(msgspec.Struct, frozen=True):
     """Relative, on the steps that it was fitted to."""
 
-    num_steps: int
-    median: float
-    p90: float
-    total: float
+    num_steps: Amount
+    median: _Part
+    p90: _Part
+    total: _Part
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -83,7 +88,7 @@ class Profile(msgspec.Struct, frozen=True):
     cost: FittedCost
     errors: FitErrors
     is_estimated: bool = False  # not measured, but scaled from another model's
-    request_s: float = 0.0  # what a server adds to a request's time to first token; 0: the engine alone
+    request_s: Seconds = 0.0  # what a server adds to a request's time to first token; 0: the engine alone
 
     @property
     def host_s(self) -> float:
@@ -107,8 +112,11 @@ class Profile(msgspec.Struct, frozen=True):
         return self.cost.shape_s(shape)
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        check_target(path)
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        except OSError as error:
+            raise _cannot_write(path, f"{error.strerror}") from error
 
     @staticmethod
     def load(name: str | Path) -> Profile:
@@ -130,6 +138,21 @@ class Profile(msgspec.Struct, frozen=True):
 
 def shipped_profiles() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in _SHIPPED.iterdir() if entry.name.endswith(".json"))
+
+
+def check_target(path: Path) -> None:
+    """That a profile can be written there. Its folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise _cannot_write(path, f"{error.strerror}") from error
+    if is_folder:
+        raise _cannot_write(path, "it is a folder")
+
+
+def _cannot_write(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"The profile {path} cannot be written: {why}.", fix="Give another file with -o.", param="out")
 
 
 def _unknown(name: str) -> ConfigError:
@@ -156,7 +179,7 @@ def _decode(data: bytes, source: str) -> Profile:
         raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
     for curve in (profile.cost.decode, profile.cost.mixed):
         increasing = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))
-        if not curve.at or len(curve.at) != len(curve.seconds) or not increasing or min(curve.seconds) < 0:
+        if not curve.at or len(curve.at) != len(curve.seconds) or not increasing:
             raise ConfigError(f"{source} is no profile: a curve's points are not in order.", fix=again, param="profile")
     return profile
 

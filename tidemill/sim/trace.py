@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tidemill.errors import ConfigError
 from tidemill.sim.runner import FIRST_TOKEN
@@ -18,7 +18,8 @@ from tidemill.sim.simulator import Arrival
 
 MOONCAKE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
 MAX_REQUESTS = 10_000_000
-_MAX_LINE = 1 << 20  # characters
+_MAX_LINE = 1 << 20  # bytes
+_MAX_REASON = 100  # characters
 _MOST = 1 << 31
 
 
@@ -41,14 +42,15 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
     has timestamp (ms), input_length and output_length, and may have hash_ids (one for 512 tokens), priority, tenant, n and
     abort_ms (after its arrival)."""
     read = _azure_rows if path.suffix.lower() == ".csv" else _json_rows
+    lines = _Lines()
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(islice(read(_bounded(file)), min(limit, MAX_REQUESTS)))
+        with path.open("rb") as file:
+            rows = list(islice(read(lines.of(file)), min(limit, MAX_REQUESTS)))
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", param="trace") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
-        fix = "Azure's CSV and Mooncake's JSONL are known."
-        raise ConfigError(f"{path} cannot be read as a trace: {error!r}.", fix=fix, param="trace") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
+        what = f"{path} cannot be read as a trace: line {lines.number}: {_reason(error)}."
+        raise ConfigError(what, fix="Azure's CSV and Mooncake's JSONL are known.", param="trace") from error
     if not rows:
         raise ConfigError(f"{path} holds no request.", param="trace")
     rows.sort(key=lambda row: row.at_s)
@@ -60,17 +62,30 @@ def arrivals(
     rows: Iterable[Row], *, time_scale: float = 1.0, length_scale: float = 1.0, max_context: int = _MOST
 ) -> list[Arrival]:
     """Times and lengths are multiplied by the scales; a request that does not fit `max_context` is cut to it."""
-    made = []
+    return list(coming(rows, time_scale=time_scale, length_scale=length_scale, max_context=max_context))
+
+
+def coming(
+    rows: Iterable[Row], *, time_scale: float = 1.0, length_scale: float = 1.0, max_context: int = _MOST
+) -> Iterator[Arrival]:
+    """As `arrivals`, one by one: prompts of a long trace take more memory than all else."""
     for number, row in enumerate(rows):
-        output = max(1, min(round(row.num_output * length_scale), max_context // 2))
-        length = max(1, min(round(row.num_prompt * length_scale), max_context - output))
+        length, output = _cut(row, length_scale, max_context)
         prompt = prompt_of(row.blocks, length, number, max(1, round(MOONCAKE_BLOCK * length_scale))) if row.blocks else ()
         at_s = row.at_s * time_scale
         abort_s = None if row.abort_s is None else at_s + row.abort_s
-        made.append(
-            Arrival(f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s)
-        )  # fmt: skip
-    return made
+        yield Arrival(f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s)
+
+
+def num_cut(rows: Iterable[Row], *, length_scale: float = 1.0, max_context: int = _MOST) -> int:
+    """Requests that do not fit."""
+    return sum(_cut(row, length_scale, max_context) != _cut(row, length_scale, 1 << 100) for row in rows)
+
+
+def _cut(row: Row, length_scale: float, max_context: int) -> tuple[int, int]:
+    """Tokens of its prompt and its output: the output has at most half of the context, and the prompt the rest."""
+    output = max(1, min(round(row.num_output * length_scale), max_context // 2))
+    return max(1, min(round(row.num_prompt * length_scale), max_context - output)), output
 
 
 def prompt_of(blocks: Iterable[int], length: int, number: int, block_len: int = MOONCAKE_BLOCK) -> tuple[int, ...]:
@@ -84,11 +99,34 @@ def prompt_of(blocks: Iterable[int], length: int, number: int, block_len: int = 
     return tuple((ids + [own] * (length - len(ids)))[:length])
 
 
-def _bounded(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        if len(line) > _MAX_LINE:
-            raise ValueError(f"a line has more than {_MAX_LINE:,} characters")
-        yield line
+class _Lines:
+    """Of a file, and the number of the last one that was read."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def of(self, file: BinaryIO) -> Iterator[str]:
+        while line := file.readline(_MAX_LINE + 1):
+            self.number += 1
+            if len(line) > _MAX_LINE:
+                raise ValueError(f"it has more than {_MAX_LINE:,} bytes")
+            yield line.decode("utf-8")
+
+
+def _reason(error: Exception) -> str:
+    """Short, whatever the file holds."""
+    match error:
+        case UnicodeDecodeError():
+            return "it is not text (UTF-8)"
+        case json.JSONDecodeError():
+            return f"it is not JSON: {error.msg}"
+        case KeyError():
+            return f"{error} is missing"
+        case TypeError() | AttributeError():
+            return "a value is missing or of the wrong kind"
+        case RecursionError():
+            return "it is nested too deeply"
+    return ascii(str(error)[:_MAX_REASON])[1:-1]
 
 
 def _moved(row: Row, start: float) -> Row:

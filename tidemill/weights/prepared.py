@@ -13,6 +13,8 @@ import hashlib
 import json
 import mmap
 import os
+import secrets
+import stat
 import struct
 import time
 import zlib
@@ -40,6 +42,7 @@ _PIECE = 2**20
 _NUM_READERS = 4
 _SYNC_EVERY = 2**28
 _SUFFIX, _UNFINISHED = ".weights", ".unfinished"
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither through a link nor waiting, as for a pipe
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -85,21 +88,27 @@ def key_of(path: Path, about: str) -> str:
 class PreparedFile:
     """One that is complete. It is locked while it is open."""
 
-    def __init__(self, path: Path, key: str) -> None:
-        """Raises OSError or CheckpointError unless it is what it should be."""
+    def __init__(self, path: Path, key: str, locks: bool = True) -> None:
+        """Raises PreparedCorrupt if its content is wrong, and OSError if it cannot be used: BlockingIOError while another process
+        removes it. `locks`: False if the caller has it locked."""
         self.path = path
         self.fd = _open_direct(path)
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_SH)
+            if not _is_own(os.fstat(self.fd)):
+                raise PermissionError(errno.EPERM, "it is no plain file of this user")
+            os.set_blocking(self.fd, True)
+            if locks:
+                self.lock()
             status = os.fstat(self.fd)
-            if status.st_uid != os.geteuid():
-                raise CheckpointError(f"{path} belongs to another user.")
             self.file_bytes, self.changed_ns = status.st_size, status.st_mtime_ns
             self.items = self._read_table(key)
+            os.utime(self.fd, ns=(max(status.st_atime_ns, time.time_ns()), status.st_mtime_ns))  # used just now
         except BaseException:
             self.close()
             raise
-        os.utime(path, ns=(max(status.st_atime_ns, time.time_ns()), status.st_mtime_ns))  # used just now
+
+    def lock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _read_table(self, key: str) -> dict[str, Item]:
         head = memory(PAGE)
@@ -107,17 +116,20 @@ class PreparedFile:
         magic, version, offset, num_bytes, digest = _HEAD.unpack_from(head.data)
         is_ours = magic == _MAGIC and version == VERSION and offset % PAGE == 0 and 0 < num_bytes <= _MAX_TABLE
         if not is_ours or self.file_bytes != offset + _up(num_bytes, PAGE):
-            raise CheckpointError(f"{self.path} is no file of prepared weights, or was cut short.")
+            raise self._corrupt("it was cut short, or is of another kind")
         table = memory(num_bytes)
         self._read(table, offset)
         text = table[:num_bytes].tobytes()
         if hashlib.sha256(text).digest() != digest:
-            raise CheckpointError(f"{self.path} is corrupt.")
-        data = json.loads(text)
-        items = {item["name"]: Item(**item) for item in data["items"]}
-        fits = all(_fits(item, offset) for item in items.values())
-        if data["key"] != key or not fits:
-            raise CheckpointError(f"{self.path} has the weights of another model.")
+            raise self._corrupt("its table had another hash")
+        try:
+            data = json.loads(text)
+            items = {item["name"]: Item(**item) for item in data["items"]}
+            is_right = data["key"] == key and all(_fits(item, offset) for item in items.values())
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._corrupt("its table is no table") from error
+        if not is_right:
+            raise self._corrupt("it has the weights of another model")
         return items
 
     def read(self, item: Item, to: np.ndarray | None = None) -> None:
@@ -129,8 +141,7 @@ class PreparedFile:
             self._read(part, item.offset + start)
             checksum = zlib.crc32(part.data, checksum)
         if checksum != item.checksum:
-            self.path.unlink(missing_ok=True)
-            raise PreparedCorrupt(f"{self.path} was corrupt, and is removed: {item.name} had another checksum.")
+            raise self._corrupt(f"{item.name} had another checksum")
 
     def verify(self, items: Iterable[Item]) -> None:
         """That these are as they were written."""
@@ -143,8 +154,12 @@ class PreparedFile:
         while done < len(to):
             num = os.preadv(self.fd, [to[done:].data], offset + done)
             if num <= 0:
-                raise CheckpointError(f"{self.path} was cut short.")
+                raise self._corrupt("it was cut short")
             done += num
+
+    def _corrupt(self, why: str) -> PreparedCorrupt:
+        _unlink(self.path, self.fd)
+        return PreparedCorrupt(f"{self.path} was corrupt, and is removed: {why}.")
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -161,7 +176,7 @@ def _fits(item: Item, end: int) -> bool:
 
 def _open_direct(path: Path) -> int:
     """Past the page cache where the file system can do that: pages in it are memory, too."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    flags = os.O_RDONLY | _SAFELY
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0))
     except OSError as error:
@@ -170,17 +185,29 @@ def _open_direct(path: Path) -> int:
         return os.open(path, flags)
 
 
-class Writer:
-    """Of a new file, which has its name when it is complete."""
+def _is_own(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
-    def __init__(self, folder: Folder, key: str) -> None:
+
+def _unlink(path: Path, fd: int) -> None:
+    """If it still is the file that is open."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.lstat(), os.fstat(fd)):
+            path.unlink()
+
+
+class Writer:
+    """Of a new file, which has its name when it is complete. From the start it is as long as it may become: the quota counts it
+    so."""
+
+    def __init__(self, folder: Folder, key: str, num_bytes: int) -> None:
         self._folder, self._key = folder, key
-        self._path = folder.path / f"{key}.{os.getpid()}{_UNFINISHED}"
         self.items: dict[str, Item] = {}
         self._written = 0  # bytes that are on the disk
         with self._reported():
-            self._file = os.fdopen(os.open(self._path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600), "wb")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._path, fd = _create(folder.path, key)
+            self._file = os.fdopen(fd, "wb")
+            os.truncate(fd, num_bytes)
             self._file.write(bytes(PAGE))
 
     def put(self, name: str, arrays: Sequence[torch.Tensor], about: dict[str, Any]) -> None:
@@ -215,13 +242,16 @@ class Writer:
         offset = self._file.tell()
         with self._reported():
             self._file.write(text + bytes(-len(text) % PAGE))
+            self._file.truncate()
             self._file.seek(0)
             self._file.write(_HEAD.pack(_MAGIC, VERSION, offset, len(text), hashlib.sha256(text).digest()))
             self._forget_pages()
-            path = self._folder.path_of(self._key)
-            self._path.rename(path)
+            made = PreparedFile(self._path, self._key, locks=False)  # open before anybody may remove it
+            made.path = self._path.rename(self._folder.path_of(self._key))
             self._file.close()
-        return PreparedFile(path, self._key)
+            with contextlib.suppress(BlockingIOError):  # somebody removes it just now: what is open stays readable
+                made.lock()
+        return made
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
@@ -243,6 +273,22 @@ class Writer:
             ) from error
 
 
+def _create(folder: Path, key: str) -> tuple[Path, int]:
+    """A new file that is locked, under a name that no other process or machine has."""
+    while True:
+        path = folder / f"{key}.{secrets.token_hex(8)}{_UNFINISHED}"
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | _SAFELY, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:  # nobody made room of it before it was locked
+                return path, fd
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        os.close(fd)
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """Of prepared weights, at most `quota` bytes of them."""
@@ -254,15 +300,17 @@ class Folder:
         return self.path / f"{key}{_SUFFIX}"
 
     def open(self, key: str) -> PreparedFile | None:
-        """None: there is none that is right. A wrong one is removed."""
-        path = self.path_of(key)
+        """None: there is none that is right, or somebody is removing it. One with a wrong content is removed."""
         try:
-            return PreparedFile(path, key)
-        except FileNotFoundError:
+            return PreparedFile(self.path_of(key), key)
+        except (FileNotFoundError, BlockingIOError, PreparedCorrupt):
             return None
-        except (CheckpointError, OSError, ValueError, KeyError, TypeError):
-            path.unlink(missing_ok=True)
-            return None
+        except OSError as error:
+            raise ConfigError(
+                f"The prepared weights {self.path_of(key)} cannot be used: {error.strerror}.",
+                fix="Choose another folder with --weight-cache.",
+                param="weight_cache",
+            ) from error
 
     def write(self, key: str, num_bytes: int) -> Writer:
         """`num_bytes`: what the file will have at most."""
@@ -275,7 +323,7 @@ class Folder:
                 fix="Choose another folder with --weight-cache.",
                 param="weight_cache",
             ) from error
-        return Writer(self, key)
+        return Writer(self, key, num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove what nobody uses until there is room: what is unfinished, then the least recently used."""
@@ -287,7 +335,8 @@ class Folder:
             )
         for file in self.path.glob(f"*{_UNFINISHED}"):
             _remove_unused(file)
-        files = sorted(self.path.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_atime_ns)
+        used = _statuses(self.path, _SUFFIX)
+        files = sorted(used, key=lambda file: used[file].st_atime_ns)
         while (short := self._lacks(num_bytes)) and files:
             _remove_unused(files.pop(0))
         if short:
@@ -299,17 +348,27 @@ class Folder:
 
     def _lacks(self, num_bytes: int) -> int:
         """Bytes that are missing on the disk or under the quota."""
-        used = sum(file.stat().st_size for file in self.path.glob(f"*{_SUFFIX}"))
+        used = sum(one.st_size for suffix in (_SUFFIX, _UNFINISHED) for one in _statuses(self.path, suffix).values())
         status = os.statvfs(self.path)
         return max(0, used + num_bytes - self.quota, num_bytes - status.f_bavail * status.f_frsize)
 
 
+def _statuses(folder: Path, suffix: str) -> dict[Path, os.stat_result]:
+    """Of the files that are there; others may be removing some."""
+    found = {}
+    for file in folder.glob(f"*{suffix}"):
+        with contextlib.suppress(FileNotFoundError):
+            found[file] = file.lstat()
+    return found
+
+
 def _remove_unused(path: Path) -> None:
-    """Unless somebody has it locked."""
+    """Unless somebody has it locked, or it is another user's."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | _SAFELY)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            if _is_own(os.fstat(fd)):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _unlink(path, fd)
         finally:
             os.close(fd)

@@ -93,6 +93,7 @@ def test_speculation_and_host_memory_take_effect(traces):
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.68,3\n", "column.csv"),
         ("x" * (1 << 21), "line.jsonl"),
         ("[" * 200_000, "deep.jsonl"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 2, "n": 4000000000}\n', "samples.jsonl"),
     ],
 )
 def test_a_wrong_trace_is_refused(tmp_path, text, name):

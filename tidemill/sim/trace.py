@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tidemill.errors import ConfigError
+from tidemill.sampling import MAX_N
 from tidemill.sim.runner import FIRST_TOKEN
 from tidemill.sim.simulator import Arrival
 
@@ -153,7 +154,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[Row]:
             tuple(block % (FIRST_TOKEN // 2) for block in blocks),
             int(row.get("priority") or 0),
             str(row.get("tenant") or ""),
-            _number(row.get("n") or 1),
+            _samples(row.get("n") or 1),
             None if abort is None else _real(abort) / 1000,
         )
 
@@ -162,6 +163,13 @@ def _number(value: Any) -> int:
     number = int(value)
     if not 0 <= number < 1 << 63:
         raise ValueError(f"{number} is not a number of tokens")
+    return number
+
+
+def _samples(value: Any) -> int:
+    number = int(value)
+    if not 1 <= number <= MAX_N:
+        raise ValueError(f"n is {number}, not 1 to {MAX_N}")
     return number
 
 

@@ -135,7 +135,7 @@ async def many(port: int, requests: Sequence[bytes], num_connections: int, num: 
 
 async def overhead(given: argparse.Namespace) -> None:
     stubs, port = [free_port() for _ in range(given.servers)], free_port()
-    started = [subprocess.Popen([sys.executable, __file__, "stub", "--port", str(one)]) for one in stubs]
+    started = [subprocess.Popen([sys.executable, "-m", "bench.router", "stub", "--port", str(one)]) for one in stubs]
     direct = [await connected(one) for one in stubs]  # the router's first check finds them
     urls = [f"http://127.0.0.1:{one}" for one in stubs]
     router = subprocess.Popen([sys.executable, "-m", "tidemill", "route", *urls, "--port", str(port)], stderr=subprocess.DEVNULL)

@@ -223,3 +223,24 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     nan = one.isnan()
     bits = [t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)[~nan] for t in (one, other)]
     return torch.equal(nan, other.isnan()) and torch.equal(*bits)
+
+
+KINDS_OF_CACHE = ("llama", "windows", "states")
+
+
+def model_with_cache(kind: str, path: Path) -> CausalLM:
+    """A small model of random weights whose layers all see everything, or through windows, or keep states."""
+    import transformers
+
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
+    if kind == "llama":
+        make_llama(path, seed=5, **sizes)
+    elif kind == "windows":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 24}
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+        config = transformers.Gemma3TextConfig(**sizes, **heads, max_position_embeddings=256, layer_types=kinds)
+        transformers.Gemma3ForCausalLM(config).save_pretrained(path)
+    else:
+        sizes.pop("intermediate_size")
+        transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4)).save_pretrained(path)
+    return load_model(path)

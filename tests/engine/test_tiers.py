@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
-from tests.helpers import Answer, engine_config, greedy, load_model, make_llama, run
+from tests.helpers import KINDS_OF_CACHE, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
@@ -37,22 +36,9 @@ PROMPTS = {f"p{seed}": (prompt(seed), greedy(8, logprobs=2)) for seed in range(4
 PROMPTS["drawn"] = prompt(9), SamplingParams(max_tokens=8, seed=3, temperature=1.0, logprobs=2)
 
 
-@pytest.fixture(scope="module", params=["llama", "windows", "states"])
+@pytest.fixture(scope="module", params=KINDS_OF_CACHE)
 def model(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
-    if request.param == "llama":
-        make_llama(path, seed=5, **sizes)
-        return load_model(path)
-    if request.param == "windows":
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 24}
-        kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-        config = transformers.Gemma3TextConfig(**sizes, **heads, max_position_embeddings=256, layer_types=kinds)
-        transformers.Gemma3ForCausalLM(config).save_pretrained(path)
-    else:
-        sizes.pop("intermediate_size")
-        transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4)).save_pretrained(path)
-    return load_model(path)
+    return model_with_cache(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def make_core(model, pages: int = PAGES, slots: int = 0, folder=None, quota: int = 2**24, **options) -> EngineCore:

@@ -408,7 +408,7 @@ def test_flash_attention_is_tried_first(expected, on_gpu, monkeypatch, is_right,
         (flash_trial, "FROM_TOKENS", 20),
         (cuda_runner, "FROM_TOKENS", 20),
         (flash_trial, "_TRIAL", 32),
-        (flash_trial, "_time", timed),
+        (flash_trial, "time_replay", timed),
     ):
         monkeypatch.setattr(module, name, value)
     core = on_gpu(fast_math=True)
@@ -425,7 +425,7 @@ def test_a_trial_stays_within_the_context(on_gpu, monkeypatch):
     seen = []
     monkeypatch.setattr(flash, "forward", lambda: flash_reference)
     monkeypatch.setattr(flash_trial, "FROM_TOKENS", 20)
-    monkeypatch.setattr(flash_trial, "_time", lambda replay, graph, work: seen.append(work.positions.max()) or 1.0)
+    monkeypatch.setattr(flash_trial, "time_replay", lambda replay, graph, work: seen.append(work.positions.max()) or 1.0)
     on_gpu(fast_math=True, max_context=100)
     assert 64 <= max(seen) < 100
 

@@ -48,7 +48,7 @@ def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
         return 10.0 if graph.second is None else halves_ms
 
     monkeypatch.setattr(cuda_runner, "capture", captured)
-    for name, value in {"_time": timed, "_MIXED": (32,), "_CONTEXT": 40}.items():
+    for name, value in {"time_replay": timed, "_MIXED": (32,), "_CONTEXT": 40}.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
     assert set(seen) == {(32, 32, False), (32, 32, True)}
@@ -78,7 +78,7 @@ def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
         graph.out = torch.zeros(1)
         return 10.0
 
-    for name, value in {"_time": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
+    for name, value in {"time_replay": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
     assert not any(trial.is_taken for trial in core.runner.nano)

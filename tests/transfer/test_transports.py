@@ -63,9 +63,7 @@ def opened(address):
 def wait(importer, until) -> tuple[dict[int, bytes], list[bytes], list[str]]:
     """What was learned, once it is as it should be."""
     slots, erased, problems = {}, [], []
-    give_up = time.monotonic() + 60
     while not until(slots, erased, problems):
-        assert time.monotonic() < give_up, (slots, erased, problems)
         if (learned := importer.take()) is None:
             time.sleep(0.001)
             continue
@@ -81,9 +79,7 @@ def in_use() -> tuple[int, int]:
 
 
 def wait_for_use(most: tuple[int, int]) -> None:
-    give_up = time.monotonic() + 10
     while any(now > before for now, before in zip(in_use(), most, strict=True)):
-        assert time.monotonic() < give_up, (in_use(), most)
         time.sleep(0.005)
 
 
@@ -172,9 +168,7 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path):
     assert "another key" in problems[0]
     assert not exporter._journal._known
     importer.close()
-    give_up = time.monotonic() + 10
     while exporter._readers:
-        assert time.monotonic() < give_up
         time.sleep(0.005)
     exporter.close()
 
@@ -182,24 +176,20 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path):
 @pytest.mark.parametrize("address", ["tcp"], indirect=True)
 def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch):
     host, port = address.split(":")[1:]
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 3600.0)  # whoever waited for it would do so for good
     exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
     with socket.create_connection((host, int(port))):
-        began = time.monotonic()
         importer = open_importer([address], SIZE, SAME, "key")
         exporter.write(0, key(0), page(0))
         wait(importer, lambda slots, *_: slots == {0: key(0)})
         importer.close()
         exporter.close()
-        assert time.monotonic() - began < 5
     monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.2)
     again = open_exporter(address, SLOTS, SIZE, SAME, "key")
-    with socket.create_connection((host, int(port))) as slow:
-        began = time.monotonic()
-        with suppress(OSError):
-            while time.monotonic() < began + 5:  # the beginning of a message without an end
-                slow.sendall(b"\0")
-                time.sleep(0.05)
-        assert time.monotonic() - began < 5
+    with socket.create_connection((host, int(port))) as slow, suppress(OSError):  # it is closed in the end
+        while True:  # the beginning of a message without an end
+            slow.sendall(b"\0")
+            time.sleep(0.05)
     again.close()
 
 

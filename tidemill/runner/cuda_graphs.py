@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tidemill.kernels.cuda.gemm import choice_of
 
+T = TypeVar("T")
 Programs = tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
 
 
@@ -71,3 +72,13 @@ def halves(among: Collection[int]) -> dict[int, int]:
 def one_of_each_kind(among: Iterable[int]) -> list[int]:
     """Sizes that use every kernel which any of them uses: which one a matmul takes changes at a few numbers of rows."""
     return list({choice_of(size): size for size in among}.values())
+
+
+def time_replay(replay: Callable[[Graph, T], object], graph: Graph, work: T) -> float:
+    """Milliseconds that the device takes."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    replay(graph, work)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.cuda import flash
-from tidemill.runner.cuda_graphs import Graph
+from tidemill.runner.cuda_graphs import Graph, time_replay
 from tidemill.runner.cuda_work import Work, make_work
 from tidemill.runner.state import RowState
 
@@ -61,7 +61,7 @@ def run_trial(contest: Contest) -> FlashTrial:
         seen = []
         for i, (graph, tile) in enumerate(((contest.ours, contest.tile), (theirs, flash.WHOLE))):
             work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), [table], 1, tile)
-            times[i] += min(_time(contest.replay, graph, work) for _ in range(3))
+            times[i] += min(time_replay(contest.replay, graph, work) for _ in range(3))
             seen.append(contest.hidden[:size].double())
         error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)
         apart = max(apart, error_T.nan_to_num(torch.inf).max().item())
@@ -69,12 +69,3 @@ def run_trial(contest: Contest) -> FlashTrial:
         used.zero_()
     part = times[1] / times[0]
     return FlashTrial(apart < _AGREES and part < 1, f"takes {part:.3f} of our time, hidden states differ by {apart:.3f}")
-
-
-def _time(replay: Callable[[Graph, Work], object], graph: Graph, work: Work) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    replay(graph, work)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)

@@ -11,7 +11,7 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.model_config import ModelConfig
 from tidemill.parallel.group import Group
-from tidemill.runner.cuda_graphs import Graph
+from tidemill.runner.cuda_graphs import Graph, time_replay
 from tidemill.runner.cuda_work import Work, make_halves, make_work
 from tidemill.runner.state import RowState
 
@@ -107,7 +107,7 @@ def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
     seen, times = list[torch.Tensor](), (list[float](), list[float]())
     for turn in range(1 + _TIMES):
         for i, (graph, work) in enumerate(zip((whole, halves), works, strict=True)):
-            ms = _time(rivals.replay, graph, work)
+            ms = time_replay(rivals.replay, graph, work)
             if turn:
                 times[i].append(ms)
             else:
@@ -130,12 +130,3 @@ def _items(rivals: Rivals, decodes: bool, size: int) -> np.ndarray | None:
         return None
     singles = np.stack([np.arange(num), np.full(num, context - 1), np.ones(num, np.int64)], 1)
     return np.concatenate([singles, [[num, 0, prompt]]] if prompt else [singles]).astype(np.int32)
-
-
-def _time(replay: Callable[[Graph, Work], object], graph: Graph, work: Work) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    replay(graph, work)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)

@@ -22,7 +22,7 @@ from tidemill.errors import WeightsLost, WorkerLost
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
-from tidemill.kernels.native.streams import STREAM_ERRORS, Neurons, Piece, StreamFigures, StreamSpec
+from tidemill.kernels.native.streams import STREAM_ERRORS, Neurons, Piece, StreamCalls, StreamFigures, StreamSpec
 from tidemill.kernels.state import ScanInputs, StateWeights
 
 # Best first: (file, CPU flags it needs).
@@ -241,7 +241,7 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
         raise OSError(f"its structs are laid out differently ({wrong[0]}); {fix}")
 
 
-class Library:
+class Library(StreamCalls):
     """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
 
     def __init__(self, path: Path) -> None:
@@ -305,14 +305,7 @@ class Library:
         self.fail_group.argtypes, self.fail_group.restype = [_POINTER], None
         self._copy_sum = lib.tm_copy_sum
         self._copy_sum.argtypes, self._copy_sum.restype = [_POINTER, _POINTER, _LONG, _POINTER], None
-        self._open_stream = lib.tm_stream_open
-        self._open_stream.argtypes, self._open_stream.restype = [_POINTER, _LONG], _POINTER
-        self.close_stream = lib.tm_stream_close
-        self.close_stream.argtypes, self.close_stream.restype = [_POINTER], None
-        self._stream_layer = lib.tm_stream_layer
-        self._stream_layer.argtypes = [_POINTER, _LONG]
-        self._stream_figures = lib.tm_stream_figures_of
-        self._stream_figures.argtypes, self._stream_figures.restype = [_POINTER, _POINTER], None
+        self._bind_streams(lib)
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -517,23 +510,11 @@ class Library:
             self._recording.note("neurons", out, x_TH, in_2=gate_TI, a=neurons)
         return out
 
-    def open_stream(self, spec: StreamSpec, num_readers: int) -> int:
-        """The address of a stream, until `close_stream`. The caller keeps what the spec names."""
-        stream = self._open_stream(ctypes.addressof(spec), num_readers)
-        if not stream:
-            raise MemoryError("no memory or no threads for a stream of weights")
-        return int(stream)
-
     def stream_layer(self, stream: int, layer: int) -> None:
         """Wait until the layer's weights are in their slot."""
         check_group(self._stream_layer(stream, layer))
         if self._recording:
             self._recording.note("stream", None, None, kind=layer, a=stream)
-
-    def stream_figures(self, stream: int) -> StreamFigures:
-        figures = StreamFigures()
-        self._stream_figures(stream, ctypes.addressof(figures))
-        return figures
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
         _check(x_SV)

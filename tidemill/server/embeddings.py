@@ -28,7 +28,7 @@ from tidemill.server.sse import until_disconnect
 from tidemill.server.vectors import packed
 
 _AT_ONCE = 64  # prompts of one request
-_MAX_IN_HEADER = 400  # inputs that are told of in a header: clients and proxies take 64 KiB at most
+_MAX_IN_HEADER = 400  # inputs that the header `metadata` describes: clients and proxies take 64 KiB at most
 
 _json = msgspec.json.Encoder().encode
 

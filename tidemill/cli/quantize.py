@@ -73,6 +73,14 @@ def quantize(
             help="compressed-tensors, gptq, awq, bitsandbytes, fp8, bitnet, gobo or gguf. Default: the method's own.",
         ),
     ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            help="Of a .gguf file: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K. Decides bits and groups; K types need "
+            "columns in multiples of 256, else a matrix becomes Q5_0, Q5_1 or Q8_0.",
+        ),
+    ] = None,
     out_dtype: Annotated[str | None, typer.Option(help="Of what stays floats: float16, bfloat16 or float32.")] = None,
     data: Annotated[
         Path | None,
@@ -103,7 +111,7 @@ def quantize(
     }  # fmt: skip
     of_budget = None if budget is None else Budget(budget, _numbers(choices), sensitivity)
     options = QuantizeOptions(
-        model=settings["model"], out=out.expanduser(), method=method, layout=layout, dtype=out_dtype, budget=of_budget,
+        model=settings["model"], out=out.expanduser(), method=method, layout=layout, kind=kind, dtype=out_dtype, budget=of_budget,
         options={name: value for name, value in given.items() if value is not None}, device=device,
         calibration=Calibration(data=data, num_tokens=tokens, length=length, seed=seed),
     )  # fmt: skip

@@ -14,7 +14,8 @@ from tidemill.compress.calibration import Calibration, calibration_ids
 from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
 from tidemill.compress.layouts import GGUF, layout_class
-from tidemill.compress.layouts.gguf import block_type, write_gguf
+from tidemill.compress.layouts.gguf import GGUFLayout
+from tidemill.compress.layouts.gguf_blocks import block_type, grid_of
 from tidemill.compress.methods import method_class
 from tidemill.compress.methods.base import Method
 from tidemill.compress.mixed import Budget, choose_bits
@@ -37,6 +38,7 @@ class QuantizeOptions:
     method: str = "gptq"
     options: dict[str, Any] = field(default_factory=dict)
     layout: str | None = None  # None: the method's first
+    kind: str | None = None  # a type of GGUF, which decides bits and groups
     dtype: str | None = None  # of what stays floats; None: the model's own, 16 bits
     budget: Budget | None = None
     calibration: Calibration = field(default_factory=Calibration)
@@ -67,11 +69,12 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     if given.budget is not None:
         given.budget.check(method)
     source = Source.open(given.model)
-    if layout == GGUF and not source.is_gguf:
-        why = f"{source.path} is a folder: a GGUF file is written from one."
-        raise ConfigError(why, fix="Choose another --format.", param="format")
     dtype = output_dtype(source, given.dtype or _half(source))
     decoder = Decoder(source, given.device)
+    file = GGUFLayout(decoder, dtype) if layout == GGUF else None
+    method.has_offsets = file is not None
+    if given.kind is not None:
+        _take_type(decoder, method, given)
     calibration = given.calibration
     calibration.check()
     needs_text = method.needs_text or given.budget is not None
@@ -94,8 +97,8 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
         seed=calibration.seed,
         report=report,
     )
-    if layout == GGUF:
-        num_values, num_bytes = write_gguf(decoder, work, report)
+    if file is not None:
+        num_values, num_bytes = file.write(work, report)
     else:
         num_values, num_bytes = _write_folder(decoder, work, layout, dtype, report)
     work.publish()
@@ -103,13 +106,28 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
 
 
 def _layout(given: QuantizeOptions, method: Method) -> str:
-    layout = given.layout or (GGUF if given.out.suffix == ".gguf" and GGUF in method.formats else method.formats[0])
+    wants_file = given.kind is not None or (given.out.suffix == ".gguf" and GGUF in method.formats)
+    layout = given.layout or (GGUF if wants_file else method.formats[0])
+    if given.kind is not None and layout != GGUF:
+        raise ConfigError("--type is a type of GGUF files.", fix="Choose --format gguf, or leave it out.", param="type")
     if layout not in method.formats:
         fix = f"Choose {', '.join(method.formats)}."
         raise ConfigError(f"--format {layout} cannot hold what {method.name} makes.", fix=fix, param="format")
     if (layout == GGUF) != (given.out.suffix == ".gguf"):
         raise ConfigError(f"--out is {given.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out")
     return layout
+
+
+def _take_type(decoder: Decoder, method: Method, given: QuantizeOptions) -> None:
+    """Of each matrix, by its columns."""
+    assert given.kind is not None
+    taken = [name for name in ("bits", "group", "weights", "symmetric") if name in given.options]
+    if taken or given.budget is not None:
+        name = taken[0] if taken else "budget"
+        raise ConfigError(f"--type {given.kind} decides --{name}.", fix="Give one of them.", param=name)
+    for number in range(decoder.num_layers):
+        for name, module in decoder.linears(number).items():
+            method.grids[name] = grid_of(given.kind.upper(), matrix_of(module).shape[1])
 
 
 def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) -> int | None:
@@ -153,6 +171,7 @@ def _settings(
         "method": method.name,
         "options": method.options,
         "layout": layout,
+        "type": given.kind,
         "dtype": dtype,
         "budget": None if given.budget is None else given.budget.settings(),
         "text": given.calibration.settings() if needs_text else None,

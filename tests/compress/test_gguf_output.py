@@ -110,7 +110,7 @@ def test_families(family, tmp_path):
 
 def test_what_gguf_cannot_hold(folder, tmp_path):
     make("Gemma2", intermediate_size=128, num_hidden_layers=2, layer_types=None).save_pretrained(tmp_path / "gemma")
-    with pytest.raises(CheckpointError, match="scale of layer 0: 0.204.* would be read as 0.25"):
+    with pytest.raises(CheckpointError, match=r"scale of layer 0: 0\.204.* would be read as 0\.25"):
         quantize(QuantizeOptions(model=str(tmp_path / "gemma"), out=tmp_path / "q.gguf", method="rtn", kind="Q8_0"))
     for given, words in (
         ({"kind": "Q3_K"}, "--type Q3_K cannot be written.*Q4_K"),
@@ -120,7 +120,7 @@ def test_what_gguf_cannot_hold(folder, tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             quantize(wish(folder, tmp_path / "q.gguf", **given))
-    with pytest.raises(ConfigError, match="name ends in .gguf"):
+    with pytest.raises(ConfigError, match=r"name ends in \.gguf"):
         quantize(wish(folder, tmp_path / "q", kind="Q4_0"))
 
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import byte_tokenizer, load_model, make_llama
 from tests.models.test_families import FAMILIES, make
@@ -28,7 +30,11 @@ from tidemill.compress.source import Source
 from tidemill.compress.stored import from_state
 from tidemill.compress.walk import OWN, TRUTH, LayerJob, Quiet, walk
 from tidemill.compress.work import Work
+from tidemill.config.cache import decide_kv_dtype
+from tidemill.config.options import EngineOptions
+from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.weights.checkpoint import open_checkpoint
 
 
@@ -303,3 +309,31 @@ def test_every_method_is_there_and_says_its_layouts():
         cls = method_class(name)
         assert cls.name == name
         assert all(layout == "gguf" or layout_class(layout) for layout in cls({}).formats)
+
+
+def test_scales_of_keys_and_values(folder, tmp_path):
+    """Against the cache of Transformers; and the result is served with 8 bits."""
+    out = tmp_path / "out"
+    quantize(asked(folder, out, "gptq", None, {"group": 32}, kv_scales=True))
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["kv_cache_scheme"]["num_bits"] == 8
+    with safe_open(out / "model.safetensors", "pt") as file:
+        scales = [file.get_tensor(f"model.layers.{i}.self_attn.{part}_scale") for i in range(2) for part in "kv"]
+    reference = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval()
+    names = set(reference.state_dict()) - {"lm_head.weight"}
+    reference.load_state_dict(Source(out).read(names), strict=False)
+    ids = torch.tensor(Tokenizer.load(folder).encode((folder / "text.txt").read_text())[:512]).view(8, 64)
+    with torch.no_grad():
+        layers = reference(ids, use_cache=True).past_key_values.layers
+    largest = [kept.abs().max() for layer in layers for kept in (layer.keys, layer.values)]
+    assert torch.allclose(448 * torch.cat(scales), torch.stack(largest), rtol=1e-4)
+    _, _, config = inspect(str(out))
+    for dtype, device, expected in (
+        ("quantized", "cpu", "int8"),
+        ("float32", "cpu", "float32"),
+        ("bfloat16", "cuda", "bfloat16"),
+    ):
+        assert decide_kv_dtype(EngineOptions(model="x"), dtype, device, config)[0] == expected  # heads of 16: not on a GPU
+    assert "scale of its own" in config.notes[0]
+    with pytest.raises(ConfigError, match="--format gptq does not hold scales of keys"):
+        quantize(asked(folder, tmp_path / "other", "gptq", "gptq", {"group": 32}, kv_scales=True))

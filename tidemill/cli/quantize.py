@@ -66,6 +66,10 @@ def quantize(
         str,
         typer.Option(help="With --budget: kl: of outputs, with one layer rounded. second-order: errors of a matrix's outputs."),
     ] = "kl",
+    kv_scales: Annotated[
+        bool,
+        typer.Option("--kv-scales", help="Scales of 8-bit keys and values, too (kv_cache_scheme): the KV cache has 8 bits then."),
+    ] = False,
     layout: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +115,8 @@ def quantize(
     }  # fmt: skip
     of_budget = None if budget is None else Budget(budget, _numbers(choices), sensitivity)
     options = QuantizeOptions(
-        model=settings["model"], out=out.expanduser(), method=method, layout=layout, kind=kind, dtype=out_dtype, budget=of_budget,
+        model=settings["model"], out=out.expanduser(), method=method, layout=layout, kind=kind, dtype=out_dtype,
+        budget=of_budget, kv_scales=kv_scales,
         options={name: value for name, value in given.items() if value is not None}, device=device,
         calibration=Calibration(data=data, num_tokens=tokens, length=length, seed=seed),
     )  # fmt: skip

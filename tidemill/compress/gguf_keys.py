@@ -18,7 +18,7 @@ from tidemill.weights.checkpoint import RandomTensor, WeightTensor
 
 Keys = dict[str, Any]
 _EVERY = {"gemma2": 2, "gemma3": 6, "olmo2": 4}  # layers, the last of which is without a window, as readers assume
-_UNCOMPARED = ("architecture", "stored", "notes")
+_UNCOMPARED = ("architecture", "stored", "notes", "kv_bits")
 _FACTORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 
 

@@ -13,7 +13,8 @@ import torch
 from tidemill.compress.calibration import Calibration, calibration_ids
 from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
-from tidemill.compress.layouts import GGUF, layout_class
+from tidemill.compress.kv_scales import SCHEME, kv_scales
+from tidemill.compress.layouts import GGUF, WITH_KV_SCALES, layout_class
 from tidemill.compress.layouts.gguf import GGUFLayout
 from tidemill.compress.layouts.gguf_blocks import block_type, grid_of
 from tidemill.compress.methods import method_class
@@ -21,11 +22,11 @@ from tidemill.compress.methods.base import Method
 from tidemill.compress.mixed import Budget, choose_bits
 from tidemill.compress.source import Source
 from tidemill.compress.stored import IntWeight, from_state
-from tidemill.compress.walk import Quiet, Reporter, walk
+from tidemill.compress.walk import Change, LayerJob, Quiet, Reporter, walk
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
 
-_IDS = "text"
+_IDS, _KV = "text", "kv-{:05}"
 _SMALLER_GROUPS = (64, 32)
 
 
@@ -41,6 +42,7 @@ class QuantizeOptions:
     kind: str | None = None  # a type of GGUF, which decides bits and groups
     dtype: str | None = None  # of what stays floats; None: the model's own, 16 bits
     budget: Budget | None = None
+    kv_scales: bool = False  # also of keys and values
     calibration: Calibration = field(default_factory=Calibration)
     device: str = "cpu"
 
@@ -77,7 +79,7 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
         _take_type(decoder, method, given)
     calibration = given.calibration
     calibration.check()
-    needs_text = method.needs_text or given.budget is not None
+    needs_text = method.needs_text or given.budget is not None or given.kv_scales
     if calibration.data is not None and not needs_text:
         raise ConfigError(f"{method.name} as it is asked for needs no --data.", fix="Leave it out.", param="data")
     smaller_group = _fit_group(decoder, method, layout, "group" in given.options)
@@ -88,15 +90,9 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
             assert ids is not None
             method.bits_of = choose_bits(decoder, method, ids, given.budget, work, report)
             _check_matrices(decoder, method, layout)
-    walk(
-        decoder,
-        work,
-        method,
-        ids if method.needs_text else None,
-        needs_truth=method.needs_truth,
-        seed=calibration.seed,
-        report=report,
-    )
+    walked = ids if method.needs_text or given.kv_scales else None
+    change = _with_kv_scales(method, work) if given.kv_scales else method
+    walk(decoder, work, change, walked, needs_truth=method.needs_truth, seed=calibration.seed, report=report)
     if file is not None:
         num_values, num_bytes = file.write(work, report)
     else:
@@ -105,9 +101,22 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     return Result(given.out, layout, source.num_bytes, size_of(given.out), num_values, num_bytes, method.bits_of, smaller_group)
 
 
+def _with_kv_scales(method: Method, work: Work) -> Change:
+    def change(job: LayerJob) -> dict[str, torch.Tensor]:
+        kept = method(job)
+        work.save(_KV.format(job.number), kv_scales(job))
+        return kept
+
+    return change
+
+
 def _layout(given: QuantizeOptions, method: Method) -> str:
     wants_file = given.kind is not None or (given.out.suffix == ".gguf" and GGUF in method.formats)
-    layout = given.layout or (GGUF if wants_file else method.formats[0])
+    first = WITH_KV_SCALES if given.kv_scales and WITH_KV_SCALES in method.formats else method.formats[0]
+    layout = given.layout or (GGUF if wants_file else first)
+    if given.kv_scales and layout != WITH_KV_SCALES:
+        why = f"--format {layout} does not hold scales of keys and values."
+        raise ConfigError(why, fix=f"Choose --format {WITH_KV_SCALES}, or leave --kv-scales out.", param="kv-scales")
     if given.kind is not None and layout != GGUF:
         raise ConfigError("--type is a type of GGUF files.", fix="Choose --format gguf, or leave it out.", param="type")
     if layout not in method.formats:
@@ -123,8 +132,8 @@ def _take_type(decoder: Decoder, method: Method, given: QuantizeOptions) -> None
     assert given.kind is not None
     taken = [name for name in ("bits", "group", "weights", "symmetric") if name in given.options]
     if taken or given.budget is not None:
-        name = taken[0] if taken else "budget"
-        raise ConfigError(f"--type {given.kind} decides --{name}.", fix="Give one of them.", param=name)
+        other = taken[0] if taken else "budget"
+        raise ConfigError(f"--type {given.kind} decides --{other}.", fix="Give one of them.", param=other)
     for number in range(decoder.num_layers):
         for name, module in decoder.linears(number).items():
             method.grids[name] = grid_of(given.kind.upper(), matrix_of(module).shape[1])
@@ -173,6 +182,7 @@ def _settings(
         "layout": layout,
         "type": given.kind,
         "dtype": dtype,
+        "kv_scales": given.kv_scales,
         "budget": None if given.budget is None else given.budget.settings(),
         "text": given.calibration.settings() if needs_text else None,
         "seed": given.calibration.seed,
@@ -192,6 +202,7 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
     layout = layout_class(name)()
     writer = FolderWriter(work.result, dtype)
     num_values = num_bytes = 0
+    of_kv: dict[str, torch.Tensor] = {}
     report.stage("Writing", decoder.num_layers)
     for tensor_name, tensor in decoder.read(names_outside(decoder)).items():
         writer.add(tensor_name, tensor)
@@ -205,8 +216,12 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
         others = {one for one in decoder.tensor_names(number) if one.removesuffix(".weight") not in stored} - changed.keys()
         for tensor_name, tensor in sorted({**changed, **decoder.read(others)}.items()):
             writer.add(tensor_name, tensor)
+        of_kv = work.saved(_KV.format(number)) or {}
+        for tensor_name, tensor in sorted(of_kv.items()):
+            writer.add(tensor_name, tensor, as_is=True)
         report.at(number + 1)
-    writer.close(decoder.source, decoder.source.config | {"quantization_config": layout.config()})
+    config = layout.config() | ({"kv_cache_scheme": SCHEME} if of_kv else {})
+    writer.close(decoder.source, decoder.source.config | {"quantization_config": config})
     return num_values, num_bytes
 
 

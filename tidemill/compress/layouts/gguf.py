@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class GGUFLayout:
         else:
             given = [(stored, own, None) for own, stored in self._folder_names().items()]
             for name, values in self._described.tensors.items():
-                yield _Entry(name, "F32", tuple(values.shape), lambda values=values: values.float().numpy())
+                yield _Entry(name, "F32", tuple(values.shape), values.float().numpy)
         at, stored, changed = -1, dict[str, Stored](), dict[str, torch.Tensor]()
         for name, own, copied in given:
             number = self._layers.get(own, -1)
@@ -111,12 +112,14 @@ class GGUFLayout:
             if matrix is not None:
                 yield self._quantized(name, own, matrix)
             elif number >= 0 and own in changed:
-                yield self._plain(name, tuple(changed[own].shape), lambda own=own, changed=changed: changed[own])
+                yield self._plain(name, tuple(changed[own].shape), partial(changed.__getitem__, own))
             elif copied is not None:
-                raw = np.ascontiguousarray(copied.raw).reshape(-1)
-                yield _Entry(name, copied.type_name, copied.shape, lambda raw=raw: raw)
+                yield _Entry(name, copied.type_name, copied.shape, partial(np.ascontiguousarray, copied.raw))
             else:
-                yield self._plain(name, self._decoder.shape_of(own), lambda own=own: self._decoder.read([own])[own])
+                yield self._plain(name, self._decoder.shape_of(own), partial(self._read, own))
+
+    def _read(self, own: str) -> torch.Tensor:
+        return self._decoder.read([own])[own]
 
     def _quantized(self, name: str, own: str, matrix: Stored) -> _Entry:
         kind = block_type(own, matrix)

@@ -81,7 +81,7 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     calibration.check()
     needs_text = method.needs_text or given.budget is not None or given.kv_scales
     if calibration.data is not None and not needs_text:
-        raise ConfigError(f"{method.name} as it is asked for needs no --data.", fix="Leave it out.", param="data")
+        raise ConfigError(f"{method.name} as it is asked for needs no --calibration.", fix="Leave it out.", param="calibration")
     smaller_group = _fit_group(decoder, method, layout, "group" in given.options)
     work = Work(given.out, _settings(given, method, layout, dtype, source, needs_text))
     with work.begins():

@@ -11,12 +11,14 @@ from tests.helpers import CHAT_TEMPLATE, load_model, make_llama
 from tests.models.test_families import make
 from tests.models.test_llama import prompt_logits
 from tidemill.compress.calibration import Calibration
+from tidemill.compress.gguf_vocab import vocabulary
 from tidemill.compress.grid import quantize as round_to_nearest
 from tidemill.compress.grid import rounded
 from tidemill.compress.layouts.gguf_blocks import TYPES, block_type, blocks
 from tidemill.compress.methods.gptq import factor, gptq
 from tidemill.compress.quantize import QuantizeOptions, quantize
 from tidemill.errors import CheckpointError, ConfigError
+from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.tokenizer import Tokenizer as OurTokenizer
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -136,3 +138,20 @@ def test_tokenizers_that_gguf_cannot_hold(given, words, tmp_path):
     write_tokenizer(tmp_path, **given)
     with pytest.raises(CheckpointError, match=words):
         quantize(QuantizeOptions(model=str(tmp_path), out=tmp_path / "q.gguf", method="rtn", kind="Q8_0"))
+
+
+def test_a_sentencepiece_vocabulary(tmp_path):
+    pieces = ["▁", "t", "h", "e", "▁t", "he", "▁the", "r", "er", "1", "s", "a"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    given = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)], "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
+    }  # fmt: skip
+    build_tokenizer(given, "x").backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    made = vocabulary(tmp_path, 300)
+    assert made["tokenizer.ggml.token_type"] == [*given["tokenizer.ggml.token_type"], *[5] * 29]
+    assert (made["tokenizer.ggml.add_space_prefix"], made["tokenizer.ggml.eos_token_id"]) == (True, 2)
+    own, text = OurTokenizer.load(tmp_path), "the others at the 11 tester</s>"
+    assert build_tokenizer(made, "x").backend.encode(text, add_special_tokens=False).ids == own.encode(text, add_special=False)

@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.draft.prompts import seed_prompts
 from tidemill.engine.llm import LLM
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams, sample_seed
 
@@ -186,8 +186,11 @@ def _line(llm: Texts, where: str, value: dict[str, Any]) -> Example:
         if not all(0 <= token < llm.model_config.vocab_size for token in made.ids) or not 0 <= made.start <= len(made.ids):
             raise ConfigError(f"{where}: ids are tokens of another model.", param="calibration")
         return made
-    if isinstance(value.get("messages"), list):
-        return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
-    if isinstance(value.get("text"), str):
-        return _encoded(llm, value["text"])
+    try:
+        if isinstance(value.get("messages"), list):
+            return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
+        if isinstance(value.get("text"), str):
+            return _encoded(llm, value["text"])
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error}", param="calibration") from error
     raise ConfigError(f"{where} has no text, messages or ids.", param="calibration")

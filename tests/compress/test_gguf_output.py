@@ -1,6 +1,7 @@
 """GGUF files of Hugging Face folders: the same model, vocabulary and template; what the format cannot hold is refused."""
 
 import json
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -14,6 +15,7 @@ from tidemill.compress.calibration import Calibration
 from tidemill.compress.gguf_vocab import vocabulary
 from tidemill.compress.grid import quantize as round_to_nearest
 from tidemill.compress.grid import rounded
+from tidemill.compress.layouts import gguf as layouts
 from tidemill.compress.layouts.gguf_blocks import TYPES, block_type, blocks
 from tidemill.compress.methods.gptq import factor, gptq
 from tidemill.compress.quantize import QuantizeOptions, quantize
@@ -88,8 +90,16 @@ def test_a_file_is_the_folders_model(folder, tmp_path):
     assert len(open_checkpoint(tmp_path / "q.gguf").metadata["tokenizer.ggml.tokens"]) == 300
 
 
-def test_k_types_where_columns_allow_it(folder, tmp_path):
+def test_k_types_where_columns_allow_it(folder, tmp_path, monkeypatch):
+    """And a run that is interrupted while it writes ends with the same bytes."""
     quantize(wish(folder, tmp_path / "q.gguf", kind="Q4_K"))
+    with monkeypatch.context() as patch:
+        patch.setattr(layouts, "blocks", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            quantize(wish(folder, tmp_path / "again.gguf", kind="Q4_K"))
+    assert not (tmp_path / "again.gguf").exists()
+    quantize(wish(folder, tmp_path / "again.gguf", kind="Q4_K"))
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
     types = {tensor.name: tensor.type_name for tensor in open_checkpoint(tmp_path / "q.gguf").tensors()}
     assert (types["blk.0.ffn_down.weight"], types["blk.0.ffn_up.weight"]) == ("Q4_K", "Q5_0")
     assert types["output.weight"] == types["blk.1.attn_norm.weight"] == "F32"

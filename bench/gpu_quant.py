@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,single,packed,roles,roles_time,many,sparse] [--json out.json] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,single,packed,many,roles,roles_time,sparse] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -623,8 +623,8 @@ def main() -> None:
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
-        "single": lambda: time_single(until), "packed": lambda: time_packed(until), "roles": check_roles, "roles_time": lambda: time_roles(until),
-        "many": lambda: time_many(until),
+        "single": lambda: time_single(until), "packed": lambda: time_packed(until), "many": lambda: time_many(until),
+        "roles": check_roles, "roles_time": lambda: time_roles(until),
         "sparse": lambda: time_sparse(until), "engine": lambda: check_engines(options.schemes.split(",")),
     }  # fmt: skip
     for name in options.only.split(","):

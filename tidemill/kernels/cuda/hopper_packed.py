@@ -26,6 +26,7 @@ from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _worksp
 
 FUSED = "silu"  # the activation that the kernel has built in
 FROM_ROWS = 64  # with fewer, the other kernel is as fast
+MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +247,16 @@ def _add_chunks(
     _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
-def own_tile(num_rows: int, num_out: int, num_chunks: int, plane: int) -> RolesTile:
-    """It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers that more rows would need."""
+def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int) -> RolesTile:
+    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers
+    that more rows would need."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
-    if num_chunks > 1 and num_rows <= 256:
-        return RolesTile(128 if num_rows <= 128 else 256, 128, 3 * more, 2 * more, 1)
+    if num_chunks > 1 and num_in > MANY_INS and num_rows <= 256:
+        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 2 + 2 * more, 1)
     if num_rows <= 64:
         return RolesTile(64, 64 if num_chunks > 1 else 128, 8, 4)
+    if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
+        return RolesTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
         return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
     return RolesTile(256, 128, 3 * more, 2 * more)
@@ -272,7 +276,7 @@ def gemm_by_roles(
 ) -> torch.Tensor:
     """`act`: as `gemm` has it."""
     num_rows, num_out, chunks = x_TK.shape[0], weight.num_out, weight.num_chunks
-    tile = tile or own_tile(num_rows, num_out, chunks, weight.plane)
+    tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane)
     split = bool(tile.split) and chunks > 1
     is_fused = act == FUSED and not split
     out = x_TK.new_empty(num_rows, num_out // 2 if act and (is_fused or split) else num_out)

@@ -143,12 +143,12 @@ def _cheapest(
         if not torch.equal(_rounded(offsets), offsets):  # a zero in the middle is a power of two, whose products are exact
             return kind, scales, others + 128
         others = offsets
-    is_small = bool((scales.abs() * SMALL <= torch.finfo(torch.bfloat16).max).all())
-    return ("small", scales * SMALL, others) if is_small else ("offsets", scales, others)
+    large = (scales.double() * SMALL).float()
+    return ("small", large, others) if bool(large.isfinite().all()) else ("offsets", scales, others)
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.bfloat16).float()
+    return (_bfloat16_bits(values) << 16).view(torch.float32)
 
 
 def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,9 @@ def unpack_reference(weight: Packed) -> torch.Tensor:
         return torch.tensor(NF4 if weight.kind == "nf4" else E2M1, device=codes.device)[codes] * scale
     if weight.kind == "zeros":
         return (codes - (other - 128)) * scale
-    return codes * (scale / SMALL if weight.kind == "small" else scale) + other
+    if weight.kind == "small":
+        scale = (scale.double() / SMALL).float()
+    return codes * scale + other
 
 
 # ---- from words to bfloat16: two words in $1, a scale in both halves of $2 (and $3), zeros or offsets likewise in $4 (and $5)
@@ -425,7 +427,7 @@ def own_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
     if num_out > MANY_OUTS:
         if num_rows <= 16:
-            return PackedTile(16, 64, 5, 2)
+            return PackedTile(8 if num_rows <= 4 else 16, 64, 5, 2)
         if num_rows <= 64:
             return PackedTile(64, 128, 3, 4)
         return PackedTile(256, 128, 3, 8, 1) if bits > 2 else PackedTile(128, 128, 2, 8, 1)

@@ -243,7 +243,8 @@ def _add_chunks(
     there = (outs < num_out)[:, None] & (rows < num_rows)[None, :]
     total = tl.zeros((OUTS, ROWS), tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        total += tl.load(partial_ptr + chunk * num_out.to(tl.int64) * height + at, mask=there, other=0.0)
+        where = partial_ptr + chunk * num_out.to(tl.int64) * height + at
+        total += tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
     _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import glu
-from tidemill.kernels.cuda.hopper_attention import _done_with, fetch
+from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
 from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _workspace
 
@@ -118,7 +118,6 @@ def _multiply(
     found = _scales(scales_ptr, first, num_out, size, SIZE)
     mbarrier.wait(words_full.index(0), 0)
     words = words_bufs.index(0).slice(first_out, 64, dim=0).load(operand)
-    _done_with(words_free.index(0))
     values = _unpack(words, found[0], 0, BITS, KIND)
     count = 0
     block = 0
@@ -138,10 +137,14 @@ def _multiply(
                     if block < num_blocks:  # else what is there is not used
                         mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
                     words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
-                    _done_with(words_free.index(block % num_ahead))
                     more = _unpack(words, following[0], 0, BITS, KIND)
                 acc, values = warpgroup_mma_wait(0, (soon, values))
-                _done_with(free.index(i))
+                barrier()
+                mbarrier.arrive(free.index(i), count=1)
+                # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been multiplied
+                # was made of all words.
+                if plane == 0:
+                    mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
                 values = more
                 count += 1
             found = following

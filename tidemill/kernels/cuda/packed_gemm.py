@@ -30,7 +30,7 @@ from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 WORD = 16  # bits
 SMALL = 2.0**130  # a code's bits in the upper mantissa of a bfloat16 without exponent are that code over this number
-MANY_OUTS = 8192  # from there on a weight is multiplied in one chunk, and in planes of 32
+MANY_OUTS = 8192  # from there on a weight is multiplied in one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def pack(
     assert group % 32 == 0 or scales_NG.shape[1] == 1
     if scales_NG.shape[1] == 1:
         group = 1 << 30
-    plane = plane or (32 if codes_NK.shape[0] > MANY_OUTS else 64)
+    plane = plane or 64  # memory reads 128 bytes of a row at a time faster than 64
     plane = plane if group % plane == 0 and bits > 2 else 32
     planes = WORD // bits
     block = plane * planes
@@ -423,13 +423,13 @@ def dequantize(
     return out
 
 
-def own_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
+def own_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) -> PackedTile:
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
     if num_out > MANY_OUTS:
         if num_rows <= 16:
-            return PackedTile(8 if num_rows <= 4 else 16, 64, 5, 2)
+            return PackedTile(8 if num_rows <= 4 else 16, 64, 4, 2)
         if num_rows <= 64:
-            return PackedTile(64, 128, 3, 4)
+            return PackedTile(64, 128 if plane == 32 else 64, 3, 4)
         return PackedTile(256, 128, 3, 8, 1) if bits > 2 else PackedTile(128, 128, 2, 8, 1)
     if num_rows <= 4:
         return PackedTile(8, 64, 3, 4, 0, 1)
@@ -441,8 +441,8 @@ def own_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
 
 
 @cache
-def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
-    return own_tile(num_rows, num_out, num_in, bits)
+def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) -> PackedTile:
+    return own_tile(num_rows, num_out, num_in, bits, plane)
 
 
 # By device and lane: sums of chunks, and how many of a tile are there.
@@ -495,7 +495,7 @@ def gemm_packed(
     """`act`, `out`: as `gemm` has them."""
     num_rows, num_in = x_TK.shape
     num_out = weight.num_out
-    tile = tile or choose_tile(num_rows, num_out, num_in, weight.bits)
+    tile = tile or choose_tile(num_rows, num_out, num_in, weight.bits, weight.plane)
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     num_tiles, chunks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs), weight.num_chunks

@@ -25,7 +25,7 @@ from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
 from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _workspace
 
 FUSED = "silu"  # the activation that the kernel has built in
-FROM_ROWS = 64  # with fewer, the other kernel is as fast
+FROM_ROWS = 64  # up to there the other kernel is as fast
 MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
 
@@ -258,7 +258,7 @@ def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: i
     if num_chunks > 1 and num_in > MANY_INS and num_rows <= 256:
         return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 2 + 2 * more, 1)
     if num_rows <= 64:
-        return RolesTile(64, 64 if num_chunks > 1 else 128, 8, 4)
+        return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
     if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
         return RolesTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
@@ -272,7 +272,8 @@ def is_there() -> bool:
 
 
 def covers(weight: Packed, num_rows: int) -> bool:
-    return is_there() and num_rows > FROM_ROWS and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+    few = FROM_ROWS if weight.num_chunks > 1 or weight.plane == 32 else FROM_ROWS // 2
+    return is_there() and num_rows > few and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
 
 
 def gemm_by_roles(

@@ -428,13 +428,15 @@ def own_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) ->
     if num_out > MANY_OUTS:
         if num_rows <= 16:
             return PackedTile(8 if num_rows <= 4 else 16, 64, 4, 2)
+        if num_rows <= 32 and plane > 32:
+            return PackedTile(32, 64, 3, 4)
         if num_rows <= 64:
             return PackedTile(64, 128 if plane == 32 else 64, 3, 4)
-        return PackedTile(256, 128, 3, 8, 1) if bits > 2 else PackedTile(128, 128, 2, 8, 1)
+        return PackedTile(256, 128, 3, 8, 1) if bits > 2 and plane == 32 else PackedTile(128, 128, 2, 8, 1)
     if num_rows <= 4:
         return PackedTile(8, 64, 3, 4, 0, 1)
-    if num_rows <= 16:
-        return PackedTile(16, 64, 3, 4, 0, 1)
+    if num_rows <= 32:
+        return PackedTile(16 if num_rows <= 16 else 32, 64, 3, 4, 0, 1)
     if num_rows <= 64:
         return PackedTile(64, 64, 3, 4, 0, 1)
     return PackedTile(128, 128, 2, 8, 1, 1) if num_in > 8192 else PackedTile(128, 64, 3, 4, 1)

@@ -332,6 +332,19 @@ def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
     return counts
 
 
+def stored_kv_bits(checkpoint: Checkpoint) -> int:
+    """Of keys and values, if the folder's quantization was made for so many (`kv_cache_scheme`)."""
+    settings = checkpoint.metadata.get("quantization_config")
+    scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
+    if scheme is None:
+        return 0
+    source = checkpoint.path / "config.json"
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"{source}: kv_cache_scheme is {str(scheme)[:50]!r}, not a table.")
+    bits: int = required(scheme, "num_bits", int, source)
+    return bits
+
+
 def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, source: object) -> Any:
     """A key that may be missing or null."""
     return default if metadata.get(key) is None else required(metadata, key, kind, source)

@@ -95,8 +95,8 @@ class Profile(msgspec.Struct, frozen=True):
         return self.cost.host_s
 
     @property
-    def shared_s(self) -> float:
-        return self.cost.shared_s
+    def heat(self) -> tuple[float, float, float]:
+        return self.cost.heat
 
     @property
     def shared_unit(self) -> int:
@@ -110,6 +110,9 @@ class Profile(msgspec.Struct, frozen=True):
 
     def shape_s(self, shape: StepShape) -> float:
         return self.cost.shape_s(shape)
+
+    def rest_s(self, shape: StepShape) -> float:
+        return self.cost.rest_s(shape)
 
     def save(self, path: Path) -> None:
         check_target(path)

@@ -7,7 +7,7 @@
 No load is used in calibration. Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each
 load the median of its runs counts. On a CPU, time is that which this process computes (one thread), since others may use the
 machine as well. `--out` gets profile.json, real.json, results.json and steps.json, every
-measured step: its StepShape, seconds, and whether it followed another.
+measured step: its StepShape, seconds, whether it followed another, and the host's seconds.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
             core.scheduler.kv.clear_prefixes()
             records, steps[load] = run_real(core, items, given.now)
             real.setdefault(load, []).append(figures(records))
-            plain = {load: [[*one.shape, one.seconds, one.follows] for one in own] for load, own in steps.items()}
+            plain = {load: [[*one.shape, one.seconds, one.follows, one.host_s] for one in own] for load, own in steps.items()}
             (given.out / "steps.json").write_text(json.dumps(plain))
             (given.out / "real.json").write_text(json.dumps(real, indent=1))
             print(f"{load}: {real[load][-1]['throughput']:.1f} tokens/s", flush=True)

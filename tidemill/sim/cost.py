@@ -141,8 +141,8 @@ _COLD = 12  # times the decay: after that, nothing is left
 
 
 class Heat:
-    """What steps with many tokens leave behind: a GPU at the limit of its power lowers its clock, and raises it again when there is
-    less to do. A level from 0 to 1 that falls by itself and rises in steps with prompts."""
+    """What steps with many tokens leave behind: a GPU at the limit of its power lowers its clock, and raises it again when there
+    is less to do. A level from 0 to 1 that falls by itself and rises in steps with prompts."""
 
     def __init__(self, decay_s: float) -> None:
         self._decay_s, self._level, self._at_s = decay_s, 0.0, 0.0

@@ -88,7 +88,6 @@ class Profile(msgspec.Struct, frozen=True):
     cost: FittedCost
     errors: FitErrors
     is_estimated: bool = False  # not measured, but scaled from another model's
-    request_s: Seconds = 0.0  # what a server adds to a request's time to first token; 0: the engine alone
 
     @property
     def host_s(self) -> float:

@@ -6,8 +6,9 @@
 
 No load is used in calibration, and those of HELD_OUT were not looked at either when the parts of the cost model were chosen.
 Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each load the median of its runs
-counts. On a CPU, time is that which this process computes (one thread), since others may use the machine as well. `--out` gets profile.json, real.json, results.json and steps.json, every
-measured step: its StepShape, seconds, whether it followed another, and the host's seconds.
+counts. On a CPU, time is that which this process computes (one thread), since others may use the machine as well. `--out` gets
+profile.json, real.json, results.json and steps.json, every measured step: its StepShape, seconds, whether it followed another,
+and the host's seconds.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ _CONTEXTS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PROMPTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _EACH = 4  # steps that a batch of a size decodes
 _SIZED = 3  # prompts of a size
+_LEAST_TOKENS = 256
 _LEAST_LOADS = 16  # of those in any order, that are measured even if it takes longer
 
 _Load = list[tuple[int, list[int], int]]  # of requests: the step before which it comes, its prompt, its output tokens
@@ -116,7 +117,7 @@ class Calibration:
         self._core.scheduler.kv.clear_prefixes()
         self._measure([(0, self._prompt(0, min(config.token_budget, config.max_context - 8)), 4)], keep=False)
         rate = self._rate()
-        most = int(rate * self._seconds / 10)  # prompt tokens of one load
+        most = max(int(rate * self._seconds / 10), _LEAST_TOKENS)  # prompt tokens of one load
         kinds = [self._decode_loads, self._alone_loads, self._mixed_loads, self._sized_loads, self._shared_loads]
         loads = self._in_turn([kind(most) for kind in kinds])
         for number, load in enumerate(loads):

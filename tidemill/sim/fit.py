@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -49,6 +49,8 @@ def fit(
 ) -> tuple[FittedCost, Errors]:
     """`samples`: in the order in which they were measured. `decode_sizes`, `mixed_sizes`: what steps are padded to.
     `steps_ahead`: of the runner; without, the host's time is part of every step's. `shared_unit`: of attention, see `Shapes`."""
+    if not steps_ahead:
+        samples = [replace(one, follows=True) for one in samples]
     num_mixed = sum(1 for one in samples if one.follows and one.shape.num_prompt)
     num_decode = sum(1 for one in samples if one.follows and not one.shape.num_prompt)
     if num_decode < 2 * _LEAST or num_mixed < 2 * _LEAST:

@@ -11,7 +11,7 @@ import msgspec
 
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.sim.cost import Amount, FittedCost, Seconds, StepShape
+from tidemill.sim.cost import Amount, FittedCost, StepShape
 
 FORMAT = 1  # of the file; raised when its fields mean something else
 _MAX_BYTES = 1 << 20

@@ -199,6 +199,8 @@ class Roles(Routing):
         if free:  # or else whoever works goes on with it
             route.target = self._choose(DECODE, keys_of(request.prompt_ids, request), free).name
             self._room(route.target).promise(request.request_id, num_rows, self._pages_of(request, route.target))
+            if self.names.count(DECODE) > 1:  # or else all that is announced is for it
+                self._clients[int(route.target)].expect(request)
         self._let_in[route.tenant] += 1
         route.is_let_in = True
         return ""

@@ -292,6 +292,9 @@ class Library(StreamCalls):
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._neurons = lib.tm_run_neurons
         self._neurons.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._concat = lib.tm_concat
+        self._concat.argtypes = [_POINTER] * 4 + [_LONG, _POINTER]
+        self._concat.restype = None
         self._add = lib.tm_add
         self._add.argtypes = [_POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._add.restype = None
@@ -414,6 +417,19 @@ class Library(StreamCalls):
         self._add(x_TH.data_ptr(), scale, residual_TH.data_ptr(), *x_TH.shape)
         if self._recording:
             self._recording.note("add", None, x_TH, residual_TH, width=x_TH.shape[1], scale=scale)
+
+    def concat(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Two or three matrices side by side."""
+        _check(*parts)
+        given: list[torch.Tensor | None] = [*parts, *[None] * (3 - len(parts))]
+        widths, places = [0 if one is None else one.shape[1] for one in given], [None if p is None else p.data_ptr() for p in given]
+        out = parts[0].new_empty(parts[0].shape[0], sum(widths))
+        self._concat(*places, (_LONG * 3)(*widths), out.shape[0], out.data_ptr())
+        if self._recording:
+            first, second, third = given
+            sizes = {"width": widths[0], "kind": widths[1], "num_out": out.shape[1]}
+            self._recording.note("concat", out, first, in_2=second, in_3=third, **sizes)
+        return out
 
     def all_reduce(self, group: int, x_TN: torch.Tensor) -> None:
         """In place. `group`: the address of a GroupSpec."""

@@ -9,16 +9,18 @@ from typing import Any, TypeAlias
 import torch
 
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.low_rank import Factors, Product
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.kernels.quantized_linear import Activations, Codes
+from tidemill.kernels.quantized_linear import Codes, joined_activations
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.cuda import CudaDense, CudaMatrix, CudaWeight
 from tidemill.quant.cuda_scaled import CudaOnline, CudaScaledWeight, in_pairs, on_gpu
+from tidemill.quant.low_rank import plain, read_factors
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.packed.fp8 import FP8Tensor
 
-Part: TypeAlias = "Codes | Fp8Part | torch.Tensor"
+Part: TypeAlias = "Codes | Fp8Part | Factors | torch.Tensor"
 _MOST_ROWS = 512  # with more, a weight is dequantized into a buffer first
 # By device and lane, one for all weights: they are used one after the other.
 _buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -125,6 +127,32 @@ def _same(table: torch.Tensor, other: tuple[float, ...]) -> bool:
     return torch.allclose(table.cpu().float(), torch.tensor(other, device="cpu"), atol=1e-6)
 
 
+class CudaSideBySide(CudaMatrix):
+    """Matmuls of one input, their outputs side by side; with `act` of two, in turn, as `CudaWeight` has them."""
+
+    def __init__(self, parts: list[Weight], act: str) -> None:
+        self._parts, self._act = parts, act
+
+    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert out is None, "not a head"
+        made = [part(x_TK) for part in self._parts]
+        if not self._act:
+            return torch.cat(made, 1)
+        both = torch.stack(made, 2).flatten(1)
+        return self.activate(both) if act else both
+
+    def compile(self, nums_rows: Collection[int]) -> None:
+        for part in self._parts:
+            part.compile(nums_rows)
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        for part in self._parts:
+            part.prepare(nums_rows)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("not a table")
+
+
 # ---- stored formats
 
 
@@ -171,10 +199,9 @@ def joined(parts: list[Codes]) -> Codes | None:
     first = parts[0]
     if any(not _equal(part.order_K, first.order_K) or not _equal(part.table, first.table) for part in parts):
         return None
-    static = [part.activations.scale for part in parts if part.activations is not None and part.activations.scale is not None]
     return replace(
         first,
-        activations=Activations(max(static)) if len(static) == len(parts) else first.activations and Activations(),
+        activations=joined_activations(parts),
         codes_NK=torch.cat([part.codes_NK for part in parts]),
         scales_NG=torch.cat([part.scales_NG for part in parts]),
         offsets_NG=None if first.offsets_NG is None else torch.cat([part.offsets_NG for part in parts]),  # type: ignore[misc]
@@ -215,6 +242,9 @@ class CudaQuantized(CudaDense):
     has becomes bfloat16, as do experts."""
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
+        factors = read_factors(tensor, row_order)
+        if factors is not None:
+            return Factors(factors.b_NR.to("cuda", torch.bfloat16), factors.a_RK.to("cuda", torch.bfloat16))
         part: Part | None = read_fp8(tensor) if isinstance(tensor, FP8Tensor) else tensor.codes()
         if part is None:
             return super().read(tensor, row_order)
@@ -228,6 +258,8 @@ class CudaQuantized(CudaDense):
 
     def _made(self, parts: list[Any], order: torch.Tensor | None, bias: torch.Tensor | None, act: str) -> Weight:
         """One below the other, then in this order of rows."""
+        if any(isinstance(part, Factors) for part in parts):
+            return self._side_by_side(parts, bias, act)
         bias = in_pairs(bias) if act else on_gpu(bias)
         if all(isinstance(part, Fp8Part) for part in parts) and len({part.scales.dim() for part in parts}) == 1:
             values = torch.cat([part.values_NK.view(torch.int8) for part in parts]).view(torch.float8_e4m3fn)
@@ -243,9 +275,22 @@ class CudaQuantized(CudaDense):
         dense = torch.cat([_dense(part) for part in parts])
         return CudaWeight(dense if order is None else dense[order.to(dense.device)], bias, self._fast, act)
 
+    def _side_by_side(self, parts: list[Any], bias: torch.Tensor | None, act: str) -> Weight:
+        """Factors have ranks of their own, so that nothing is fused."""
+        biases = [None] * len(parts) if bias is None else list(bias.split([_num_rows(part) for part in parts]))
+        made: list[Weight] = []
+        for part, own in zip(parts, biases, strict=True):
+            if isinstance(part, Factors):
+                b = CudaWeight(part.b_NR.contiguous(), on_gpu(own), self._fast)
+                made.append(Product(b, CudaWeight(part.a_RK.contiguous(), None, self._fast)))
+            else:
+                made.append(self._made([part], None, own, ""))
+        return made[0] if len(made) == 1 else CudaSideBySide(made, act)
+
     def _of_codes(self, codes: Codes, bias: torch.Tensor | None, act: str) -> Weight | None:
         is_plain = codes.zeros_NG is None and codes.offsets_NG is None and codes.order_K is None
-        if codes.activations is not None and codes.bits == 8 and is_plain and codes.scales_NG.shape[1] == 1:
+        is_bytes = codes.activations is not None and codes.activations.threshold is None
+        if is_bytes and codes.bits == 8 and is_plain and codes.scales_NG.shape[1] == 1:
             scale = codes.activations.scale
             static = None if scale is None else torch.tensor([scale], device="cuda")
             return CudaScaledWeight(codes.codes_NK, codes.scales_NG[:, 0], bias, act, static)
@@ -258,12 +303,15 @@ class CudaQuantized(CudaDense):
 
 
 def _num_rows(part: Part) -> int:
+    if isinstance(part, Factors):
+        return part.b_NR.shape[0]
     values = part if isinstance(part, torch.Tensor) else part.values_NK if isinstance(part, Fp8Part) else part.codes_NK
     return values.shape[0]
 
 
 def _dense(part: Part) -> torch.Tensor:
-    return part if isinstance(part, torch.Tensor) else part.dequantize().to("cuda", torch.bfloat16)
+    part = plain(part)
+    return part.to("cuda", torch.bfloat16) if isinstance(part, torch.Tensor) else part.dequantize().to("cuda", torch.bfloat16)
 
 
 # ---- plain checkpoints

@@ -118,7 +118,7 @@ static int run_glu(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_attention(const tm_op *o, const tm_buffers *at) {
-    return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
+    return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out, at->in_2);
 }
 
 static int run_conv(const tm_op *o, const tm_buffers *at) {

@@ -97,6 +97,7 @@ typedef struct {
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
     char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
+    const float *chosen; /* [token][kv heads]: scores; heads at 0 and below give zeros, and those that no token chose are not computed; NULL: all are */
 } tm_attention_job;
 
 /* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
@@ -280,7 +281,7 @@ typedef struct {
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
-int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
+int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen);
 /* Into the cache: a key before rotation, and a value. `keys`, `values`: of the layer, in the first page. */
 void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, long page, long head, long offset, long position,
                  const float *key, const float *value);

@@ -74,6 +74,7 @@ def _quantized(kind: str, compiled: bool) -> float:
 
 _BFLOAT16 = 2
 _FOUR = frozenset({"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1", "CENTROIDS4"})
+_TERNARY = {"TERNARY": 0, "TQ1_0": 256, "TQ2_0": 256}  # values to a scale; 0: all
 _GPU_SCALE = 4  # bytes of a scale with its zero point or offset
 
 
@@ -87,8 +88,8 @@ def _gpu_packed(kind: str, compiled: bool) -> float:
     name, _, group = kind.partition("-")
     size = int(group[1:]) if group[:1] == "G" and group[1:].isdigit() else 0
     if not group and name.startswith(("Q", "IQ", "MX", "TQ")):
-        size = _GROUP
-    bits = 4 if name in _FOUR else 2 if name == "TERNARY" else 8
+        size = _TERNARY.get(name, _GROUP)
+    bits = 4 if name in _FOUR else 2 if name in _TERNARY else 8
     return bits / 8 + (_GPU_SCALE / size if size else 0)
 
 

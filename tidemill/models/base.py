@@ -224,7 +224,7 @@ class Model(nn.Module, ABC):
                 modules = dict(block.named_modules())
                 norm, linear = modules.get(path), modules.get(behind)
                 if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
-                    norm.codes = linear.weight.takes
+                    norm.handover = linear.weight.handover
 
     def keep(self, stage: Stage) -> None:
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with

@@ -38,7 +38,7 @@ class Quantized(LinearMethod[Part]):
         return fitted if row_order is None else fitted.take(row_order)
 
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
-        if any(isinstance(part, Factors) for part in parts):
+        if any(isinstance(part, Factors) for part in parts) or _loses(parts):
             return _side_by_side(parts, bias)
         joined = _below(parts)
         return QuantizedPanels(joined, bias) if isinstance(joined, Codes) else self._dense.join([joined], bias)
@@ -51,6 +51,13 @@ class Quantized(LinearMethod[Part]):
 
 def _short(type_name: str) -> torch.dtype:
     return torch.bfloat16 if type_name.startswith("F8") else SHORT.get(type_name, torch.float32)
+
+
+def _loses(parts: list[Part]) -> bool:
+    """Whether quantized matrices would have to be rounded anew to be fused: they have tables, groups or bits of their own."""
+    codes = [part for part in parts if isinstance(part, Codes)]
+    is_short = all(one.scales_NG.dtype == torch.float16 for one in codes)  # 32 to a scale: they meet in 8 bits as they are
+    return len(codes) == len(parts) and not is_short and len({likeness(one) for one in codes}) > 1
 
 
 def _side_by_side(parts: list[Part], bias: torch.Tensor | None) -> Weight:

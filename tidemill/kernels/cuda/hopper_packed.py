@@ -229,7 +229,13 @@ def is_there() -> bool:
 
 
 def covers(weight: Packed, num_rows: int) -> bool:
-    return is_there() and num_rows > FROM_ROWS and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+    return (
+        is_there()
+        and weight.kind != "table"
+        and num_rows > FROM_ROWS
+        and weight.num_in % 8 == 0
+        and weight.words_NW.shape[1] % 8 == 0
+    )
 
 
 def gemm_by_roles(

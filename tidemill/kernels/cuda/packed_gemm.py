@@ -105,8 +105,8 @@ def pack(
     chunk: int = 0,
     table: torch.Tensor | None = None,
 ) -> Packed:
-    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`: of the kind of that name. `plane`: if the groups are not smaller;
-    0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
+    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`: of the kind of that name. `plane`:
+    if the groups are not smaller; 0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
     num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
     assert group * scales_NG.shape[1] == num_in

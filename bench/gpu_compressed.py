@@ -1,5 +1,5 @@
-"""LLM.int8(), GOBO, low rank and ternary matrices on the GPU at hand: held against the CPU's values, bit for bit against themselves
-at other numbers of rows, timed beside bfloat16; and small models of each in the engine.
+"""LLM.int8(), GOBO, low rank and ternary matrices on the GPU at hand: held against the CPU's values, bit for bit against
+themselves at other numbers of rows, timed beside bfloat16; and small models of each in the engine.
 
     python -m bench.gpu_compressed [--only matrices,engine]
 """

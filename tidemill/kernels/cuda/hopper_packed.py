@@ -273,7 +273,8 @@ def is_there() -> bool:
 
 def covers(weight: Packed, num_rows: int) -> bool:
     few = FROM_ROWS if weight.num_chunks > 1 or weight.plane == 32 else FROM_ROWS // 2
-    return is_there() and num_rows > few and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+    is_aligned = weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+    return is_there() and weight.kind != "table" and num_rows > few and is_aligned
 
 
 def gemm_by_roles(

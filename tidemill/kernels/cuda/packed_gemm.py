@@ -49,7 +49,8 @@ class Packed:
     """A matrix [N, K]. `kind`: what a code and the two halves of its group's word of scales mean.
 
     zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; small: the same with the scale
-    times 2**130; e2m1 and nf4: numbers of values. Codes of 8 bits are signed; of zeros they have none.
+    times 2**130; e2m1 and nf4: numbers of values; table: of 16 values that lie behind the scales, in float32, of which a row has
+    one. Codes of 8 bits are signed; of zeros they have none.
     """
 
     bits: int
@@ -103,9 +104,10 @@ def pack(
     others_NG: torch.Tensor | None,
     plane: int = 0,
     chunk: int = 0,
+    table: torch.Tensor | None = None,
 ) -> Packed:
-    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `plane`: if the groups are not smaller;
-    0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
+    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`: of the kind of that name. `plane`:
+    if the groups are not smaller; 0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
     num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
     assert group * scales_NG.shape[1] == num_in
@@ -127,7 +129,12 @@ def pack(
     halves = _bfloat16_bits(scales_NG) | (_bfloat16_bits(others_NG) << 16)
     halves = torch.nn.functional.pad(halves, (0, triton.cdiv(num_in + missing, group) - halves.shape[1]))
     chunk = chunk or chunk_of(codes_NK.shape[0], num_in, block)
-    return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), halves.t().contiguous())
+    scales_GN = halves.t().contiguous()
+    if table is not None:
+        assert scales_GN.shape[0] == 1, "of a table, a row has one scale"
+        behind = torch.nn.functional.pad(table.float().to(scales_GN.device).view(torch.int32), (0, -16 % scales_GN.shape[1]))
+        scales_GN = torch.cat([scales_GN, behind.view(-1, scales_GN.shape[1])])
+    return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), scales_GN)
 
 
 def _cheapest(
@@ -163,6 +170,9 @@ def unpack_reference(weight: Packed) -> torch.Tensor:
     shifts = torch.arange(planes, device=weight.words_NW.device, dtype=torch.int32) * weight.bits
     words = weight.words_NW.to(torch.int32).unflatten(1, (-1, 1, weight.plane))
     codes = ((words >> shifts[:, None]) & ((1 << weight.bits) - 1)).flatten(1)[:, : weight.num_in]
+    if weight.kind == "table":
+        table = weight.scales_GN.flatten()[weight.num_out : weight.num_out + 16].view(torch.float32)
+        return table[codes] * (weight.scales_GN[0] << 16).view(torch.float32)[:, None]
     halves = weight.scales_GN.t().repeat_interleave(min(weight.group, weight.num_in), 1)[:, : weight.num_in]
     scale, other = (halves << 16).view(torch.float32), (halves & -65536).view(torch.float32)
     if weight.bits == 8:
@@ -234,9 +244,14 @@ def _assembly(bits: int, kind: str, plane: int) -> str:
 
 
 @triton.jit
-def _unpack(words, scales, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+def _unpack(words, scales, table_ptr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
     """A plane of words [OUTS, values], with the scales [OUTS] of its group."""
-    if AHEAD:
+    if KIND == "table":
+        number = (words.to(tl.int32) >> (BITS * PLANE)) & ((1 << BITS) - 1)
+        scale = (scales << 16).to(tl.float32, bitcast=True)[:, None]
+        value = tl.load(table_ptr + number).to(tl.float32, bitcast=True) * scale
+        return value.to(tl.bfloat16) if AHEAD else value
+    elif AHEAD:
         twice = tl.broadcast_to(((scales & 0xFFFF) | (scales << 16))[:, None], words.shape)
         other = tl.broadcast_to(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words.shape)
         asm: tl.constexpr = _assembly(BITS, KIND, PLANE)
@@ -291,7 +306,7 @@ def _sum_chunk(
             at = k + i * PLANE
             if i == 0 or (i * PLANE) % SIZE == 0:
                 scales = tl.load(scales_ptr + (at // SIZE).to(tl.int64) * num_out + there)
-            weights = _unpack(words, scales, i, BITS, KIND, AHEAD)
+            weights = _unpack(words, scales, scales_ptr + num_out, i, BITS, KIND, AHEAD)
             if BULK:
                 part = x_desc.load([m * ROWS, at]).T
             elif EVEN:
@@ -398,7 +413,7 @@ def _dequantize(
         at = step * (PLANE * planes) + i * PLANE
         if i == 0 or (i * PLANE) % SIZE == 0:
             scales = tl.load(scales_ptr + (at // SIZE).to(tl.int64) * num_out + there)
-        values = _unpack(words, scales, i, BITS, KIND, AHEAD)
+        values = _unpack(words, scales, scales_ptr + num_out, i, BITS, KIND, AHEAD)
         where = out_ptr + rows[:, None].to(tl.int64) * num_in + at + ins[None, :]
         tl.store(where, values.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (at + ins[None, :] < num_in))
 

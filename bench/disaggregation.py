@@ -2,7 +2,7 @@
 
 .venv/bin/python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
 .venv/bin/python -m bench.disaggregation --seconds 120 --rounds 3
-.venv/bin/python -m bench.disaggregation --load heavy   more of both, so that most tokens of chats come while a document is computed
+.venv/bin/python -m bench.disaggregation --load heavy         more of both: documents are computed most of the time
 
 The load: chats, with short prompts and long answers, decode while documents arrive, with long prompts and short answers. Arrivals
 are random (one seed, so the same for both), and nobody waits for an answer before the next request. All requests are greedy, and

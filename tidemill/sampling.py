@@ -172,7 +172,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     repetition_penalty: float = UnsetReal(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    penalty_window: int = -1  # of how many of the latest tokens the penalties take notice; -1: all
+    penalty_window: int = UnsetInteger(-1)  # of how many of the latest tokens the penalties take notice; -1: all
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences

@@ -256,3 +256,27 @@ def test_options_that_change_every_response(tiny_folder):
         assert httpx.get(f"{running.url}/slots").status_code == 501
     finally:
         assert running.stop() == 0
+
+
+@pytest.mark.parametrize(("path", "prompt"), ROUTES.items())
+def test_names_of_other_engines_for_the_same(roomy, path, prompt):
+    """SGLang's rid and extra_key, llama.cpp's n_cmpl; and what changes nothing here is named in the header."""
+    body = GREEDY | prompt | {"max_tokens": 1}
+    more = {"rid": "mine-7", "extra_key": "own", "n_cmpl": 2, "session_id": "s", "vllm_xargs": {}, "xtc_threshold": 0.1}
+    reply = httpx.post(f"{roomy.url}{path}", json=body | more)
+    assert (reply.status_code, len(reply.json()["choices"])) == (200, 2)
+    assert reply.headers["x-request-id"] == "mine-7"
+    assert reply.headers["x-tidemill-ignored"] == "session_id, vllm_xargs, xtc_threshold"
+    assert "differ" in post(roomy, path, body | {"rid": "a", "request_id": "b"}, 400)["error"]["message"]
+    assert post(roomy, path, body | {"vllm_xargs": {"a": 1}}, 400)["error"]["param"] == "vllm_xargs"
+
+
+def test_vllms_parameters_of_responses(roomy):
+    body = {"input": "tide", "max_output_tokens": 3, "ignore_eos": True, "temperature": 0}
+    plain = post(roomy, "/v1/responses", body | {"cache_salt": "a"})
+    token = post(roomy, "/tokenize", {"prompt": "Z", "add_special_tokens": False})["tokens"][0]
+    more = {"logit_bias": {str(token): 100}, "cache_salt": "a", "priority": 5, "skip_special_tokens": True, "session_id": "s"}
+    reply = httpx.post(f"{roomy.url}/v1/responses", json=body | more | {"request_id": "mine-8"})
+    assert reply.headers["x-request-id"] == "mine-8"
+    assert reply.json()["output"][0]["content"][0]["text"] == "ZZZ" != plain["output"][0]["content"][0]["text"]
+    assert post(roomy, "/v1/responses", body | {"logit_bias": {"x": 1}}, 400)["error"]["param"] == "logit_bias"

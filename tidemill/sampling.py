@@ -119,8 +119,8 @@ def closed(schema: Any) -> Any:
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """An output may begin with reasoning, between these texts. The grammar applies to what follows it. Reasoning of `budget` tokens
-    is ended."""
+    """An output may begin with reasoning, between these texts. The grammar applies to what follows it. Reasoning of `budget`
+    tokens is ended."""
 
     opening: str
     ending: str

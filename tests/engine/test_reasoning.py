@@ -189,7 +189,7 @@ def test_a_token_that_ends_the_reasoning_and_begins_the_answer(tmp_path, backend
 
 
 def test_a_budget_ends_the_reasoning(model, thinking_folder, tokenizer, backend):
-    """After so many tokens, without a grammar as well as before one; resumed anywhere, among others, and where drafts are tried."""
+    """After so many tokens, without a grammar as well as before one, and resumed anywhere."""
     core = structured_core(model, thinking_folder, backend)
     (mark,) = tokenizer.encode("</think>", add_special=False)
     for budget in (0, 5):

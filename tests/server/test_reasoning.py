@@ -132,7 +132,7 @@ def test_the_named_parser_reads_calls_of_known_tools(server, text, arguments):
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"])
 def test_a_budget_of_reasoning(server, ends, name):
-    body = {"messages": USER, "logit_bias": {token: -100.0 for token in ends}, "seed": 5, "max_tokens": 20, "ignore_eos": True}
+    body = {"messages": USER, "logit_bias": dict.fromkeys(ends, -100.0), "seed": 5, "max_tokens": 20, "ignore_eos": True}
     reply = post(server, body | {name: 6})
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
     assert reply["choices"][0]["message"]["content"]

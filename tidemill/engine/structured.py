@@ -165,8 +165,8 @@ class _Phase(Enum):
 
 
 class AfterReasoning:
-    """A matcher that begins where the reasoning ends; without one, all that follows is free. Marks are compared as bytes: they may
-    be cut into tokens in many ways."""
+    """A matcher that begins where the reasoning ends; without one, all that follows is free. Marks are compared as bytes: they
+    may be cut into tokens in many ways."""
 
     def __init__(self, matcher: Matcher | None, reasoning: Reasoning, tokenizer: Tokenizer, num_tokens: int) -> None:
         self._tokenizer, self._num_tokens = tokenizer, num_tokens

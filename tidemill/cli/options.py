@@ -283,7 +283,7 @@ OPTIONS = (
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("chat-template-kwargs", "text", ENGINE, field="chat_template_kwargs",
-           help="Variables of the chat template, as JSON, for requests that do not give them, like '{\"enable_thinking\": false}'."),
+           help="Variables of the chat template as JSON, if a request does not give them, like '{\"enable_thinking\": false}'."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
            "attention that the compiled kernels do not have. Not batch-invariant."),

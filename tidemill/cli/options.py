@@ -285,6 +285,8 @@ OPTIONS = (
            "off", choices=("off", "auto")),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
+    Option("chat-template-kwargs", "text", ENGINE, field="chat_template_kwargs",
+           help="Variables of the chat template as JSON, if a request does not give them, like '{\"enable_thinking\": false}'."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
            "attention that the compiled kernels do not have. Not batch-invariant."),
@@ -360,7 +362,8 @@ OPTIONS = (
     Option("allowed-host", "text", ACCESS, is_list=True,
            help="A name under which clients reach the server, besides localhost and IP addresses, like llm.example.org."),
     Option("allowed-origin", "text", ACCESS, is_list=True,
-           help="The origin of a web page that may call the server from a browser, like https://app.example.org."),
+           help="The origin of a web page that may call the server from a browser, like https://app.example.org; `localhost`: "
+                "any page of this machine; `*`: any page."),
     Option("slots", "switch", ACCESS, "/slots shows the requests that are computed; off, it answers with status 501.", True),
     Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 

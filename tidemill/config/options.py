@@ -73,6 +73,7 @@ class EngineOptions:
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
+    chat_template_kwargs: str | None = None  # its variables, as JSON, where a request does not give them
     loras: tuple[str, ...] = ()  # NAME=PATH of LoRA adapters
     max_loras: int | None = None
     max_lora_rank: int | None = None

@@ -141,4 +141,4 @@ class MedusaDrafter:
 
 def _takes_trees(params: SamplingParams) -> bool:
     """What is drawn depends on the tokens before it through the model alone: other stages look at a row's tokens."""
-    return not params.has_penalties and not params.bad_word_ids and params.grammar is None
+    return not params.has_penalties and not params.bad_word_ids and not params.has_masks

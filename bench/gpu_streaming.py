@@ -5,8 +5,9 @@
 
 Models with random weights, once with all of them in GPU memory and once with a part: the tokens of both are compared. small: of
 few megabytes, with every kind of weight. layers: a Llama of gigabytes. Its rates are measured in turns: copies of a layer's size
-from pinned host memory, then decode steps of one request and of 32; every step copies all streamed layers once. If a part fails,
-its traceback is printed and the next one runs.
+from pinned host memory, then decode steps of one request and of 32; every step copies all streamed layers once. experts: a
+mixture of experts with routers at random, and with some experts that are chosen often; how many experts were there in time, with
+and without guesses. If a part fails, its traceback is printed and the next one runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ import torch
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.layers.host_streamed import HostStreaming, pin
+from tidemill.layers.host_memory import pin
+from tidemill.layers.host_streamed import HostStreaming
+from tidemill.layers.moe import MoE
 from tidemill.layers.streamed import resident_bytes
 from tidemill.sampling import SamplingParams
 from tidemill.weights.prepared import memory
@@ -108,9 +112,13 @@ def streaming_of(core: EngineCore) -> HostStreaming:
     return streaming
 
 
-def expected_of(config: dict[str, Any], **more: Any) -> tuple[dict[int, list[list[Any]]], dict[int, float], int]:
+def expected_of(
+    config: dict[str, Any], prepare: Callable[[EngineCore], None] | None = None, **more: Any
+) -> tuple[dict[int, list[list[Any]]], dict[int, float], int]:
     """Of the model with all weights in memory: answers, tokens a second, and bytes of its weights."""
     whole = core_of(config, None, **more)
+    if prepare is not None:
+        prepare(whole)
     total = resident_bytes(whole.runner.model)  # type: ignore[attr-defined]
     found = {num: answers(whole, num)[0] for num in _REQUESTS}
     speeds = {num: num / answers(whole, num)[1] for num in (1, 32)}
@@ -129,8 +137,8 @@ def show_memory(core: EngineCore, total: int, budget: int) -> None:
     streaming = streaming_of(core)
     print(
         f"  weights {total / 1e9:.3f} GB; allowed {budget / 1e9:.3f} GB; held {streaming.held_bytes / 1e9:.3f} GB; "
-        f"streamed {streaming.streamed_bytes / 1e9:.3f} GB; allocated with the KV cache of 1.07 GB: "
-        f"{torch.cuda.memory_allocated() / 1e9:.3f} GB",
+        f"streamed {streaming.streamed_bytes / 1e9:.3f} GB; allocated besides the KV cache: "
+        f"{(torch.cuda.memory_allocated() - core.config.kv_bytes) / 1e9:.3f} GB",
         flush=True,
     )
     assert streaming.held_bytes <= budget
@@ -167,7 +175,6 @@ def measure_layers(given: argparse.Namespace) -> None:
             took = answers(core, num)[1]
             rates[num].append(streaming.streamed_bytes / took)
             speeds[num].append(num / took)
-    print(f"  reads: {streaming.take_reads()}")
     mid = statistics.median
     print("  requests  link GB/s  streamed GB/s  share  tok/s streamed  tok/s in memory")
     for num, found in rates.items():
@@ -177,7 +184,64 @@ def measure_layers(given: argparse.Namespace) -> None:
     let_go(core)
 
 
-PARTS = {"small": check_small, "layers": measure_layers}
+def of_experts(layers: int) -> dict[str, Any]:
+    """32 experts of 768 in a layer, 4 for a token: 0.3 GB of experts a layer."""
+    return settings(layers, 2048) | {
+        "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu",
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def make_hot(core: EngineCore) -> None:
+    """Some experts are chosen more often than others: the rows of their routers are longer."""
+    for module in core.runner.model.modules():  # type: ignore[attr-defined]
+        if isinstance(module, MoE):
+            weight = module.router.weight._weight_NK  # type: ignore[attr-defined]
+            weight.mul_(torch.logspace(0.4, -0.4, len(weight), device=weight.device, dtype=weight.dtype)[:, None])
+
+
+def measure_experts(given: argparse.Namespace) -> None:
+    config = of_experts(given.layers)
+    for name in ("even", "hot"):
+        print(f"experts, {name}:", flush=True)
+        prepare = make_hot if name == "hot" else None
+        expected, speed, total = expected_of(config, prepare)
+        budget = int(given.share * total)
+        core = core_of(config, budget)
+        if prepare is not None:
+            prepare(core)
+        if name == "even":
+            show_memory(core, total, budget)
+        compare(core, expected)
+        for guesses in (True, False):
+            for num in (1, 32):
+                print(f"  {num} requests, {'with' if guesses else 'without'} guesses: {read_by(core, num, guesses)}", flush=True)
+        print(f"  with all in memory: {speed[1]:.0f} tok/s for 1 request, {speed[32]:.0f} for 32", flush=True)
+        let_go(core)
+
+
+def read_by(core: EngineCore, num: int, guesses: bool) -> str:
+    slots = streaming_of(core).experts
+    assert slots is not None
+    places, ahead = slots.places, slots.places.ahead
+    if not guesses:
+        places.ahead = lambda units: []  # type: ignore[method-assign]
+    answers(core, num)  # warm
+    before = places.num_asked, places.num_missed, places.num_read, places.num_foreseen, slots.num_bytes
+    began = time.perf_counter()
+    took = answers(core, num)[1]
+    seconds = time.perf_counter() - began
+    now = places.num_asked, places.num_missed, places.num_read, places.num_foreseen, slots.num_bytes
+    asked, missed, read, foreseen, num_bytes = (mine - other for mine, other in zip(now, before, strict=True))
+    places.ahead = ahead  # type: ignore[method-assign]
+    return (
+        f"{num / took:.1f} tok/s; {asked} experts used, {1 - missed / asked:.1%} there in time, {foreseen} of them foreseen by "
+        f"{read - missed} copies ahead; {num_bytes / seconds / 1e9:.1f} GB/s"
+    )
+
+
+PARTS = {"small": check_small, "layers": measure_layers, "experts": measure_experts}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.engine.test_streamed_weights import SHAPE, answers
 from tests.helpers import greedy, make_core, make_llama, run
 from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
+from tests.models.test_moe import make as make_experts
 from tidemill.config import EngineOptions
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError
@@ -110,3 +111,21 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
     assert run(core, REQUESTS) == expected
     with pytest.raises(ConfigError, match="weights are streamed"):
         on_gpu(**given, weight_memory_bytes=100_000, nano_batching="on")
+
+
+@pytest.mark.slow  # kernels are interpreted
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "GptOss"])
+def test_experts_give_the_same_bits(on_gpu, tmp_path, family):  # noqa: F811
+    """A shared one, and biases, too."""
+    make_experts(family, vocab_size=64).save_pretrained(tmp_path)
+    given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
+    whole = on_gpu(**given)
+    expected, total = run(whole, REQUESTS), resident_bytes(whole.runner.model)
+    core = on_gpu(**given, weight_memory_bytes=whole.config.weight_bytes - 1)
+    streaming = core.runner.model.streaming
+    (size,) = {layer.stacks.expert_bytes for layer in streaming.experts._layers}
+    assert streaming.held_bytes + streaming.streamed_bytes == pytest.approx(total, rel=0.01)
+    assert run(core, REQUESTS) == expected
+    places = streaming.experts.places
+    assert places.num_read > len(places.in_slot) < len(places.where)
+    assert streaming.take_reads().num_bytes % size == 0

@@ -6,8 +6,8 @@ its copy is there. The order of copies goes round: the first layers of the next 
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,31 +17,19 @@ from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
+from tidemill.layers.host_experts import ExpertSlots, HostStacks, Layer
+from tidemill.layers.host_memory import Waits, pin
 from tidemill.layers.linear import Linear
-from tidemill.layers.moe import Experts
-from tidemill.layers.streamed import Streaming, resident_bytes, tensors_of
+from tidemill.layers.moe import Experts, MoE
+from tidemill.layers.streamed import Reads, Streaming, resident_bytes, tensors_of
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
+from tidemill.quant.cuda import CudaExperts
 from tidemill.weights.checkpoint import WeightTensor
-from tidemill.weights.prepared import PAGE, memory
+from tidemill.weights.prepared import memory
 
 _SMALL = 2**16  # bytes of a tensor that is not worth a copy: it stays
 _ALIGN = 256
-
-
-def pin(host: torch.Tensor, device: torch.device) -> None:
-    """From now on a GPU reads this memory, which begins at a page, by itself."""
-    if device.type != "cuda":
-        return
-    runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(host.data_ptr(), -(-host.nbytes // PAGE) * PAGE, 0))
-    if code:
-        raise ConfigError(
-            f"{fmt_bytes(host.nbytes)} of host memory for streamed weights cannot be pinned (CUDA error {code}).",
-            fix="Raise the limit of locked memory (ulimit -l), or give more with --weight-memory.",
-            param="weight_memory_bytes",
-        )
-    weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
 
 
 @dataclass(slots=True)
@@ -81,11 +69,8 @@ class InHostMemory(LinearMethod[Any]):
     def join_gated(self, gate: Any, up: Any, bias: torch.Tensor | None, act: str) -> Weight:
         return self._move(self._inner.join_gated(gate, up, bias, act))
 
-    def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks | None:
-        return self._inner.new_stacks(spec, hidden_size)
-
     def join_experts(self, parts: ExpertParts[Any], spec: MoESpec) -> ExpertWeights:
-        return self._move(self._inner.join_experts(parts, spec))
+        raise AssertionError("experts have slots of their own")
 
     def _move(self, made: Any) -> Any:
         for tensor in tensors_of(made):
@@ -98,26 +83,26 @@ class InHostMemory(LinearMethod[Any]):
         return made
 
 
-class Waits:
-    """For how long a GPU had nothing to do but to wait for copies, by pairs of events."""
+class ExpertsInHostMemory(LinearMethod[Any]):
+    """Another method's experts, in host memory from the start. What a layer's tokens share stays on the device."""
 
-    def __init__(self) -> None:
-        self._open: list[tuple[Any, Any]] = []
-        self.seconds = 0.0
+    def __init__(self, inner: LinearMethod[Any]) -> None:
+        super().__init__()
+        self._inner = inner
 
-    def wait(self, event: Any) -> None:
-        stream, begin, end = torch.cuda.current_stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-        stream.wait_event(event)
-        end.record(stream)
-        self._open.append((begin, end))
+    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
+        return self._inner.read(tensor, row_order)
 
-    def take(self) -> float:
-        """Since the start, as far as it is known by now."""
-        while self._open and self._open[0][1].query():
-            begin, end = self._open.pop(0)
-            self.seconds += begin.elapsed_time(end) / 1000
-        return self.seconds
+    def join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
+        return self._inner.join(parts, bias)
+
+    def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks:
+        one = self._inner.new_stacks(replace(spec, num_experts=1), hidden_size)
+        assert one is not None
+        return HostStacks(spec.num_experts, one)
+
+    def join_experts(self, parts: ExpertParts[Any], spec: MoESpec) -> ExpertWeights:
+        return self._inner.join_experts(parts, spec)
 
 
 class HostStreaming(Streaming):
@@ -132,26 +117,71 @@ class HostStreaming(Streaming):
         self._on_the_way: dict[int, Any] = {}  # by streamed layer: an event
         self._stream: Any = None  # of copies; None where there is no GPU
         self._waits = Waits()
-        self._taken = (0, 0.0, 0, 0)
+        self.experts: ExpertSlots | None = None
         self.num_bytes = self.num_asked = self.num_read = 0
 
-    def take_reads(self) -> tuple[int, float, int, int] | None:
-        if not self._copies:
-            return None
-        now, before = (self.num_bytes, self._waits.take(), self.num_asked, self.num_read), self._taken
-        self._taken = now
-        return now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
+    def _figures(self) -> Reads:
+        if self.experts is None:
+            return Reads(self.num_bytes, self._waits.take(), self.num_asked, self.num_read)
+        places = self.experts.places
+        waited_s = self.experts.waits.take()
+        return Reads(self.experts.num_bytes, waited_s, places.num_asked, places.num_read, places.num_foreseen)
 
     def attach(self, blocks: nn.ModuleList) -> None:
-        for block in blocks:
+        experts = [module for module in blocks.modules() if isinstance(module, Experts)]
+        for one in experts:
+            one.method = ExpertsInHostMemory(one.method)
+        for block in blocks if not experts else ():
             moved: list[Moved] = []
             self._moved.append(moved)
             for module in block.modules():
-                if isinstance(module, Linear | Experts):
+                if isinstance(module, Linear):
                     module.method = InHostMemory(module.method, moved)
 
     @torch.inference_mode()
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None:
+        layers = [module for module in blocks.modules() if isinstance(module, MoE)]
+        if layers:
+            self._stream_experts(model, layers)
+        else:
+            self._stream_layers(model, blocks)
+
+    # ---- experts
+
+    def _stream_experts(self, model: nn.Module, modules: list[MoE]) -> None:
+        layers, first = list[Layer](), 0
+        for module in modules:
+            weights = module.experts.weights
+            assert isinstance(weights, CudaExperts)
+            stacks = weights.stacks
+            assert isinstance(stacks, HostStacks)
+            number = len(layers)
+            layers.append(Layer(first, module.experts.spec, stacks, weights.biases, module.router))
+            weights.read_from(partial(self._find, number))
+            first += module.experts.num_experts
+        self.fixed_bytes = resident_bytes(model)
+        sizes = {layer.stacks.expert_bytes for layer in layers}
+        if len(sizes) > 1:
+            raise ConfigError(
+                "Experts of different sizes cannot be streamed to a GPU.",
+                fix="Leave --weight-memory out, or use --device cpu.",
+                param="weight_memory_bytes",
+            )
+        (size,), most = sizes, max(layer.spec.num_experts for layer in layers)
+        num_slots = min(first, (self.budget - self.fixed_bytes) // size)
+        if num_slots < most:
+            raise self.too_small(most * size, f"all {most} experts of a layer, {fmt_bytes(size)} each")
+        self.experts = ExpertSlots(num_slots, layers, layers[0].stacks.device)
+        self.held_bytes = self.fixed_bytes + self.experts.held_bytes
+        self.streamed_bytes = (first - num_slots) * size
+
+    def _find(self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor) -> Any:
+        assert self.experts is not None
+        return self.experts.find(number, x_TH, live, experts_P)
+
+    # ---- layers
+
+    def _stream_layers(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         self.fixed_bytes = resident_bytes(model)
         sizes = [sum(one.num_bytes for one in moved) for moved in self._moved]
         device = next(one.tensor.device for moved in self._moved for one in moved)

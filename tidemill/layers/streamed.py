@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -145,6 +146,16 @@ def size_of(items: Sequence[Item]) -> int:
     return sum(item.num_bytes for item in items)
 
 
+class Reads(NamedTuple):
+    """What was read, as `events.WeightsStreamed` has it."""
+
+    num_bytes: int
+    waited_s: float
+    num_asked: int
+    num_read: int
+    num_foreseen: int = 0
+
+
 class Streaming(ABC):
     """Of one model. `attach` before its tensors are read, `finish` when all are."""
 
@@ -154,6 +165,7 @@ class Streaming(ABC):
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
         self.streamed_bytes = 0  # not always in memory
+        self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
     @abstractmethod
     def attach(self, blocks: nn.ModuleList) -> None: ...
@@ -161,10 +173,15 @@ class Streaming(ABC):
     @abstractmethod
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None: ...
 
-    def take_reads(self) -> tuple[int, float, int, int] | None:
-        """Since the last call: bytes that were read, seconds for which steps waited, layers or experts that they used, and those
-        that were read. None where that is not counted."""
-        return None
+    def take_reads(self) -> Reads:
+        """Since the last call."""
+        now, before = self._figures(), self._taken
+        self._taken = now
+        return Reads(*(mine - other for mine, other in zip(now, before, strict=True)))  # type: ignore[arg-type]
+
+    @abstractmethod
+    def _figures(self) -> Reads:
+        """Since the start."""
 
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
@@ -192,15 +209,12 @@ class DiskStreaming(Streaming):
         self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
         self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
-        self._taken = (0, 0.0, 0, 0)  # figures when they were last asked for
 
-    def take_reads(self) -> tuple[int, float, int, int] | None:
+    def _figures(self) -> Reads:
         if self.stream is None:
-            return None
-        now, before = self.stream.figures, self._taken
-        self._taken = (now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read)
-        num_bytes, waited_s, num_asked, num_read = self._taken
-        return num_bytes - before[0], waited_s - before[1], num_asked - before[2], num_read - before[3]
+            return Reads(0, 0.0, 0, 0)
+        now = self.stream.figures
+        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read)
 
     def attach(self, blocks: nn.ModuleList) -> None:
         if self._by_neuron:

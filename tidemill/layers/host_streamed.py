@@ -97,7 +97,7 @@ class ExpertsInHostMemory(LinearMethod[Any]):
         return self._inner.join(parts, bias)
 
     def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks:
-        one = self._inner.new_stacks(replace(spec, num_experts=1), hidden_size)
+        one = self._inner.new_stacks(replace(spec, num_experts=1, top_k=1), hidden_size)
         assert one is not None
         return HostStacks(spec.num_experts, one)
 

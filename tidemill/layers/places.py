@@ -49,14 +49,14 @@ class Places:
         return missing
 
     def ahead(self, units: Sequence[int]) -> list[int]:
-        """These units may be used next. Returns those that are to be brought; for which there is no slot that is not in use, are
-        left out."""
+        """These units may be used next. Returns those that are to be brought, as far as there are slots that are not in use and
+        whose units do not stay."""
         self._used_at[units] = self._num_requests
         missing = []
         for unit in units:
             if self.where[unit] >= 0:
                 continue
-            slot = self._find_slot()
+            slot = self._find_slot(may_displace=False)
             if slot is None:
                 break
             self._fill(slot, unit)
@@ -81,8 +81,8 @@ class Places:
     def _is_free(self, slot: int) -> bool:
         return bool(self._used_at[self.in_slot[slot]] != self._num_requests)
 
-    def _find_slot(self) -> int | None:
-        """For a unit that is in none; None: all are in use."""
+    def _find_slot(self, may_displace: bool = True) -> int | None:
+        """For a unit that is in none; None: all are in use, or stay. `may_displace`: one that stays makes room."""
         if self._num_filled < len(self.in_slot):
             self._num_filled += 1
             return self._num_filled - 1
@@ -90,7 +90,7 @@ class Places:
             self._next = (self._next + 1) % len(self._transients)
             if self._is_free(self._transients[self._next]):
                 return self._transients[self._next]
-        slot = self._coldest()
+        slot = self._coldest() if may_displace else None
         if slot is not None:
             self._number_of[slot] = len(self._transients)
             self._transients.append(slot)

@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from tidemill.kernels.moe import ExpertWeights, NativeExperts
 from tidemill.kernels.native.streams import StreamFigures, StreamSpec
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
-from tidemill.layers.moe import Experts
+from tidemill.layers.moe import Experts, MoE
 from tidemill.quant.base import Gated
 from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
@@ -214,7 +215,7 @@ class DiskStreaming(Streaming):
         if self.stream is None:
             return Reads(0, 0.0, 0, 0)
         now = self.stream.figures
-        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read)
+        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def attach(self, blocks: nn.ModuleList) -> None:
         if self._by_neuron:
@@ -235,7 +236,7 @@ class DiskStreaming(Streaming):
         if self._by_neuron:
             self._stream_neurons(file)
         elif any(isinstance(module, Experts) for module in blocks.modules()):
-            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, Experts)])
+            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, MoE)])
         else:
             self._stream_layers(file, blocks)
 
@@ -269,7 +270,8 @@ class DiskStreaming(Streaming):
 
     # ---- experts
 
-    def _stream_experts(self, file: PreparedFile, layers: list[Experts]) -> None:
+    def _stream_experts(self, file: PreparedFile, modules: list[MoE]) -> None:
+        layers = [module.experts for module in modules]
         names = [[_method_of(layer).expert(number) for number in range(layer.num_experts)] for layer in layers]
         items = [file.items[name] for of_layer in names for name in of_layer]
         largest, most = max(item.num_bytes for item in items), max(layer.num_experts for layer in layers)
@@ -284,6 +286,10 @@ class DiskStreaming(Streaming):
             assert isinstance(layer.weights, NativeExperts)
             layer.weights.read_from(self.stream.address, first)
             first += layer.num_experts
+        for one, following in pairwise(modules):
+            assert isinstance(one.experts.weights, NativeExperts)
+            assert isinstance(following.experts.weights, NativeExperts)
+            one.experts.weights.foresee(following.experts.weights, following.router)
         self.held_bytes = self.fixed_bytes + self.stream.num_bytes
 
     # ---- neurons

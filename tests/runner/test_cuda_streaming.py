@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.test_streamed_weights import SHAPE, answers
 from tests.helpers import greedy, make_core, make_llama, run
-from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
 from tests.models.test_moe import make as make_experts
+from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
 from tidemill.config import EngineOptions
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError

@@ -72,3 +72,14 @@ def test_any_order(num_slots):
         assert not set(guessed) & set(needed)
         assert all(places.where[unit] >= 0 for unit in (*needed, *guessed))
         check(places)
+
+
+def test_wrong_guesses_come_to_an_end():
+    wrong, right = Places(400, 16), Places(400, 16)
+    for number in range(300):
+        for places, guess in ((wrong, 200 + number % 200), (right, (number + 1) % 200)):
+            places.need([number % 200])
+            places.ahead([guess])
+    assert wrong.num_read <= 300 + 128
+    assert right.num_foreseen > 280
+    assert right.num_missed < 20

@@ -102,6 +102,7 @@ class ExpertSlots:
     def held_bytes(self) -> int:
         return self.stacks.gate_up_E2IH.nbytes + self.stacks.down_EHI.nbytes
 
+    @torch.inference_mode()
     def find(self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor) -> InSlots:
         """Where the chosen experts of a layer are. Copies of those that are in no slot are under way, and the device waits."""
         layer = self._layers[number]

@@ -13,6 +13,7 @@ import numpy as np
 
 _HALVE_AFTER = 64  # uses of a unit, on average, after which all counts are halved: what was hot long ago may cool down
 _FEW_CANDIDATES = 4
+_GUESSES, _PAUSE = 128, 1024  # after so many guesses, less than half of them right, there are none for so many requests
 
 
 class Places:
@@ -20,6 +21,8 @@ class Places:
         self.where = np.full(num_units, -1, np.int32)  # of each unit: its slot; -1: in none
         self.in_slot = np.full(num_slots, -1, np.int32)  # the unit that is there, or on its way
         self._uses, self._used_at = np.zeros(num_units, np.int64), np.full(num_units, -1, np.int64)
+        self._most_missed = 0  # by one request
+        self._num_guessed = self._num_right = self._pause_until = 0  # since guesses were last judged
         self._foreseen: set[int] = set()  # brought ahead of use, and not used since
         self._transients: list[int] = []
         self._number_of: dict[int, int] = {}  # of a transient slot, among them
@@ -34,35 +37,49 @@ class Places:
         self.num_asked += len(units)
         self._used_at[units] = self._num_requests
         self._count(units)
-        self.num_foreseen += len(self._foreseen.intersection(units))
-        self._foreseen.difference_update(units)
+        right = self._foreseen.intersection(units)
+        self.num_foreseen += len(right)
+        self._num_right += len(right)
+        self._foreseen -= right
         missing = []
         for unit in units:
             if self.where[unit] >= 0:
                 self._promote(unit)
                 continue
-            slot = self._find_slot()
+            slot = self._find_slot(len(self.in_slot))
             assert slot is not None, "more units are needed at once than there are slots"
             self._fill(slot, unit)
             missing.append(unit)
         self.num_missed += len(missing)
+        self._most_missed = max(self._most_missed, len(missing))
         return missing
 
     def ahead(self, units: Sequence[int]) -> list[int]:
-        """These units may be used next. Returns those that are to be brought, as far as there are slots that are not in use and
-        whose units do not stay."""
+        """These units may be used next. Returns those that are to be brought, as far as there are slots that are not in use: for
+        guesses, there may be twice as many transient slots as were needed, but no more than half of all."""
+        if not self._guesses_well():
+            return []
         self._used_at[units] = self._num_requests
         missing = []
         for unit in units:
             if self.where[unit] >= 0:
                 continue
-            slot = self._find_slot(may_displace=False)
+            slot = self._find_slot(min(2 * self._most_missed, len(self.in_slot) // 2))
             if slot is None:
                 break
             self._fill(slot, unit)
             self._foreseen.add(unit)
             missing.append(unit)
+        self._num_guessed += len(missing)
         return missing
+
+    def _guesses_well(self) -> bool:
+        """Bringing what nobody needs takes the way from what is needed."""
+        if self._num_guessed >= _GUESSES:
+            if 2 * self._num_right < self._num_guessed:
+                self._pause_until = self._num_requests + _PAUSE
+            self._num_guessed = self._num_right = 0
+        return self._num_requests >= self._pause_until
 
     def _count(self, units: Sequence[int]) -> None:
         self._uses[units] += 1
@@ -81,8 +98,9 @@ class Places:
     def _is_free(self, slot: int) -> bool:
         return bool(self._used_at[self.in_slot[slot]] != self._num_requests)
 
-    def _find_slot(self, may_displace: bool = True) -> int | None:
-        """For a unit that is in none; None: all are in use, or stay. `may_displace`: one that stays makes room."""
+    def _find_slot(self, most_transients: int) -> int | None:
+        """For a unit that is in none; None: all are in use, or stay. One that stays makes room while there are fewer transient
+        slots than so many."""
         if self._num_filled < len(self.in_slot):
             self._num_filled += 1
             return self._num_filled - 1
@@ -90,7 +108,7 @@ class Places:
             self._next = (self._next + 1) % len(self._transients)
             if self._is_free(self._transients[self._next]):
                 return self._transients[self._next]
-        slot = self._coldest() if may_displace else None
+        slot = self._coldest() if len(self._transients) < most_transients else None
         if slot is not None:
             self._number_of[slot] = len(self._transients)
             self._transients.append(slot)

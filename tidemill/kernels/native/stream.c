@@ -17,6 +17,8 @@ units by the thread that computes, when it asks for one: what it asked for befor
 #define MAX_READERS 16
 #define CANDIDATES 256
 #define FEW_CANDIDATES 4
+#define GUESSES 128 /* after so many, less than half of them right, there are none for a while */
+#define PAUSE 1024  /* requests */
 #define HALVE_AFTER 64 /* uses of an expert, on average, after which all counts are halved: what was hot long ago may cool down */
 
 struct tm_stream {
@@ -29,6 +31,8 @@ struct tm_stream {
     long *queue;   /* slots to fill, in order: a ring */
     long first, num_queued, next_piece; /* of the first */
     long num_requests, num_uses, hand; /* hand: the last slot that was looked at */
+    long most_missed;      /* by one request */
+    long num_guessed, num_right, pause_until; /* guesses since they were last judged; the number of a request */
     long num_filled;       /* slots that were ever used, of experts */
     long *transients;      /* slots whose units do not stay */
     long *transient;       /* of each slot: its place among them; -1: its unit stays */
@@ -157,14 +161,15 @@ static long coldest(tm_stream *s, long num_candidates) {
     return best;
 }
 
-/* For a unit that is in none. -1: all are needed now, or stay. */
-static long find_slot(tm_stream *s, int may_displace) {
+/* For a unit that is in none. -1: all are needed now, or stay. One that stays makes room while there are fewer transient slots than
+   so many. */
+static long find_slot(tm_stream *s, long most_transients) {
     if (s->num_filled < s->spec.num_slots) return s->num_filled++;
     for (long i = 0; i < s->num_transients; i++) {
         s->next_transient = (s->next_transient + 1) % s->num_transients;
         if (is_free(s, s->transients[s->next_transient])) return s->transients[s->next_transient];
     }
-    const long slot = may_displace ? coldest(s, CANDIDATES) : -1;
+    const long slot = s->num_transients < most_transients ? coldest(s, CANDIDATES) : -1;
     if (slot >= 0) {
         s->transient[slot] = s->num_transients;
         s->transients[s->num_transients++] = slot;
@@ -175,7 +180,7 @@ static long find_slot(tm_stream *s, int may_displace) {
 /* Waits for reads ahead if there is no other slot. */
 static long find_slot_at_last(tm_stream *s) {
     for (;;) {
-        const long slot = find_slot(s, 1);
+        const long slot = find_slot(s, s->spec.num_slots);
         int is_on_its_way = 0;
         for (long i = 0; i < s->spec.num_slots && slot < 0; i++) is_on_its_way |= s->left[i] && s->used_at[s->in_slot[i]] != s->num_requests;
         if (slot >= 0 || !is_on_its_way || s->failed) return slot;
@@ -203,12 +208,14 @@ static void count_use(tm_stream *s, long unit) {
 }
 
 int stream_experts(tm_stream *s, const long *units, long num, const char **places) {
+    long num_missed = 0;
     pthread_mutex_lock(&s->lock);
     s->num_requests++;
     s->figures.num_asked += num;
     for (long i = 0; i < num; i++) {
         count_use(s, units[i]);
         s->figures.num_foreseen += s->is_foreseen[units[i]];
+        s->num_right += s->is_foreseen[units[i]];
         s->is_foreseen[units[i]] = 0;
     }
     for (long i = 0; i < num && !s->failed; i++) {
@@ -218,6 +225,7 @@ int stream_experts(tm_stream *s, const long *units, long num, const char **place
         }
         const long slot = find_slot_at_last(s);
         s->figures.num_missed++;
+        if (++num_missed > s->most_missed) s->most_missed = num_missed;
         if (slot < 0 && !s->failed) s->failed = TM_STREAM_FAILED; /* there are slots for all experts of a layer */
         else if (slot >= 0) fill(s, slot, units[i]);
     }
@@ -231,13 +239,24 @@ int stream_experts(tm_stream *s, const long *units, long num, const char **place
     return failed;
 }
 
+/* Reading what nobody needs takes the disk from what is needed. */
+static int guesses_well(tm_stream *s) {
+    if (s->num_guessed >= GUESSES) {
+        if (2 * s->num_right < s->num_guessed) s->pause_until = s->num_requests + PAUSE;
+        s->num_guessed = s->num_right = 0;
+    }
+    return s->num_requests >= s->pause_until;
+}
+
 void stream_ahead(tm_stream *s, const long *units, long num) {
     pthread_mutex_lock(&s->lock);
+    if (!guesses_well(s)) num = 0;
+    const long twice = 2 * s->most_missed, half = s->spec.num_slots / 2, most_transients = twice < half ? twice : half;
     for (long i = 0; i < num; i++) s->used_at[units[i]] = s->num_requests;
     for (long i = 0; i < num && !s->failed; i++) {
-        const long slot = s->where[units[i]] < 0 ? find_slot(s, 0) : -1; /* what stays is not given for a guess */
+        const long slot = s->where[units[i]] < 0 ? find_slot(s, most_transients) : -1;
         if (s->where[units[i]] < 0 && slot < 0) break;
-        if (slot >= 0) fill(s, slot, units[i]), s->is_foreseen[units[i]] = 1;
+        if (slot >= 0) fill(s, slot, units[i]), s->is_foreseen[units[i]] = 1, s->num_guessed++;
     }
     pthread_cond_broadcast(&s->work);
     pthread_mutex_unlock(&s->lock);

@@ -173,8 +173,8 @@ typedef struct tm_stream tm_stream;
 int stream_layer_op(tm_stream *stream, long layer);
 /* Until these experts are in slots: where. The ones of the call before are no longer needed. */
 int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
-/* These experts may be asked for next: those that are in no slot are read, as far as there are slots that the last call does not need and whose
-   units do not stay. */
+/* These experts may be asked for next: those that are in no slot are read, as far as there are slots that the last call does not need. For
+   guesses, there may be twice as many transient slots as were needed, but no more than half of all. */
 void stream_ahead(tm_stream *stream, const long *units, long num);
 
 /* A feed-forward of neurons in a stream (neurons.c): of each, a row of up, and from `down_place` bytes on a column of down. Both are

@@ -26,6 +26,7 @@ from tidemill.kernels import flex_attention, machine
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
+from tidemill.layers.host_streamed import HostStreaming
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
@@ -142,8 +143,10 @@ def on_gpu(folder, monkeypatch):
             } | options  # fmt: skip
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
             settled = resolve(EngineOptions(**options), shape, here, shape)
-            model = cls.load(checkpoint, shape, WeightPlan(settled.scheme, "cuda", settled.fast_math))
-            return core_of(model, settled, draft=model)  # drafts for itself
+            streaming = HostStreaming(settled.weight_memory) if settled.weight_memory else None
+            plan = WeightPlan(settled.scheme, "cuda", settled.fast_math)
+            model = cls.load(checkpoint, shape, plan, streaming=streaming)
+            return core_of(model, settled, draft=None if streaming else model)  # drafts for itself
 
         yield make
 

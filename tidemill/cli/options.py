@@ -189,7 +189,7 @@ OPTIONS = (
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
     Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
            help="Memory for weights, like 8G, of a model that is larger: what does not fit is read from disk as it is "
-           "needed."),
+           "needed, on a GPU from host memory."),
     Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
            help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the "
            "fastest disk."),

@@ -64,7 +64,7 @@ class Parts:
     tiers: Tiers | None = None
     take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
     ranks: Ranks | None = None  # if the runner is of several processes
-    take_weight_reads: Callable[[], tuple[int, float, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
+    take_weight_reads: Callable[[], tuple[int, float, int, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
 
 
 class EngineCore:

@@ -18,6 +18,7 @@ from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine, native
 from tidemill.layers.contextual import ContextualSparsity
+from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.streamed import DiskStreaming
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
@@ -132,12 +133,14 @@ def _load_alone(
     progress: ProgressFn | None,
     random: bool,
 ) -> Model:
-    """On one rank, with all weights in memory, or streamed from disk."""
+    """On one rank, with all weights in memory, or streamed from host memory to a GPU, or from disk."""
     plan = weight_plan(config, config.scheme)
     if not config.weight_memory:
         folder = config.contextual_sparsity
         sparsity = None if folder is None else ContextualSparsity(Path(folder).expanduser(), shape)
         return architecture.load(checkpoint, shape, plan, progress, random, sparsity=sparsity)
+    if config.device == "cuda":
+        return architecture.load(checkpoint, shape, plan, progress, random, streaming=HostStreaming(config.weight_memory))
 
     total = shape.weight_bytes(config.dtype, compiled=True)
     by_neuron = streams_neurons(shape, config.scheme, config.max_loras, total, config.weight_memory)

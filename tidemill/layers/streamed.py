@@ -12,6 +12,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from tidemill.kernels.moe import ExpertWeights, NativeExperts
 from tidemill.kernels.native.streams import StreamFigures, StreamSpec
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
-from tidemill.layers.moe import Experts
+from tidemill.layers.moe import Experts, MoE
 from tidemill.quant.base import Gated
 from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
@@ -145,6 +147,16 @@ def size_of(items: Sequence[Item]) -> int:
     return sum(item.num_bytes for item in items)
 
 
+class Reads(NamedTuple):
+    """What was read, as `events.WeightsStreamed` has it."""
+
+    num_bytes: int
+    waited_s: float
+    num_asked: int
+    num_read: int
+    num_foreseen: int = 0
+
+
 class Streaming(ABC):
     """Of one model. `attach` before its tensors are read, `finish` when all are."""
 
@@ -154,6 +166,7 @@ class Streaming(ABC):
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
         self.streamed_bytes = 0  # not always in memory
+        self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
     @abstractmethod
     def attach(self, blocks: nn.ModuleList) -> None: ...
@@ -161,10 +174,15 @@ class Streaming(ABC):
     @abstractmethod
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None: ...
 
-    def take_reads(self) -> tuple[int, float, int, int] | None:
-        """Since the last call: bytes that were read, seconds for which steps waited, layers or experts that they used, and those
-        that were read. None where that is not counted."""
-        return None
+    def take_reads(self) -> Reads:
+        """Since the last call."""
+        now, before = self._figures(), self._taken
+        self._taken = now
+        return Reads(*(mine - other for mine, other in zip(now, before, strict=True)))  # type: ignore[arg-type]
+
+    @abstractmethod
+    def _figures(self) -> Reads:
+        """Since the start."""
 
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
@@ -192,15 +210,12 @@ class DiskStreaming(Streaming):
         self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
         self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
-        self._taken = (0, 0.0, 0, 0)  # figures when they were last asked for
 
-    def take_reads(self) -> tuple[int, float, int, int] | None:
+    def _figures(self) -> Reads:
         if self.stream is None:
-            return None
-        now, before = self.stream.figures, self._taken
-        self._taken = (now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read)
-        num_bytes, waited_s, num_asked, num_read = self._taken
-        return num_bytes - before[0], waited_s - before[1], num_asked - before[2], num_read - before[3]
+            return Reads(0, 0.0, 0, 0)
+        now = self.stream.figures
+        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def attach(self, blocks: nn.ModuleList) -> None:
         if self._by_neuron:
@@ -221,7 +236,7 @@ class DiskStreaming(Streaming):
         if self._by_neuron:
             self._stream_neurons(file)
         elif any(isinstance(module, Experts) for module in blocks.modules()):
-            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, Experts)])
+            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, MoE)])
         else:
             self._stream_layers(file, blocks)
 
@@ -255,7 +270,8 @@ class DiskStreaming(Streaming):
 
     # ---- experts
 
-    def _stream_experts(self, file: PreparedFile, layers: list[Experts]) -> None:
+    def _stream_experts(self, file: PreparedFile, modules: list[MoE]) -> None:
+        layers = [module.experts for module in modules]
         names = [[_method_of(layer).expert(number) for number in range(layer.num_experts)] for layer in layers]
         items = [file.items[name] for of_layer in names for name in of_layer]
         largest, most = max(item.num_bytes for item in items), max(layer.num_experts for layer in layers)
@@ -270,6 +286,10 @@ class DiskStreaming(Streaming):
             assert isinstance(layer.weights, NativeExperts)
             layer.weights.read_from(self.stream.address, first)
             first += layer.num_experts
+        for one, following in pairwise(modules):
+            assert isinstance(one.experts.weights, NativeExperts)
+            assert isinstance(following.experts.weights, NativeExperts)
+            one.experts.weights.foresee(following.experts.weights, following.router)
         self.held_bytes = self.fixed_bytes + self.stream.num_bytes
 
     # ---- neurons

@@ -25,7 +25,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
-from tidemill.layers.streamed import Streaming
+from tidemill.layers.streamed import Reads, Streaming
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
 from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.world import Stage
@@ -283,9 +283,9 @@ class Model(nn.Module, ABC):
         self._taken = now
         return taken
 
-    def take_weight_reads(self) -> tuple[int, float, int, int] | None:
-        """As `Streaming.take_reads`."""
-        return None if self.streaming is None else self.streaming.take_reads()
+    def take_weight_reads(self) -> Reads | None:
+        """As `Streaming.take_reads`. None: all weights are in memory."""
+        return None if self.streaming is None or not self.streaming.streamed_bytes else self.streaming.take_reads()
 
     def count_experts(self, live: torch.Tensor) -> None:
         """On a GPU: count the tokens that experts get from now on, of a step's tokens the first `live`."""

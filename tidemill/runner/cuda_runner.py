@@ -50,7 +50,7 @@ from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
-from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes
+from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes, uncaptured
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
@@ -144,6 +144,9 @@ class CudaRunner:
             raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
+        self._is_streamed = model.streaming is not None and model.streaming.streamed_bytes > 0
+        if self._is_streamed:
+            self.fallback = "; ".join(filter(None, (self.fallback, "weights are streamed: steps run without CUDA graphs")))
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
         self._by_roles = by_roles(shape.attention_layers, scales is not None)
@@ -182,6 +185,8 @@ class CudaRunner:
         self.flash = FlashTrial(False, "batch-invariant")
         if config.fast_math and scales is not None:
             self.flash = FlashTrial(False, f"it does not read {config.kv_dtype} keys and values")
+        elif config.fast_math and self._is_streamed:
+            self.flash = FlashTrial(False, "weights are streamed")
         elif config.fast_math:
             self.flash = (
                 self._try_flash(pool)
@@ -194,7 +199,7 @@ class CudaRunner:
                     step = self._mixed_step(size, has_singles, by_flash=True)
                     self._mixed_graphs[size, has_singles, True] = capture(step, pool, run_first=True)
         self._decode_graphs = {
-            (size, shares): capture(self._decode_step(size, shares), pool, first)
+            (size, shares): self._capture(self._decode_step(size, shares), pool, first)
             for size in reversed(self._decode_sizes)
             for shares in self._either
         }
@@ -202,9 +207,9 @@ class CudaRunner:
         self._lora_mixed_graphs, self._lora_decode_graphs = {}, {}
         if self.loras is not None:
             for size in reversed(self._mixed_sizes):
-                self._lora_mixed_graphs[size] = capture(self._mixed_step(size, True, lora=True), pool, first)
+                self._lora_mixed_graphs[size] = self._capture(self._mixed_step(size, True, lora=True), pool, first)
             for size in reversed(self._decode_sizes):
-                self._lora_decode_graphs[size] = capture(self._decode_step(size, True, lora=True), pool, first)
+                self._lora_decode_graphs[size] = self._capture(self._decode_step(size, True, lora=True), pool, first)
         self._make_halves(config, pool)
         torch.cuda.synchronize()
         gc.collect()
@@ -265,7 +270,14 @@ class CudaRunner:
         return (False, True) if self.model.config.attention_layers else (False,)
 
     def _capture_mixed(self, step: Step, pool: object, run_first: bool) -> Graph:
-        return capture(step, pool, run_first)
+        return self._capture(step, pool, run_first)
+
+    def _capture(self, step: Step, pool: object, run_first: bool) -> Graph:
+        """Weights that are copied while layers compute cannot be captured: their steps run once, in part, to load kernels."""
+        if not self._is_streamed:
+            return capture(step, pool, run_first)
+        with self.model.one_layer_of_each_kind():
+            return uncaptured(step, step.run())
 
     def _make_states(self, config: EngineConfig) -> CudaStates | None:
         layout = config.layout
@@ -413,7 +425,7 @@ class CudaRunner:
             staging = self._second_staging[self._turn]
             num = work.second.write(staging.numpy(), 0, self._padding_row, graph.second)
             self._second_words[:num].copy_(staging[:num], non_blocking=True)
-        graph.graph.replay()
+        graph.replay()
         return begin, end
 
     # ---- every request decodes: one replay

@@ -289,7 +289,7 @@ class Library(StreamCalls):
         self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 2
         self._gate.restype = None
         self._moe = lib.tm_run_moe
-        self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._neurons = lib.tm_run_neurons
         self._neurons.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._concat = lib.tm_concat
@@ -506,15 +506,24 @@ class Library(StreamCalls):
             self._recording.note("gate", out, x_TH, in_2=gate_TH, width=x_TH.shape[1])
         return out
 
-    def moe(self, experts: int, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
-        """`experts`: the address of a `MoE`."""
+    def moe(
+        self,
+        experts: int,
+        x_TH: torch.Tensor,
+        logits_TL: torch.Tensor,
+        ahead: int | None = None,
+        ahead_TL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`experts`: the address of a `MoE`. `ahead`: of the next layer's, whose experts are read by guess; and what its router
+        says of the same rows."""
         _check(x_TH, logits_TL)
         out = torch.empty_like(x_TH)
-        if failed := self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+        guess = ahead, None if ahead_TL is None else ahead_TL.data_ptr()
+        if failed := self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), *guess, x_TH.shape[0], out.data_ptr()):
             check_group(failed)
             raise MemoryError("no memory for a mixture of experts")
         if self._recording:
-            self._recording.note("moe", out, x_TH, logits_TL, a=experts)
+            self._recording.note("moe", out, x_TH, logits_TL, in_2=ahead_TL, a=experts, b=ahead)
         return out
 
     def neurons(self, neurons: int, x_TH: torch.Tensor, gate_TI: torch.Tensor, num_out: int) -> torch.Tensor:

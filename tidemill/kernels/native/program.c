@@ -65,7 +65,7 @@ TM_API const field *tm_layout(void) {
         {"tm_piece", sizeof(tm_piece)}, PIECE(offset), PIECE(num_bytes), PIECE(place),
         {"tm_stream_spec", sizeof(tm_stream_spec)}, STREAM(fd), STREAM(file_bytes), STREAM(changed_ns), STREAM(num_units),
         STREAM(num_slots), STREAM(slot_bytes), STREAM(slots), STREAM(pieces), STREAM(first_piece), STREAM(slot_of),
-        {"tm_stream_figures", sizeof(tm_stream_figures)}, FIGURES(num_bytes), FIGURES(waited_ns), FIGURES(num_asked), FIGURES(num_read),
+        {"tm_stream_figures", sizeof(tm_stream_figures)}, FIGURES(num_bytes), FIGURES(waited_ns), FIGURES(num_asked), FIGURES(num_read), FIGURES(num_missed), FIGURES(num_foreseen),
         OP(scale),
         {"tm_lora_pair", sizeof(tm_lora_pair)}, {"tm_lora_step", sizeof(tm_lora_step)}, {"tm_lora", sizeof(tm_lora)},
         PAIR(down), PAIR(up), PAIR(kind), PAIR(rank), PAIR(scale),
@@ -135,7 +135,7 @@ static int run_gate(const tm_op *o, const tm_buffers *at) {
     return 0;
 }
 
-static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, at->num_rows, at->out); }
+static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, o->b, at->in_2, at->num_rows, at->out); }
 static int run_all_reduce(const tm_op *o, const tm_buffers *at) { return all_reduce_op(o->a, at->in_out, at->num_rows, o->width); }
 
 static int run_all_gather(const tm_op *o, const tm_buffers *at) {

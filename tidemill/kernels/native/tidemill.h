@@ -165,6 +165,7 @@ typedef struct {
 typedef struct {
     int64_t num_bytes, waited_ns; /* read; for which computing waited */
     int64_t num_asked, num_read;  /* units */
+    int64_t num_missed, num_foreseen; /* of those that were asked for: in no slot; read ahead by a guess */
 } tm_stream_figures;
 
 typedef struct tm_stream tm_stream;
@@ -173,6 +174,9 @@ typedef struct tm_stream tm_stream;
 int stream_layer_op(tm_stream *stream, long layer);
 /* Until these experts are in slots: where. The ones of the call before are no longer needed. */
 int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
+/* These experts may be asked for next: those that are in no slot are read, as far as there are slots that the last call does not need. For
+   guesses, there may be twice as many transient slots as were needed, but no more than half of all. */
+void stream_ahead(tm_stream *stream, const long *units, long num);
 
 /* A feed-forward of which few neurons are computed (neurons.c). In a stream: of each neuron a row of up, and from `down_place` bytes on a
    column of down. In memory: a row of gate, from `up_place` on one of up, then down. Rows are followed by zeros, to a multiple of 8
@@ -307,7 +311,8 @@ int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learn
 void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
 void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
 /* logits: [row][num_experts, and one for the shared expert]. */
-int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);
+/* `ahead`: the next layer's, whose experts are read by guess, or NULL; `ahead_logits`: by its router. */
+int moe_op(const tm_moe *moe, const float *x, const float *logits, const tm_moe *ahead, const float *ahead_logits, long num_rows, float *out);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

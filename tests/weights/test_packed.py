@@ -12,8 +12,10 @@ from tests.models.test_llama import prompt_logits
 from tests.weights.packers import LAYOUTS, quantize_folder
 from tidemill.errors import CheckpointError
 from tidemill.kernels import native
+from tidemill.kernels.low_rank import SideBySide
 from tidemill.kernels.quantized_linear import QuantizedPanels, fit
 from tidemill.quant import METHODS
+from tidemill.quant.base import Gated
 from tidemill.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -222,7 +224,7 @@ def test_bytes_are_as_declared(layout, tmp_path):
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
 @pytest.mark.parametrize(
-    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet"])
+    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet", "bnb int8", "gobo"])
 )
 def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     make_llama(tmp_path, **SIZES)
@@ -237,6 +239,40 @@ def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     core = make_core(model)
     run(core, {"first": (prompt, params)})
     assert run(core, {"a": (prompt, params)})["a"] == alone
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+def test_fused_matrices_with_tables_of_their_own_are_not_rounded_anew(tmp_path):
+    """GOBO's q, k and v: side by side, with their centroids and outliers."""
+    make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, "gobo")
+    block = load_model(tmp_path, "quantized").blocks[0]
+    for linear, num in ((block.attn.qkv, 3), (block.mlp.gate_up, 2)):
+        weight = linear.weight.ungated if isinstance(linear.weight, Gated) else linear.weight
+        assert isinstance(weight, SideBySide)
+        assert [part.held.kind & 255 for part in weight.parts] == [native.KINDS["GT4"]] * num
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+def test_outliers_of_a_token_do_not_coarsen_its_other_activations(tmp_path):
+    """LLM.int8(): with a threshold that is never reached, or none, the same folder is farther from its dequantized weights."""
+    reference = make_llama(tmp_path, **SIZES)
+    for layer in reference.model.layers:
+        layer.input_layernorm.weight.data[7] *= 60
+    reference.save_pretrained(tmp_path)
+    quantize_folder(tmp_path, "bnb int8", reference)
+    config, ids = json.loads((tmp_path / "config.json").read_text()), list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    errors = {}
+    for threshold in (6.0, 0.0):
+        settings = config["quantization_config"] | {"llm_int8_threshold": threshold}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        errors[threshold] = (prompt_logits(load_model(tmp_path, "quantized"), ids) - expected).norm() / expected.norm()
+    assert errors[6.0] < 0.5 * errors[0.0]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings | {"llm_int8_threshold": "six"}}))
+    with pytest.raises(CheckpointError, match="llm_int8_threshold is 'six'"):
+        open_checkpoint(tmp_path)
 
 
 def test_every_way_of_holding_weights_declares_its_bytes():

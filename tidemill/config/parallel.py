@@ -8,6 +8,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 MAX_RANKS = 64
+TENSOR_LAYOUTS = ("1d", "2d", "gathered", "auto")
 _DRAFT_HEADS = ("medusa", "eagle", "exit", "exit-bandit")
 
 
@@ -65,6 +66,45 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
         if is_asked:
             fix = "Leave one of them out."
             raise ConfigError(f"{num} ranks cannot be combined with {what} yet.", fix=fix, param="tensor_parallel")
+
+
+def grid_of(size: int) -> int:
+    """X of the 2D layout of so many ranks: as near to a square as can be; 1: there is none."""
+    return max(num for num in range(1, size) if size % num == 0 and num * num <= size) if size > 1 else 1
+
+
+def decide_tensor_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+    """`auto` is settled where the cost of layouts is known (runner/rank.py)."""
+    layout, size = options.tensor_layout, options.tensor_parallel
+    if layout not in TENSOR_LAYOUTS:
+        fix = f"Choose one of {', '.join(TENSOR_LAYOUTS)}."
+        raise ConfigError(f"tensor_layout is {layout!r}.", fix=fix, param="tensor_layout")
+    if layout in ("1d", "auto"):
+        return "1d", "heads and columns of every layer are divided" if size > 1 else "one rank has all of every layer"
+    if size == 1:
+        raise ConfigError("tensor_layout needs several ranks.", fix="Give --tensor-parallel as well.", param="tensor_layout")
+    for what in unfit(layout, options, device, model, machine):
+        fix = "Leave one of them out."
+        raise ConfigError(f"tensor_layout {layout} cannot be combined with {what}.", fix=fix, param="tensor_layout")
+    return layout, "given"
+
+
+def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> list[str]:
+    """What a layout cannot be combined with."""
+    if layout == "1d":
+        return []
+    is_wrong = {
+        "device cuda": device == "cuda",
+        "--pipeline-parallel": options.pipeline_parallel > 1,
+        "--expert-parallel": options.expert_parallel,
+        "--lora": bool(options.loras) or options.max_loras is not None,
+    }
+    if layout == "2d":
+        is_wrong |= {"experts": any(model.experts), "states": bool(model.state_layers)}
+        is_wrong |= {f"{options.tensor_parallel} ranks, which make no grid": grid_of(options.tensor_parallel) == 1}
+    else:
+        is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
+    return [what for what, is_asked in is_wrong.items() if is_asked]
 
 
 def _is_quantized(options: EngineOptions, model: ModelConfig) -> bool:

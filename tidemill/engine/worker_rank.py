@@ -12,8 +12,7 @@ from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
 from tidemill.layers.lora import Loras
 from tidemill.parallel.channel import Address, Door, connect
-from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, take_device
+from tidemill.parallel.peers import meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.base import StepResult
 from tidemill.runner.group_loras import put_own, received
 from tidemill.runner.make import make_mover
@@ -106,8 +105,7 @@ class Worker:
         peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
         channels = meet_peers(rank, peers, addresses, self._door, self._key)
         take_device(rank, config.device)
-        group = on_device(group_for(rank, world, join.shared, channels), config.device)
-        use(world.shard(rank), group)
+        _, group = use_groups(rank, world, join.shared, channels, config.device)
         random = join.options.load_format == "dummy"
         model = load_rank(
             architecture,
@@ -118,6 +116,7 @@ class Worker:
             rank,
             lambda name, done, total: self._send(Loading(done, total)),
             random,
+            join.shared,
         )
         self._send(Loaded(model.num_bytes_read))
         if not isinstance(self._receive(), Prepare):

@@ -46,10 +46,12 @@ def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
+    stages = device == "cuda" and options.pipeline_parallel > 1
     is_there = {
-        "device cuda and --pipeline-parallel": device == "cuda" and options.pipeline_parallel > 1,
         "device cuda and --expert-parallel": device == "cuda" and options.expert_parallel,
-        "device cuda and quantized weights": device == "cuda" and _is_quantized(options, model),
+        "device cuda and --quantization sparse24": device == "cuda" and options.quantization == "sparse24",
+        "device cuda, --pipeline-parallel and --nano-batching": stages and options.nano_batching == "on",
+        "device cuda, --pipeline-parallel and states": stages and bool(model.state_layers),
         "device cuda and workers of other hosts": device == "cuda" and options.remote_workers > 0,
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
@@ -105,10 +107,6 @@ def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, 
     else:
         is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
     return [what for what, is_asked in is_wrong.items() if is_asked]
-
-
-def _is_quantized(options: EngineOptions, model: ModelConfig) -> bool:
-    return options.quantization != "none" and (options.quantization != "auto" or model.is_quantized)
 
 
 def _check_remote(options: EngineOptions) -> None:

@@ -1,5 +1,5 @@
 """Layers whose weights are divided among ranks and gathered before they compute: a rank holds its rows of every matrix, and
-memory for two whole layers, one of which is computed with while the next is put together. Tables are cut by rows; norms stay whole."""
+memory for two whole layers, one of which is computed with while the next is put together. Tables are cut by rows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tidemill.errors import ConfigError
 from tidemill.layers.gathered import GatheredStreaming
 from tidemill.machine import Machine
 from tidemill.model_config import AttentionSpec, ModelConfig
-from tidemill.models.base import Model, ProgressFn
+from tidemill.models.base import CausalLM, Model, ProgressFn
 from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import part_config
 from tidemill.parallel.layouts import DEVICES, Phase, cost, layouts
@@ -128,10 +128,9 @@ def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int
     if stage is None:
         return cast(RankRunner, make_runner(model, config))
     before, after = world.before(rank), world.after(rank)
-    return StageRunner(
-        model,
-        config,
-        stage,
-        None if before is None else channels[before],
-        None if after is None else channels[after],
-    )
+    neighbours = (None if before is None else channels[before], None if after is None else channels[after])
+    if config.device != "cuda":
+        return StageRunner(model, config, stage, *neighbours)
+    from tidemill.runner.cuda_stage import CudaStageRunner  # needs Triton
+
+    return CudaStageRunner(cast(CausalLM, model), replace(config, nano_batching="off"), stage, *neighbours)

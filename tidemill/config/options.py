@@ -106,8 +106,6 @@ class EngineOptions:
             "prefix_caching": not self.prefix_caching,
             "prefix_index": self.prefix_index != "hash",
             "kv_layout": self.kv_layout != "paged",
-            "tensor_parallel": self.tensor_parallel > 1,
-            "pipeline_parallel": self.pipeline_parallel > 1,
             "kv_export": self.kv_export is not None,
             "kv_import": self.kv_import is not None,
         }

@@ -24,8 +24,9 @@ def start_group(
     model_config: ModelConfig,
     config: EngineConfig,
     progress: ProgressFn | None = None,
+    weights: bytes = b"",
 ) -> tuple[Model, WorkerGroup]:
-    """Rank 0's part of the model, and the group."""
+    """Rank 0's part of the model, and the group. `weights`: a digest of them, if KV pages are compared with those of others."""
     world = world_of(config, model_config)
     key = read_key(options.workers_key_file) if options.remote_workers and options.workers_key_file else b""
     team = Team(world, options.remote_workers, workers_address(options), key)
@@ -46,7 +47,7 @@ def start_group(
         loaded = team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))
         team.all_are_here()
         team.read_bytes = [model.num_bytes_read, *(loaded[rank].read_bytes for rank in sorted(loaded))]
-        team.send_all(Prepare())
+        team.send_all(Prepare(weights))
         own = make_rank_runner(model, config, world, 0, channels)
         shapes: dict[str, tuple[int, int]] = {}
         for prepared in team.wait(Prepared).values():

@@ -115,12 +115,14 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
     random, group = options.load_format == "dummy", None
+    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
+    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     if config.num_ranks > 1:
-        model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
+        model, group = start_group(options, checkpoint, architecture, model_config, config, progress, weights)
     else:
         model = _load_alone(checkpoint, architecture, model_config, config, progress, random)
     try:
-        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress)
+        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress, weights)
     except BaseException:
         if group is not None:
             group.close()
@@ -174,14 +176,13 @@ def _core_with(
     group: WorkerGroup | None,
     draft: tuple[Checkpoint, type[Model], ModelConfig] | None,
     progress: ProgressFn | None,
+    weights: bytes,
 ) -> EngineCore:
     """What is around a model that is loaded."""
     random, draft_model = options.load_format == "dummy", None
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
-    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):

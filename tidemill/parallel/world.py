@@ -77,7 +77,7 @@ class World:
         if self.grid == 1:
             return Part(shard)
         row, column = divmod(shard.rank, self.grid)
-        return Part(Shard(row, self.tensor // self.grid, "inner"), Shard(column, self.grid, "hidden"))
+        return Part(Shard(row, self.tensor // self.grid, f"column {column}"), Shard(column, self.grid, f"row {row}"))
 
     def axes(self, rank: int) -> list[tuple[Shard, list[int]]]:
         """Groups in which ranks that share layers exchange something, in an order that all know: all of them; of a grid, its rows
@@ -86,8 +86,8 @@ class World:
         groups = [("", [*self.stage_ranks(rank)])]
         if grid > 1:
             rows = self.tensor // grid
-            groups += [("hidden", [first + row * grid + i for i in range(grid)]) for row in range(rows)]
-            groups += [("inner", [first + column + i * grid for i in range(rows)]) for column in range(grid)]
+            groups += [(f"row {row}", [first + row * grid + i for i in range(grid)]) for row in range(rows)]
+            groups += [(f"column {column}", [first + column + i * grid for i in range(rows)]) for column in range(grid)]
         return [(Shard(ranks.index(rank) if rank in ranks else 0, len(ranks), axis), ranks) for axis, ranks in groups]
 
     def stage(self, rank: int) -> Stage | None:

@@ -25,13 +25,12 @@ from tidemill.quant.streamed import of_expert, streamed_stack
 from tidemill.weights.checkpoint import WeightTensor
 
 LANES = 8  # rows of a matrix that the kernels keep together
-_UNIT = 32  # rows that stay on one rank
 _ALIGN = 64
 _APART = 2**38  # bytes of the file between what two ranks write; what nobody writes takes no memory
 
 
 def own_rows(num: int, shard: Shard) -> Cut:
-    return even(num, shard, _UNIT)
+    return even(num, shard, LANES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def open_tiers(runner: Runner, config: EngineConfig, weights: bytes, emit: Event
 def open_outside(
     runner: Runner, config: EngineConfig, weights: bytes, rank: int, note: Callable[[str], None]
 ) -> tuple[Outside, Opened | None]:
-    """What the pages of a rank move to and from besides host memory. `note`: is told why a file, or a part of one, is not used."""
+    """What the pages of a rank move to and from besides host memory. `note`: is told why a file, or part of one, is not used."""
     identity, page_bytes = _identity(config, weights, rank), runner.cache[0].nbytes
     opened = _open_file(config, identity, page_bytes, rank, note) if config.kv_disk else None
     exporter = importer = None

@@ -72,15 +72,15 @@ class CudaStageRunner(CudaRunner):
             return self._send_back(plan, tokens, reports)
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, num)]
         self._replay(self._mixed_graphs[size, work.has_singles, False], work)
-        self._after.send(self._hidden[:num].view(torch.int16).cpu().numpy().tobytes())
+        self._after.send(self._hidden[:num].view(torch.uint8).cpu().numpy().tobytes())
         return self._send_back(plan, None, reports)
 
     def _received(self, num: int) -> torch.Tensor:
         assert self._before is not None
-        values = np.frombuffer(bytearray(self._before.receive()), np.int16)
-        if values.size != num * self._given.shape[1]:
+        data = np.frombuffer(bytearray(self._before.receive()), np.uint8)
+        if data.size != self._given[:num].nbytes:
             raise WorkerLost("The engine cannot go on: the stages of the pipeline do not compute the same step.")
-        return torch.from_numpy(values).view(torch.bfloat16).view(num, -1)
+        return torch.from_numpy(data).view(self._given.dtype).view(num, -1)
 
     def collect(self, launched: Launched) -> StepResult:
         return super().collect(launched) if self._after is None else StepResult()

@@ -20,7 +20,7 @@ from tidemill.config import (
     fmt_bytes,
     parse_bytes,
 )
-from tidemill.config.parallel import MAX_RANKS
+from tidemill.config.parallel import MAX_RANKS, TENSOR_LAYOUTS
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -261,6 +261,9 @@ OPTIONS = (
            help="CPU threads for computing, of each process."),
     Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
            help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
+    Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
+           help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
+           "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own (CPU). Multiplies with --tensor-parallel."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",

@@ -31,7 +31,7 @@ from tidemill.layers.moe import Experts, MoE
 from tidemill.quant.base import Gated
 from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
-from tidemill.weights.prepared import Item, PreparedFile, memory
+from tidemill.weights.prepared import Item, PreparedFile, WeightFile, memory
 
 _PIECE = 2**20
 _NUM_READERS = 4
@@ -80,7 +80,7 @@ class Stream:
     """Units of a file, each of some items, and slots of memory that they are read into."""
 
     def __init__(
-        self, file: PreparedFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
+        self, file: WeightFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
     ) -> None:
         """`pieces`: [n, 3] of where in the file, how many bytes, where in a slot. `firsts`: of each unit, and the number of all.
         `slot_of`: of each unit; empty: any."""
@@ -137,7 +137,7 @@ class Stream:
         self._lib.stream_layer(self.address, layer)
 
 
-def _close(process: int, lib: native.Library, address: int, file: PreparedFile, *kept: object) -> None:
+def _close(process: int, lib: native.Library, address: int, file: WeightFile, *kept: object) -> None:
     if process == os.getpid():  # a forked child has none of the threads that read
         lib.close_stream(address)
         file.close()

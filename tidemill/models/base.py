@@ -27,7 +27,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.layers.streamed import Reads, Streaming
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
-from tidemill.parallel.cuts import rank_config
+from tidemill.parallel.cuts import part_config
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
@@ -54,7 +54,7 @@ class Model(nn.Module, ABC):
         """`weights`: how linears store theirs."""
         super().__init__()
         self.whole, self.weight_plan = config, weights
-        self.config = rank_config(config, weights.shard, weights.expert_parallel)  # of the part that is here
+        self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -180,7 +180,8 @@ class Model(nn.Module, ABC):
             model.keep(stage)
             targets = model._targets(checkpoint.format)
         ignored = [re.compile(pattern) for pattern in model.ignored]
-        done, total = 0, 0 if random else checkpoint.num_bytes // weights.shard.size
+        num_ranks = weights.part.tables.size
+        done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
         with torch.inference_mode():
             stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
             for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
@@ -195,7 +196,7 @@ class Model(nn.Module, ABC):
                 pieces = cut(tensor, [layer.parts[part] for layer, part in places])
                 for (layer, part), piece in zip(places, pieces, strict=True):
                     layer.load(part, piece, model.row_order(checkpoint.format, part))
-                done += tensor.num_bytes // weights.shard.size
+                done += tensor.num_bytes // num_ranks
                 if progress:
                     progress(tensor.name, done, total)
         if weights.device != "cpu":

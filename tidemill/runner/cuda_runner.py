@@ -110,6 +110,7 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
+    _decodes = True  # there are graphs of steps in which every sequence decodes
     shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
@@ -200,7 +201,7 @@ class CudaRunner:
                     self._mixed_graphs[size, has_singles, True] = capture(step, pool, run_first=True)
         self._decode_graphs = {
             (size, shares): self._capture(self._decode_step(size, shares), pool, first)
-            for size in reversed(self._decode_sizes)
+            for size in reversed(self._decode_sizes if self._decodes else [])
             for shares in self._either
         }
         # For steps in which a token has an adapter: one graph for each size.
@@ -527,7 +528,7 @@ class CudaRunner:
     def _forward_lists(self, rows_T: torch.Tensor, positions_T: torch.Tensor, lists: Lists) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         step = CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers)
-        return self.model(self.model.embed_tokens(ids, positions_T), step)
+        return self.model(self._embed(ids, positions_T), step)
 
     # ---- common to both
 
@@ -546,7 +547,7 @@ class CudaRunner:
     ) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            embedded = self.model.embed_tokens(ids, positions_T)
+            embedded = self._embed(ids, positions_T)
             if self._flex is not None:
                 return self.model(embedded, self._flex.step(rows_T, positions_T, slots))
             singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
@@ -556,6 +557,9 @@ class CudaRunner:
                 None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
             )
             return self.model(embedded, CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers, states))
+
+    def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(ids_T, positions_T)
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

@@ -264,6 +264,21 @@ int all_reduce_op(const tm_group *group, float *x, long num_rows, long width);
 /* The ranks' columns side by side, which need not be as many from each. */
 int all_gather_op(const tm_group *group, const float *x, float *out, long num_rows, long width, long num_out);
 
+/* Of a matrix whose rows are divided among ranks, `width` columns: the columns that this rank has of all rows, in runs; or how many
+   each rank has, one after the other. Row i of `all` is rank r's from all * r / size on. */
+typedef struct {
+    const tm_group *group;
+    long width, num_runs, own_width;
+    const long *firsts, *lens, *widths;
+} tm_exchange;
+
+/* From own rows [.][width] to all rows [all][own_width]; and from these to own rows, all columns. */
+int to_columns_op(const tm_exchange *exchange, const float *x, float *out, long all);
+int to_rows_op(const tm_exchange *exchange, const float *x, float *out, long all);
+void own_rows_op(const float *x, long all, long width, long rank, long size, float *out);
+void columns_op(const float *x, long num_rows, long width, long first, long num, float *out);
+static inline long first_row(long all, long rank, long size) { return all * rank / size; }
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -278,8 +293,9 @@ typedef struct {
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
     float *in, *in_out, *out, *in_2, *in_3;
-    long num_rows;
+    long num_rows; /* of them: all, or those of this rank */
     const tm_step *step;
+    long all_rows;
 } tm_buffers;
 
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,

@@ -29,7 +29,6 @@ class GatheredStreaming(Streaming):
         """`path`: of a file in shared memory; empty: ranks are on several hosts, and send each other their rows."""
         super().__init__(0)
         self._shard, self._group, self._store = shard, group_of(shard), SharedWeights(shard, path)
-        self.stream: Stream | None = None
         self._experts: Stream | None = None
         self._fetch: _Fetch | None = None
         self._kept: list[Any] = []

@@ -166,6 +166,7 @@ class Streaming(ABC):
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
         self.streamed_bytes = 0  # not always in memory
+        self.stream: Stream | None = None  # None: all is in memory after all, or other streams than those of the C library
         self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
     @abstractmethod
@@ -180,9 +181,12 @@ class Streaming(ABC):
         self._taken = now
         return Reads(*(mine - other for mine, other in zip(now, before, strict=True)))  # type: ignore[arg-type]
 
-    @abstractmethod
     def _figures(self) -> Reads:
         """Since the start."""
+        if self.stream is None:
+            return Reads(0, 0.0, 0, 0)
+        now = self.stream.figures
+        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
@@ -208,14 +212,7 @@ class DiskStreaming(Streaming):
         super().__init__(budget)
         self.store, self._by_neuron = store, by_neuron
         self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
-        self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
-
-    def _figures(self) -> Reads:
-        if self.stream is None:
-            return Reads(0, 0.0, 0, 0)
-        now = self.stream.figures
-        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def attach(self, blocks: nn.ModuleList) -> None:
         if self._by_neuron:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -410,7 +410,7 @@ class Library(StreamCalls, ExchangeCalls):
         if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, *places):
             raise MemoryError("no memory for attention")
         if self._recording:
-            own = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
+            own: dict[str, Any] = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
             self._recording.note("attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own)
         return out
 

@@ -18,10 +18,10 @@ from tidemill.draft.run import Stopped, TrainOptions, train_draft
 from tidemill.draft.states import batch_of, hidden_states
 from tidemill.draft.text import Example, TextFile, read_text, write_text
 from tidemill.errors import ConfigError, DraftError
-from tidemill.runner.spec.choose import Chain, Chooser
+from tidemill.runner.spec.choose import Chain, Chooser, Seen
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import KINDS, Target, new_head
-from tidemill.runner.spec.medusa import Ranks
+from tidemill.runner.spec.ranks import Ranks
 from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, load_exits, save_draft
 from tidemill.sched.tree import Tree
 
@@ -181,7 +181,7 @@ def test_a_drafter_drafts_what_its_head_guesses_along_the_text(llm, kind, settin
         runner.forward(batch_of(runner, ids))
     seen, right = 0, []
     for known in (2, 3, 5, 9, 30, *range(31, 60), 78):
-        drafter.observe(0, seen, states[seen : known - 1], ids[seen + 1 : known])
+        drafter.observe([Seen(0, seen, range(known - 1 - seen), ids[seen + 1 : known])], states[seen : known - 1])
         seen = known - 1
         chain = Chain(0, GREEDY, ids[:known], 1, 1, [])
         drafter.propose([chain])
@@ -309,15 +309,15 @@ def test_a_row_of_which_states_are_missing_gets_no_drafts(llm):
     target, states = Target(runner.model, torch.arange(256)), torch.randn(4, 64)
     for kind in ("medusa", "eagle"):
         drafter = make_drafter(new_head(kind, 64), target, runner, 0.0)
-        drafter.observe(0, 0, states, [5, 6, 7, 8])
+        drafter.observe([Seen(0, 0, range(4), [5, 6, 7, 8])], states)
         chains = [Chain(0, GREEDY, [1, 5, 6, 7, 8, 9], 1, 2, []), Chain(1, GREEDY, [1, 5], 1, 2, [])]
         drafter.propose(chains)
         assert [chain.drafts for chain in chains] == [[], []]
-        drafter.observe(0, 4, states[:1], [9])
+        drafter.observe([Seen(0, 4, [0], [9])], states)
         drafter.propose(chains)
         assert [len(chain.drafts) for chain in chains] == [2, 0]
         for i in range(200):  # not asked for a long time
-            drafter.observe(0, 5 + i, states[:1], [i % 250])
+            drafter.observe([Seen(0, 5 + i, [0], [i % 250])], states)
         chains[0] = Chain(0, GREEDY, [1] * 206, 1, 1, [])
         drafter.propose(chains)
         assert len(chains[0].drafts) == 1

@@ -35,6 +35,21 @@ class Step:
     second: Programs | None = None  # of a step in two halves, those of the second one
 
 
+@dataclass(slots=True)
+class Eager:
+    """In the place of a CUDA graph: the step runs op by op."""
+
+    step: Step
+
+    def replay(self) -> None:
+        self.step.run()
+
+
+def eager(step: Step, out: torch.Tensor) -> Graph:
+    made: Any = Eager(step)
+    return Graph(made, step.size, step.programs, out)
+
+
 def capture(step: Step, pool: Any, run_first: bool) -> Graph:
     """`run_first`: on a stream of its own, so that what libraries set up at their first call is not captured."""
     if run_first:

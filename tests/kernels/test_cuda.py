@@ -487,11 +487,12 @@ build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
 build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
-             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, ends_ptr=I, positions_ptr=I, scale="fp32", factor="fp32",
-             softcap="fp32")
+             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",
+             factor="fp32", softcap="fp32")
 for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some, BIAS=some)
-    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=False, ROWS=16, TOGETHER=4)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=True, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
 kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)

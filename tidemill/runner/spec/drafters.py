@@ -97,6 +97,7 @@ class HeadsDrafter:
             )
         self._state = runner.state
         self._inner = self._make(name, config, runner, runner.model)
+        self._knowing = self._inner if isinstance(self._inner, KnowsChances) else None
         runner.observers.append(self.observe)
 
     def _make(self, name: str, config: EngineConfig, runner: Observed, model: CausalLM) -> HeadDrafter:
@@ -115,7 +116,7 @@ class HeadsDrafter:
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
         """How likely each draft is right; None: it is not known beforehand."""
-        return self._inner.chances(params, most) if isinstance(self._inner, KnowsChances) else None
+        return None if self._knowing is None else self._knowing.chances(params, most)
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         return  # a row is forgotten when another request takes it

@@ -48,9 +48,8 @@ def watch(core):
     return lambda: [one for event in seen if isinstance(event, DraftsVerified) for one in event.of]
 
 
-@pytest.mark.parametrize(
-    "name", ["medusa", "eagle-tree", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "exit"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle-tree", "exit"])
 def test_heads_change_nothing(on_gpu, heads, name):  # noqa: F811
     """Alone and beside prompts, which come in chunks."""
     without = run(on_gpu(speculate="off"), REQUESTS)
@@ -62,7 +61,8 @@ def test_heads_change_nothing(on_gpu, heads, name):  # noqa: F811
     assert sum(num for _, num, _ in verified()) > 20
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"token_budget": 12, "max_requests": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"token_budget": 12, "max_requests": 2}])
 def test_trees_change_nothing(on_gpu, heads, options):  # noqa: F811
     """Of any shape, over the ends of pages and splits; what is right is found on any branch, and goes on from there."""
     asked = {name: one for name, one in REQUESTS.items() if name != "avoids"}  # penalties look at a row's tokens

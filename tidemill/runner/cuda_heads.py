@@ -28,6 +28,7 @@ from tidemill.sched.plan import StepItem, StepPlan
 class HeadsCudaRunner(CudaRunner):
     """A step with trees is a graph of its own where all requests decode, and runs op by op where prompts are among them."""
 
+    @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states

@@ -148,6 +148,9 @@ class EagleDrafter:
         assert self._ranks is not None
         shape = self._ranks.shape(max(chain.most for chain in chains))[0]
         children = {one: draft for draft, one in enumerate(shape)}
+        after: dict[int, list[int]] = {}  # drafts that follow each
+        for draft, (parent, _) in enumerate(shape):
+            after.setdefault(parent, []).append(draft)
         proposals = [_Proposal(len(chain.tokens), {}, children) for chain in chains]
         tokens = [[0] * len(shape) for _ in chains]
         level, depth = _Level(list(range(len(chains))), [-1] * len(chains), self._first(chains)), 0
@@ -160,19 +163,19 @@ class EagleDrafter:
                     if (draft, rank) in children:
                         tokens[i][children[draft, rank]] = token
             depth += 1
-            level = self._next_level(chains, tokens, shape, level, depth)
+            level = self._next_level(chains, tokens, after, level, depth)
         for chain, proposal, own in zip(chains, proposals, tokens, strict=True):
             chain.tree = Tree(own[: chain.most], [parent for parent, _ in shape[: chain.most]])
             self._proposals[chain.row] = proposal
 
     def _next_level(
-        self, chains: list[Chain], tokens: list[list[int]], shape: list[tuple[int, int]], level: _Level, depth: int
+        self, chains: list[Chain], tokens: list[list[int]], after: dict[int, list[int]], level: _Level, depth: int
     ) -> _Level:
-        """The drafts after those of a level that have others after them."""
+        """The drafts after those of a level that have others after them, within what their chains may have."""
         sources, owners, drafts = list[int](), list[int](), list[int]()
         for source, (i, parent) in enumerate(zip(level.chains, level.drafts, strict=True)):
-            for draft, (before, _) in enumerate(shape[: chains[i].most]):
-                if before == parent and any(after == draft for after, _ in shape[: chains[i].most]):
+            for draft in after[parent]:
+                if draft in after and after[draft][0] < chains[i].most:
                     sources.append(source)
                     owners.append(i)
                     drafts.append(draft)

@@ -213,7 +213,7 @@ class Scene:
             expected.append(attention_reference(q, k, v, positions[before:], self.spec, self.sinks, learned).flatten(1))
         self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
 
-    def attend(self, work, size, programs, by_flash=False):
+    def attend(self, work, size, programs, by_flash=False, paths=None):
         """All tokens of the step by the three kernels, their words as the runner writes them."""
         kv_heads = self.cache.shape[3]
         words = np.full(4096, 10**6, np.int32)
@@ -226,7 +226,7 @@ class Scene:
         singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
-        lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends)
+        lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends, paths=paths)
         positions = torch.from_numpy(work.positions.copy())  # as the words have them: side by side
         attention.attend(
             self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias, self.scales
@@ -374,6 +374,30 @@ def test_a_token_and_the_drafts_after_it(kind, small_blocks):
     assert torch.equal(outs[2], outs[0])
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param({}, marks=pytest.mark.slow), {"window": 21, "softcap": 2.0, "has_sinks": True}], ids=["plain", "all"]
+)
+def test_drafts_that_are_trees(kind, small_blocks):
+    """Their ancestors lie among other drafts, over the end of a split; bits are those of a sequence in its order."""
+    scene = Scene([(28, 6), (70, 1)], 4, 2, **kind)
+    items = np.array([(0, 28 + i, 1) for i in range(6)] + [(1, 70, 1)], np.int32)
+    in_order = cuda_work.make_work(items, np.ones(7, bool), [scene.table.numpy()], 16, 32)
+    expected = scene.attend(in_order, 16, (3, 2, 0))
+    places = [28, 30, 33, 29, 31, 32]  # of positions 28 on
+    pages, offsets = scene.table[0].long(), torch.arange(28, 34)
+    was = scene.cache[pages[offsets // 16], 1, :, :, offsets % 16].clone()
+    to = torch.tensor(places)
+    scene.cache[pages[to // 16], 1, :, :, to % 16] = was
+    paths = torch.full((7, 8), 2**30, dtype=torch.int32)
+    for i in range(6):
+        paths[i, : i + 2] = torch.tensor([28, *places[: i + 1]])
+    bases = np.array([28] * 6 + [2**30])
+    work = cuda_work.make_work(items, np.ones(7, bool), [scene.table.numpy()], 16, 32, 1, bases)
+    assert in_order.shared.size
+    assert not work.shared.size  # the split in which the tree begins is another for each
+    assert torch.equal(scene.attend(work, 16, (3, 2, 0), paths=paths), expected)
+
+
 def test_a_draw_is_a_function_of_seed_and_position():
     """The likeliest where the temperature is 0; elsewhere the token that the CPU's noise draws."""
     torch.manual_seed(0)
@@ -494,11 +518,12 @@ build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
 build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
-             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, ends_ptr=I, positions_ptr=I, scale="fp32", factor="fp32",
-             softcap="fp32")
+             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",
+             factor="fp32", softcap="fp32")
 for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some, BIAS=some)
-    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=False, ROWS=16, TOGETHER=4)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=True, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
 kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)

@@ -221,7 +221,7 @@ OPTIONS = (
     Option("draft-model", "text", ENGINE, field="draft_model", automatic="none",
            help="A smaller model with the same tokenizer, as `--model` names one, that guesses tokens ahead."),
     Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",
-           help="For --speculate medusa, eagle, exit or exit-bandit: a folder that train-draft has written."),
+           help="For --speculate medusa, eagle, eagle-tree, exit or exit-bandit: a folder that train-draft has written."),
     Option("max-drafts", "integer", ENGINE, field="max_drafts", low=1, high=64, automatic="8",
            help="Tokens guessed for a request in a step, at most."),
     Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
@@ -9,7 +10,6 @@ from tidemill.model_config import ModelConfig
 
 MAX_RANKS = 64
 TENSOR_LAYOUTS = ("1d", "2d", "gathered", "auto")
-_DRAFT_HEADS = ("medusa", "eagle", "exit", "exit-bandit")
 
 
 def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:
@@ -61,7 +61,7 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
         "device cuda and KV pages of other engines": device == "cuda" and bool(options.kv_export or options.kv_import),
         "--kv-calibration": options.kv_calibration is not None,
         "device cuda and --lora": device == "cuda" and (bool(options.loras) or options.max_loras is not None),
-        f"--speculate {options.speculate}": options.speculate in _DRAFT_HEADS,
+        f"--speculate {options.speculate}": options.speculate in HEADS,
         "--fast-math": options.fast_math,
     }
     for what, is_asked in is_there.items():

@@ -52,7 +52,7 @@ from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes, uncaptured
 from tidemill.runner.cuda_sampler import CudaSampler, score
-from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded
+from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded, parts
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
 from tidemill.runner.page_moves import PageMover, changed_pages
@@ -106,6 +106,7 @@ class Launched:
     tokens: torch.Tensor | None  # drawn: pinned, valid once `ready` has passed
     reports: list[Report]
     ready: torch.cuda.Event
+    hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
 
 
 class CudaRunner:
@@ -173,9 +174,10 @@ class CudaRunner:
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
+        self._prepare(config)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():
             self._compile()
-        pool = torch.cuda.graph_pool_handle()
+        self._graph_pool = pool = torch.cuda.graph_pool_handle()
         # Else libraries have been tried at every size.
         first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
@@ -258,6 +260,16 @@ class CudaRunner:
                 self._halved[decodes, size, kind] = make(decodes, size, kind)
             self._cuts[decodes, size] = cuts[decodes, size]
 
+    def _prepare(self, config: EngineConfig) -> None:
+        """Before kernels are compiled and graphs are captured."""
+
+    def _more_steps(self) -> list[Step]:
+        """That kernels are compiled for."""
+        return []
+
+    def record(self, step: Step) -> Graph:
+        return capture(step, self._graph_pool, run_first=True)
+
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
         return _new_pool(config, self.model.config, self._device)
 
@@ -296,6 +308,7 @@ class CudaRunner:
         if self.loras is not None:
             steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
             steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
+        steps += self._more_steps()
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
             for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
@@ -328,7 +341,7 @@ class CudaRunner:
 
     def _draw_again(self, plan: StepPlan, tokens: torch.Tensor, logits: torch.Tensor, reports: list[Report]) -> None:
         """For the rows that want more than a temperature; and what is asked about any token."""
-        rows, positions = draws(plan.items)
+        rows, positions = draws(plan.items, plan.trees)
         again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
         if again:
             if plan.drafts:  # the first draw has written over them
@@ -387,7 +400,7 @@ class CudaRunner:
 
     def _work(self, items: list[StepItem], may_flash: bool, cut: int = 0) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
-        table = np.array([part for item in items for part in _parts(item)], np.int32)
+        table = np.array([part for item in items for part in parts(item)], np.int32)
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
@@ -576,16 +589,6 @@ def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) ->
     if kind.has_scales:
         return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
-
-
-def _parts(item: StepItem) -> list[tuple[int, int, int, bool]]:
-    """Row, start, count, samples. A token that is followed by a draft is like a request of its own: its bits are the same, and
-    keys and values that they have in common are read once."""
-    if not item.num_drafts:
-        return [(item.row, item.start, item.count, item.samples)]
-    first = item.count - item.num_draws
-    parts = [(item.row, item.start, first, False)] if first else []
-    return parts + [(item.row, item.start + i, 1, True) for i in range(first, item.count)]
 
 
 def _num_singles(num_requests: int) -> int:

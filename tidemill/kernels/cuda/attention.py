@@ -304,7 +304,7 @@ def _merge_parts(
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_single(
     qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, layer_run, runs_per_page,
-    table_width, scale, factor, softcap, window, bias_width,
+    table_width, head_width, scale, factor, softcap, window, bias_width,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
@@ -323,7 +323,8 @@ def _attend_single(
     while num_splits > 0:
         tile += tl.num_programs(1) * SINGLE_WIDTH
         num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
-        token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
+        token, slot0 = token.to(tl.int64), slot0.to(tl.int64)
+        table = table_ptr + row.to(tl.int64) * table_width + kv_head * head_width
         valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
         q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
@@ -399,6 +400,7 @@ class Lists:
     done: torch.Tensor  # int32 [tokens, KV heads], zeros
     prompts: PromptAttention | None = None  # None: ours
     by_roles: bool = False  # ours is the kernel made for this GPU
+    head_width: int = 0  # columns of the page table of one KV head, if each has its own (singles only)
     ends: torch.Tensor | None = None  # int32, of each row of the page table: where its prompt ends, if layers are bidirectional
 
 
@@ -447,7 +449,7 @@ def attend(
     if lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
-            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, lists.head_width, *how_much,
             ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:

@@ -318,8 +318,9 @@ def _enter_heads(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Pairs are (i, i +
-    DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated. `LARGEST`: of a format with scales; 0: has none."""
+    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Where the slot is
+    -1, k and v stay in place, too. Pairs are (i, i + DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated.
+    `LARGEST`: of a format with scales; 0: has none."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     turned: tl.constexpr = ROTATED // 2
@@ -345,11 +346,13 @@ def _enter_heads(
         y = (y * scale[:, None] * weight).to(kind).to(tl.float32)
     first = tl.where(is_turned[:, None], x * cos - y * sin, first)
     second = tl.where(is_turned[:, None], y * cos + x * sin, second)
-    tl.store(base + low, first.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
-    tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
+    has_slot = slot + tl.zeros_like(head) >= 0
+    stays = is_q | (there & (slot + tl.zeros_like(head) < 0))
+    tl.store(base + low, first.to(qkv_ptr.dtype.element_ty), mask=stays[:, None])
+    tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=stays[:, None])
     number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
     to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE)[:, None] * DIM
-    enters = there & (head >= NUM_HEADS)
+    enters = there & (head >= NUM_HEADS) & has_slot
     if LARGEST:
         bits, factor = _scale_of(first, second, LARGEST)
         first, second = _code_of(first * factor[:, None], LARGEST), _code_of(second * factor[:, None], LARGEST)

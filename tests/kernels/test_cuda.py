@@ -422,9 +422,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, collectives, elementwise, gemm, logprobs, lora, pooling, sampling, scan
-from tidemill.kernels.cuda import (attention, elementwise, gemm, logprobs, lora, packed_gemm, pooling, sampling, scaled_gemm,
-                                   scan)
+from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, logprobs, lora, packed_gemm, policy_attention,
+                                   pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -494,6 +493,11 @@ for some in map(bool, sys.argv[1:]):
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
+how = {name: shape[name] for name in ("NUM_HEADS", "NUM_KV_HEADS", "DIM")}
+slots = types | dict(weights_ptr=F, tiles_ptr=I, segments_ptr=I, sums_ptr=L, summary_ptr=B, bounds_ptr=F, queries_ptr=I)
+build(policy_attention._weigh_slots, slots, ROWS=16, BLOCK=64, **how)
+build(policy_attention._add_to_slots, slots, ROWS=16, BLOCK=64, ONE=2.0**32, **how)
+build(policy_attention._bound_pages, slots, PAGES=16, **how)
 kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)
 build(attention._attend_prompts, types, **shape, **kind, SINKS=False, BOTH_WAYS=True, WORD=2, ROWS=64)
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
@@ -567,7 +571,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
         "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_all_reduce", "_all_gather",
+        "_all_reduce", "_all_gather", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
         "_gemm_packed_by_roles",
     }  # fmt: skip

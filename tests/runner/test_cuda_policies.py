@@ -37,7 +37,9 @@ def asks(kind, num=6):
     return greedy(num, logprobs=1, ignore_eos=True, kv_policy=POLICIES[kind])
 
 
-@pytest.mark.parametrize("kind", ["streaming", *(pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "streaming")])
+@pytest.mark.parametrize(
+    "kind", ["streaming", *(pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "streaming")]
+)
 def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):
     """A prompt in chunks that evict in the middle, beside one without a policy; and alone in other chunks: equal bits."""
     other, plain = ids(20, 9), greedy(3, logprobs=1, ignore_eos=True)

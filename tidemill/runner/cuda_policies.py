@@ -67,6 +67,12 @@ class CudaPolicies:
         work = Work(row_of, positions, _NONE, _NONE, _NONE, _NONE, (ends - 1)[samples].astype(np.int32))
         return work, CudaPolicyStep(self._kv, positions_T, made, sparse, full, self._summary)
 
+    def warm_up(self) -> None:
+        """Compiles, or loads, the kernels that only steps with policies have."""
+        kv = self._kv
+        summary = kv.cache.new_zeros(1, kv.cache.shape[1], 2, kv.num_kv_heads, kv.head_dim)
+        CudaPolicyStep(kv, kv.tables[0][:1, 0], [], [], None, summary).warm_up()
+
     @property
     def _device(self) -> torch.device:
         return self._kv.cache.device
@@ -103,13 +109,18 @@ class CudaPolicies:
 
     def _upload_lists(self, single: np.ndarray, shared: np.ndarray, members: np.ndarray, tiles: np.ndarray) -> Lists:
         how = self._how
-        limits = (single, how.num_single), (shared, how.num_shared), (tiles, how.num_prompts)
-        programs = tuple(most if one.size else 0 for one, most in limits)
+        num_single, num_shared, num_prompts = (
+            most if one.size else 0
+            for one, most in ((single, how.num_single), (shared, how.num_shared), (tiles, how.num_prompts))
+        )
+        programs = num_single, num_shared, num_prompts
         num_words = HEADER + sum(one.size for one in (single, shared, members, tiles)) + 16 * sum(programs) + 64
         words, none = np.zeros(num_words, np.int32), _NONE[:0, 0]
         Work(none, none, single, shared, members, tiles, none).write(words, 0, 0, programs)
         on_device = upload(words, self._device)
-        return Lists(on_device, on_device[HEADER:], *programs, how.partial, how.done, None, how.by_roles)
+        return Lists(
+            on_device, on_device[HEADER:], num_single, num_shared, num_prompts, how.partial, how.done, None, how.by_roles
+        )  # fmt: skip
 
     # ---- what rows keep
 
@@ -145,8 +156,9 @@ class CudaPolicies:
             for i in range(0, count, per_tile)
         ]
         longest = max(slot + count for _, count, slot, _ in seen)
-        made = (upload(np.array(rows, kind), self._device) for rows, kind in ((tiles, np.int32), (seen, np.int32), (sums, np.int64)))
-        return Watched(*made, num_blocks=-(-longest // self._kv.page_size))
+        of_tiles, of_segments = (upload(np.array(one, np.int32), self._device) for one in (tiles, seen))
+        where = upload(np.array(sums, np.int64), self._device)
+        return Watched(of_tiles, of_segments, where, -(-longest // self._kv.page_size))
 
     def _moved(self, segments: Iterable[Placed]) -> Moved | None:
         """Of policies that keep the same slots in every layer and head: the first, and the latest."""
@@ -202,9 +214,7 @@ class CudaPolicies:
         dense = self._batches(rows, positions, tokens, [self._table]) if dense_layers else []
         return Sparse(dense_layers, dense, queries, few, num_pages)
 
-    def _batches(
-        self, rows: np.ndarray, places: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray] | None
-    ) -> list[Lists]:
+    def _batches(self, rows: np.ndarray, places: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray] | None) -> list[Lists]:
         """As many queries at a time as there is room for their partial results. Without tables nothing is shared."""
         made, at_once, columns = list[Lists](), self._how.queries_at_once, self._table.shape[1]
         for first in range(0, rows.size, at_once):

@@ -291,15 +291,20 @@ class CudaRunner:
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
             for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
-            self.sampler.warm_up(self.model, self._hidden, self._logits)
+            self._warm_up()
             self.model.compile(nums_rows)
         self.model.prepare(nums_rows)
-        self.sampler.warm_up(self.model, self._hidden, self._logits)
+        self._warm_up()
         with self.model.one_layer_of_each_kind():
             for step in steps:
                 step.run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def _warm_up(self) -> None:
+        self.sampler.warm_up(self.model, self._hidden, self._logits)
+        if self._policies is not None:
+            self._policies.warm_up()
 
     # ---- a step
 

@@ -301,7 +301,7 @@ def _merge_parts(
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["layer_run"])
+@triton.jit(do_not_specialize=["layer_run", "table_width", "head_width"])
 def _attend_single(
     qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, layer_run, runs_per_page,
     table_width, head_width, scale, factor, softcap, window, bias_width,
@@ -449,8 +449,8 @@ def attend(
     if lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
-            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, lists.head_width, *how_much,
-            ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, lists.head_width,
+            *how_much, ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:
         lists.prompts.attend(qkv_TC, cache, layer, out_TC, num_heads)

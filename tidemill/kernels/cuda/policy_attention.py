@@ -1,8 +1,8 @@
 """Attention of a step in which some rows have a KV policy: what kernels/policy_attention.py computes, on a GPU.
 
 A query sees all slots up to its own, so the kernels of attention.py compute it, over slots instead of positions. Between rounds
-tokens are given up: few operations on large pieces, by torch. Two kernels of their own sum up the attention that slots get; sums are
-whole numbers, so they do not depend on the order. A query that reads few pages has a page table for each KV head.
+tokens are given up: few operations on large pieces, by torch. Two kernels of their own sum up the attention that slots get; the
+sums are whole numbers, so they do not depend on the order. A query that reads few pages has a page table for each KV head.
 
 Nothing here waits for the device, but the number of launches depends on the step: such steps are not captured.
 """
@@ -52,7 +52,7 @@ def _weigh_slots(
     token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
     q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for block in range(0, tl.cdiv(slot + num, BLOCK)):
+    for block in range(tl.cdiv(slot + num, BLOCK)):
         k = _keys_of(cache_ptr, table, block, kv_head, layer_run, runs_per_page, slot + num, DIM, BLOCK)
         seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] <= (slot + rows // group)[:, None]
         scores = tl.where(seen, tl.dot(q, k) * scale, float("-inf"))
@@ -113,7 +113,7 @@ def _bound_pages(
     low = tl.load(summary_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
     high = tl.load(summary_ptr + at + NUM_KV_HEADS * DIM, mask=inside[:, None], other=0.0).to(tl.float32)
     total = tl.zeros((PAGES,), tl.float32)
-    for i in range(0, group):
+    for i in range(group):
         q = tl.load(qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + i) * DIM + columns).to(tl.float32)
         total += tl.sum(tl.maximum(q[None, :] * low, q[None, :] * high), 1)
     bound = tl.where(inside, total, tl.where((places == 0) | (places == last), float("inf"), float("-inf")))
@@ -157,7 +157,7 @@ class Sparse:
 class RoundWork:
     lists: Lists | None
     tokens: slice  # of the step: those that it writes are among them
-    slots_T: torch.Tensor  # of these; -1: written in another round
+    slots_T: torch.Tensor  # of these; -1: written in another round. Later rounds find keys rotated.
     watched: Watched | None = None
     moved: Moved | None = None
     evictions: list[Placed] = field(default_factory=list)  # those with more to do than `moved`
@@ -177,7 +177,7 @@ class CudaPolicyStep:
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
         for number, one in enumerate(self.rounds):
             some, angles, weights = (qkv_TC[one.tokens], None, PLAIN) if number else (qkv_TC, kv.angles[layer], learned)
-            enter_heads(some, kv.cache, at, self.positions_T[one.tokens], one.slots_T, angles, kv.num_heads, weights)
+            enter_heads(some, kv.cache, at, self.positions_T, one.slots_T, angles, kv.num_heads, weights)
             if one.lists is not None:
                 self._attend(layer, qkv_TC, out, one.lists, learned)
             if number == 0 and self.sparse:
@@ -292,18 +292,31 @@ class CudaPolicyStep:
             for lists in sparse.dense:
                 self._attend(layer, qkv_TC, out_TC, lists, learned)
             return
-        assert self.summary is not None
-        num, table = queries.shape[0], kv.tables[0]
-        bounds = qkv_TC.new_empty(num, kv.num_kv_heads, sparse.num_pages, dtype=torch.float32)
-        launch(
-            _bound_pages, (num, kv.num_kv_heads, sparse.num_pages // PAGES),
-            qkv_TC, self.summary, table, bounds, queries, kv.places[layer].index, self.summary.shape[1], table.stride(0),
-            sparse.num_pages, NUM_HEADS=kv.num_heads, NUM_KV_HEADS=kv.num_kv_heads, DIM=kv.head_dim, PAGES=PAGES, num_warps=4,
-            **HOW,
-        )  # fmt: skip
-        read = few_pages(bounds, queries[:, 3], table[queries[:, 1].long()])
+        bounds = self._bounds(layer, qkv_TC, queries, sparse.num_pages)
+        read = few_pages(bounds, queries[:, 3], kv.tables[0][queries[:, 1].long()])
         for lists in sparse.few:
             self._attend(layer, qkv_TC, out_TC, lists, learned, read)
+
+    def _bounds(self, layer: int, qkv_TC: torch.Tensor, queries: torch.Tensor, num_pages: int) -> torch.Tensor:
+        assert self.summary is not None
+        kv, num, table = self.kv, queries.shape[0], self.kv.tables[0]
+        bounds = qkv_TC.new_empty(num, kv.num_kv_heads, num_pages, dtype=torch.float32)
+        launch(
+            _bound_pages, (num, kv.num_kv_heads, num_pages // PAGES),
+            qkv_TC, self.summary, table, bounds, queries, kv.places[layer].index, self.summary.shape[1], table.stride(0),
+            num_pages, NUM_HEADS=kv.num_heads, NUM_KV_HEADS=kv.num_kv_heads, DIM=kv.head_dim, PAGES=PAGES, num_warps=4, **HOW,
+        )  # fmt: skip
+        return bounds
+
+    def warm_up(self) -> None:
+        """Every kernel that no other step has, once, on nothing."""
+        kv = self.kv
+        qkv = kv.cache.new_zeros(16, (kv.num_heads + 2 * kv.num_kv_heads) * kv.head_dim)
+        none = torch.zeros(4, 4, dtype=torch.int32, device=qkv.device)
+        slots = torch.full((16,), -1, dtype=torch.int64, device=qkv.device)
+        enter_heads(qkv, kv.cache, 0, none.view(-1), slots, None, kv.num_heads)
+        self._watch(0, qkv, Watched(none, none, torch.zeros(4, 2, dtype=torch.int64, device=qkv.device), 1))
+        self._bounds(0, qkv, none[:1], PAGES)
 
 
 def few_pages(bounds_NGP: torch.Tensor, num_N: torch.Tensor, tables_NP: torch.Tensor) -> torch.Tensor:

@@ -453,6 +453,7 @@ types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_p
 how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
+build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
 how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
@@ -553,10 +554,14 @@ how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, B
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True))
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
-some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)
+some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, KIND=1)
 build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=16, TOGETHER=4)
 build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
-build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(FP8=False), SINKS=True, WORD=2, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(KIND=0), SINKS=True, WORD=2, ROWS=64)
+some = dict(WINDOW=False, SOFTCAP=False, BIAS=False, KIND=2)
+build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=False, ROWS=16, TOGETHER=4)
+build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some, SINKS=False, WORD=2, ROWS=64)
 """
 
 

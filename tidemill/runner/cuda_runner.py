@@ -150,7 +150,7 @@ class CudaRunner:
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
-        self._by_roles = by_roles(shape.attention_layers, scales is not None)
+        self._by_roles = by_roles(shape.attention_layers, scales is not None) and config.kv_dtype != "int4"
         self._either = self._kinds_of_attention()  # graphs that differ in it
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (

@@ -276,9 +276,9 @@ def _part(part, there, columns, DIM: tl.constexpr):
 def _merge_parts(
     partial_ptr, out_ptr, sinks_ptr, token, slot, num_splits, kv_head, factor,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr, SINKS: tl.constexpr,
-    HALVES: tl.constexpr = False,
+    PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """In order. `HALVES`: they have the even columns first, then the odd ones."""
+    """In order. `PARTS`: 2: they have the even columns first, then the odd ones; 4: so have the first half and the second."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_rows: tl.constexpr = triton.next_power_of_2(group)
     rows, columns = tl.arange(0, num_rows), tl.arange(0, DIM)
@@ -295,8 +295,9 @@ def _merge_parts(
             more, more_top, more_weight = parts[i]
             acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, factor)
         part += TOGETHER * NUM_HEADS * (DIM + 2)
-    if HALVES:
-        columns = 2 * (columns % (DIM // 2)) + columns // (DIM // 2)
+    if PARTS > 1:
+        part_of = columns // (DIM // PARTS)
+        columns = 2 * (columns % (DIM // PARTS)) + part_of % 2 + part_of // 2 * (DIM // 2)
     out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
@@ -420,6 +421,7 @@ def attend(
     """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
     go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`. `scales`: [P, layers, 2, G, S], if there are any."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
+    dim *= 2 if cache.dtype == torch.uint8 else 1  # int4
     assert page_size == BLOCK
     num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads
     where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.stride(0))

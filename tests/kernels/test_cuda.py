@@ -446,9 +446,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, collectives, elementwise, gemm, logprobs, lora, pooling, sampling, scan
-from tidemill.kernels.cuda import (attention, elementwise, gemm, logprobs, lora, outliers, packed_gemm, pooling, sampling,
-                                   scaled_gemm, scan)
+from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, logprobs, lora, outliers, packed_gemm,
+                                   policy_attention, pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -478,6 +477,7 @@ types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_p
 how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
+build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
 how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
@@ -526,6 +526,11 @@ for some in map(bool, sys.argv[1:]):
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=True, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
+how = {name: shape[name] for name in ("NUM_HEADS", "NUM_KV_HEADS", "DIM")}
+slots = types | dict(weights_ptr=F, tiles_ptr=I, segments_ptr=I, sums_ptr=L, summary_ptr=B, bounds_ptr=F, queries_ptr=I)
+build(policy_attention._weigh_slots, slots, ROWS=16, BLOCK=64, **how)
+build(policy_attention._add_to_slots, slots, ROWS=16, BLOCK=64, ONE=2.0**32, **how)
+build(policy_attention._bound_pages, slots, PAGES=16, **how)
 kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)
 build(attention._attend_prompts, types, **shape, **kind, SINKS=False, BOTH_WAYS=True, WORD=2, ROWS=64)
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
@@ -585,10 +590,14 @@ build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small",
 build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
-some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)
+some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, KIND=1)
 build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=16, TOGETHER=4)
 build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
-build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(FP8=False), SINKS=True, WORD=2, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(KIND=0), SINKS=True, WORD=2, ROWS=64)
+some = dict(WINDOW=False, SOFTCAP=False, BIAS=False, KIND=2)
+build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=False, ROWS=16, TOGETHER=4)
+build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some, SINKS=False, WORD=2, ROWS=64)
 """
 
 
@@ -603,7 +612,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
         "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_all_reduce", "_all_gather",
+        "_all_reduce", "_all_gather", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
         "_gemm_packed_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip

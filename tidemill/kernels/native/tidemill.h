@@ -45,7 +45,7 @@ typedef struct {
     long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
     const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
-    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. KVQuant: [4] of each */
+    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. int4: [2] of each, KVQuant: [4] */
     const tm_kvquant *quant;               /* NULL: another format */
     long number;            /* among attention layers */
     float scale, softcap;   /* softcap: 0: none */

@@ -536,7 +536,7 @@ class CudaRunner:
         self, items: list[StepItem], has_lora: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         assert self._policies is not None
-        parts = np.array([part for item in items for part in _parts(item)], np.int32)
+        parts = np.array([part for item in items for part in parts(item)], np.int32)
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, int(parts[:, 2].sum()))]
         work, step = self._policies.plan(parts[:, :3], parts[:, 3].astype(bool), size)
         if has_lora and self.loras is not None:

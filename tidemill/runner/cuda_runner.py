@@ -536,9 +536,9 @@ class CudaRunner:
         self, items: list[StepItem], has_lora: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         assert self._policies is not None
-        parts = np.array([part for item in items for part in parts(item)], np.int32)
-        size = self._mixed_sizes[bisect_left(self._mixed_sizes, int(parts[:, 2].sum()))]
-        work, step = self._policies.plan(parts[:, :3], parts[:, 3].astype(bool), size)
+        table = np.array([part for item in items for part in parts(item)], np.int32)
+        size = self._mixed_sizes[bisect_left(self._mixed_sizes, int(table[:, 2].sum()))]
+        work, step = self._policies.plan(table[:, :3], table[:, 3].astype(bool), size)
         if has_lora and self.loras is not None:
             self.loras.write(self.state.adapters[work.rows], size)
         where = self._write(work, size, (0, 0, 0, 0))

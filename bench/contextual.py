@@ -72,7 +72,7 @@ def run(given: argparse.Namespace, folder: Path) -> None:
     models, heads = {"all neurons": original}, {"all neurons": 1.0}
     for asked in given.rows.split(","):
         units, _, keep = asked.partition(":")
-        begin, name = time.perf_counter(), f"{units}, keeping {float(keep):.0%}"
+        begin, name = time.perf_counter(), f"{units}, keeping {float(keep):.1%}"
         out = folder / name
         options = PredictorOptions(
             model=given.model, out=out, units=units, keep=float(keep), rank=given.rank, steps=given.steps,

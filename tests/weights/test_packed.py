@@ -14,6 +14,7 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.kernels.low_rank import SideBySide
 from tidemill.kernels.quantized_linear import QuantizedPanels, fit
+from tidemill.layers.linear import Linear
 from tidemill.quant import METHODS
 from tidemill.quant.base import Gated
 from tidemill.weight_types import HELD
@@ -120,6 +121,49 @@ def test_broken_parts_are_refused(what, tmp_path):
     with pytest.raises(CheckpointError, match=message) as caught:
         read(tmp_path)
     assert caught.value.fix
+
+
+LAYOUT = {
+    "truncated scales": ("int4", {"weight_scale": lambda t: t[:90]}, "weight_scale has shape"),
+    "codes without scales": ("w8a8", {"weight_scale": None}, "weight_scale is missing"),
+    "floats without scales": ("fp8 block", {"weight_scale": None}, "weight_scale is missing"),
+    "order of other columns": ("int4 act-order", {"weight_g_idx": lambda t: t[:7]}, "weight_g_idx is I32"),
+    "zero points of other groups": ("int4 asymmetric", {"weight_zero_point": lambda t: t[:, :1]}, "weight_zero_point is I32"),
+    "several scales of a ternary matrix": ("bitnet", {"weight_scale": lambda t: torch.cat([t, t])}, "must be one number"),
+    "too few nested scales": ("nf4", {"weight.nested_absmax": lambda t: t[:0]}, "nested_absmax"),
+    "outliers of another type": ("gobo", {"weight_places": lambda t: t.float()}, "types that cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", LAYOUT)
+def test_a_wrong_layout_is_refused_before_values_are_read(what, tmp_path):
+    layout, parts, message = LAYOUT[what]
+    one_matrix(tmp_path, layout)
+    change(tmp_path, **parts)
+    with pytest.raises(CheckpointError, match=message):
+        list(open_checkpoint(tmp_path).tensors())
+
+
+@pytest.mark.parametrize("layout", ["gptq", "int4"])
+def test_nothing_is_loaded_of_a_folder_that_lacks_a_matrix_or_has_one_of_another_shape(layout, tmp_path, monkeypatch):
+    make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout)
+    file, taken = tmp_path / "model.safetensors", []
+    tensors = load_file(file)
+    real = Linear.take
+    monkeypatch.setattr(Linear, "take", lambda self, part, *rest: (taken.append(part), real(self, part, *rest)))
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    module = "model.layers.1.mlp.down_proj."
+    wrong = {
+        f"tensor {module}weight is missing": {name: value for name, value in tensors.items() if not name.startswith(module)},
+        f"Tensor {norm} has shape": tensors | {norm: tensors[norm][:-1].clone()},
+        "has no place": tensors | {"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)},
+    }
+    for message, kept in wrong.items():
+        save_file(kept, file)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path)
+        assert not taken
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,20 @@ class Layer(nn.Module):
         return part in self.missing
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
-        expected = self.parts[part]
-        if not self.fits(part, tuple(tensor.shape)):
-            raise CheckpointError(
-                f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(expected)}."
-            )
+        self.check_shape(part, tensor)
         if part in self._loaded:
             raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
         self.take(part, *self.own(part, tensor, row_order))
         self._loaded.add(part)
         if self.is_complete():
             self.finish()
+
+    def check_shape(self, part: str, tensor: WeightTensor) -> None:
+        if not self.fits(part, tuple(tensor.shape)):
+            asked = list(self.parts[part])
+            raise CheckpointError(
+                f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {asked}."
+            )
 
     def own(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
         """What this rank has of a stored tensor, and the order of its rows."""

@@ -179,7 +179,8 @@ class Model(nn.Module, ABC):
             others = set(targets)
             model.keep(stage)
             targets = model._targets(checkpoint.format)
-        ignored = [re.compile(pattern) for pattern in model.ignored]
+        if not random:
+            model._check_layout(checkpoint, targets, others)
         num_ranks = weights.part.tables.size
         done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
         with torch.inference_mode():
@@ -187,11 +188,6 @@ class Model(nn.Module, ABC):
             for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
                 places = targets.get(tensor.name)
                 if places is None:
-                    if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
-                        raise CheckpointError(
-                            f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
-                            f"with {config.num_layers} layers."
-                        )
                     continue
                 pieces = cut(tensor, [layer.parts[part] for layer, part in places])
                 for (layer, part), piece in zip(places, pieces, strict=True):
@@ -202,12 +198,7 @@ class Model(nn.Module, ABC):
         if weights.device != "cpu":
             with torch.inference_mode():
                 model.to(weights.device)  # linears are there already
-        stored_as = {place: name for name, places in targets.items() for place in places}
-        for module in model.modules():
-            if isinstance(module, Layer) and module.missing:
-                missing = sorted(module.missing)
-                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
-                raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        model._check_missing(checkpoint, targets, set())
         if sparsity is not None:
             sparsity.finish()
         if streaming is not None:
@@ -217,6 +208,37 @@ class Model(nn.Module, ABC):
             model.loaded(checkpoint.format)
         model._let_norms_quantize()
         return model.eval()
+
+    def _check_layout(self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], others: set[str]) -> None:
+        """That all tensors are there and fit, before any is read. `others`: names that belong to other stages."""
+        ignored, found = [re.compile(pattern) for pattern in self.ignored], set[tuple[Layer, str]]()
+        for tensor in (self.as_named(one, checkpoint.format) for one in checkpoint.tensors()):
+            places = targets.get(tensor.name)
+            if places is None:
+                if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
+                    raise CheckpointError(
+                        f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
+                        f"with {self.whole.num_layers} layers."
+                    )
+                continue
+            pieces = cut(tensor, [layer.parts[part] for layer, part in places])
+            for (layer, part), piece in zip(places, pieces, strict=True):
+                layer.check_shape(part, piece)
+                found.add((layer, part))
+        self._check_missing(checkpoint, targets, found)
+
+    def _check_missing(
+        self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], found: set[tuple[Layer, str]]
+    ) -> None:
+        """`found`: parts that are there, but not loaded. Experts may be stored in several ways, which only loading settles."""
+        stored_as = {place: name for name, places in targets.items() for place in places}
+        for module in self.modules():
+            if not isinstance(module, Layer) or (found and isinstance(module, Experts)):
+                continue
+            missing = sorted(part for part in module.missing if (module, part) not in found)
+            if missing:
+                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
+                raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
 
     def _let_norms_quantize(self) -> None:
         """A norm writes its result as the one linear behind it takes it."""

@@ -65,7 +65,7 @@ class EngineProcess:
         self._running = True
         threading.stack_size(_STACK_BYTES)
         self._compiler = ThreadPoolExecutor(1)
-        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}  # requests that wait for their grammar
+        self._compiling: dict[str, tuple[Submit, Future[Matcher | None]]] = {}  # requests that wait for their grammar
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))

@@ -16,23 +16,19 @@ from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
 from tidemill.version import __version__
 
-# Names in the order of the help, with their modules where these are called otherwise. Only what is asked for is imported: all of
-# them take as long as the rest of a server's start.
-_COMMANDS = {
-    name: module or name
-    for name, module in {
-        "serve": "", "route": "", "chat": "", "generate": "", "batch": "", "pull": "ollama", "worker": "", "models": "",
-        "memory": "", "plan": "", "plan-layout": "plan_layout", "explain": "", "calibrate": "", "simulate": "",
-        "calibrate-kv": "calibrate_kv", "quantize": "", "train-draft": "train_draft", "evaluate": "", "prune": "", "distill": "",
-        "convert": "", "bench": "", "prompt-cache": "prompt_cache", "completion": "",
-    }.items()
-}  # fmt: skip
+# In the order of the help. Only what is asked for is imported: all of them would be a tenth of a server's start.
+_COMMANDS = (
+    "serve", "route", "chat", "generate", "batch", "pull", "worker", "models", "memory", "plan", "plan-layout", "explain",
+    "calibrate", "simulate", "calibrate-kv", "quantize", "train-draft", "evaluate", "prune", "train-predictors", "distill",
+    "convert", "bench", "prompt-cache", "completion",
+)  # fmt: skip
+_ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
 _GROUPS = frozenset({"bench", "prompt-cache"})
 VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
 _OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}  # of other programs' users
 _WITH_FILE = frozenset({
     "serve", "route", "chat", "run", "generate", "batch", "memory", "calibrate", "simulate", "calibrate-kv", "quantize",
-    "train-draft", "evaluate",
+    "train-draft", "evaluate", "train-predictors",
 })  # fmt: skip
 
 
@@ -55,13 +51,13 @@ def make_app(only: str = "") -> typer.Typer:
     made.callback(invoke_without_command=True)(root)
     for name in [only] if only else [*_COMMANDS, *_OTHER_NAMES]:
         known = _OTHER_NAMES.get(name, name)
-        module = import_module(f"tidemill.cli.{_COMMANDS[known]}")
+        function = known.replace("-", "_")
+        module = import_module(f"tidemill.cli.{_ELSEWHERE.get(known, function)}")
         if name in _GROUPS:
             made.add_typer(module.app, name=name)
         else:
             epilog = EPILOG if name in _WITH_FILE else None
-            function = getattr(module, known.replace("-", "_"))
-            made.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(function)
+            made.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(getattr(module, function))
     if not only:
         import_module("tidemill.cli.ollama").add_hints(made)
     return made

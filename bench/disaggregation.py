@@ -2,6 +2,7 @@
 
 .venv/bin/python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
 .venv/bin/python -m bench.disaggregation --seconds 120 --rounds 3
+.venv/bin/python -m bench.disaggregation --load heavy   more of both, so that most tokens of chats come while a document is computed
 
 The load: chats, with short prompts and long answers, decode while documents arrive, with long prompts and short answers. Arrivals
 are random (one seed, so the same for both), and nobody waits for an answer before the next request. All requests are greedy, and
@@ -26,6 +27,8 @@ from tidemill.engine.roles import Roles
 from tidemill.events import Event
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
+
+LOADS = {"light": (0.1, 0.08), "heavy": (0.4, 0.25)}  # chats and documents a second
 
 
 @dataclass(frozen=True)
@@ -168,13 +171,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-context", type=int, default=2048)
     parser.add_argument("--token-budget", type=int, default=None)
-    parser.add_argument("--chats", type=float, default=0.1, help="a second")
+    parser.add_argument("--load", choices=tuple(LOADS), default="light", help="rates, if they are not given")
+    parser.add_argument("--slower", type=float, default=1.0, help="divides both rates: for a machine that others use as well")
+    parser.add_argument("--chats", type=float, help="a second")
     parser.add_argument("--chat-prompt", type=int, default=40)
     parser.add_argument("--chat-output", type=int, default=150)
-    parser.add_argument("--documents", type=float, default=0.08, help="a second")
+    parser.add_argument("--documents", type=float, help="a second")
     parser.add_argument("--document-prompt", type=int, default=700)
     parser.add_argument("--document-output", type=int, default=100)
-    return parser.parse_args()
+    given = parser.parse_args()
+    chats, documents = LOADS[given.load]
+    given.chats = (given.chats or chats) / given.slower
+    given.documents = (given.documents or documents) / given.slower
+    return given
 
 
 if __name__ == "__main__":

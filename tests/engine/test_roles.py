@@ -254,6 +254,23 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
     run(test, tiny_folder)
 
 
+def test_of_several_decode_engines_the_one_that_decodes_fetches(tiny_folder, in_process):
+    async def test(client, seen):
+        prompts = {name: [(seed + 7 * i) % 90 + 2 for i in range(70)] for seed, name in enumerate("abcd")}
+        await asyncio.gather(*(answer(client, name, prompt=prompt) for name, prompt in prompts.items()))
+        placed = [one for one in seen if isinstance(one, Placed) and one.part == "decode"]
+        assert len(placed) == len(prompts)
+        kvs = [one._link.core.scheduler.kv for one in client._clients[1:]]
+        await until(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
+        expected = [set(kv._behind._expected) for kv in kvs]
+        assert min(map(len, expected)) >= 4
+        assert not expected[0] & expected[1]
+        for kv, own in zip(kvs, expected, strict=True):
+            assert not {kv._index.key_of(page) for page in kv._behind.fetched} - own
+
+    run(test, tiny_folder, decode_engines=2)
+
+
 def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, in_process):
     """Its pages are exported, those of the next prompt are being exported all the time."""
 

@@ -447,8 +447,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tidemill.kernels.cuda import attention, collectives, elementwise, gemm, logprobs, lora, pooling, sampling, scan
-from tidemill.kernels.cuda import (attention, elementwise, gemm, logprobs, lora, packed_gemm, pooling, sampling, scaled_gemm,
-                                   scan)
+from tidemill.kernels.cuda import (attention, elementwise, gemm, logprobs, lora, outliers, packed_gemm, pooling, sampling,
+                                   scaled_gemm, scan)
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -498,9 +498,16 @@ types = dict(x_desc="tensordesc<bf16[16, 32]>", x_ptr=B, words_ptr="*i16", scale
 how = dict(PLANE=32, SIZE=32)
 for bits, kind in packed_gemm._TEXTS:
     build(packed_gemm._dequantize, types, BITS=bits, KIND=kind, HAS_IDS=True, OUTS=32, **how)
+build(packed_gemm._gemm_packed, types, BITS=4, KIND="table", ROWS=16, OUTS=64, CHUNKS=1, BLOCKS=4, SPLIT=False, SECOND=False,
+      BULK=True, EVEN=True, GROUP=8, HAS_BIAS=False, ACT="", PLANE=32, SIZE=1 << 30)
 for split in (False, True):
     build(packed_gemm._gemm_packed, types, BITS=4, KIND="offsets", ROWS=16, OUTS=64, CHUNKS=4, BLOCKS=4, SPLIT=split,
           SECOND=not split, BULK=True, EVEN=True, GROUP=8, HAS_BIAS=True, ACT="silu", **how)
+own = dict(x_ptr=B, w_ptr="*i8", codes_ptr="*i8", scales_ptr=F, kept_ptr=B, threshold="fp32", sums_ptr=F, bias_ptr=B, out_ptr=B,
+           columns_ptr=I, values_ptr=F)
+build(outliers._split_rows, own, LARGEST=127, BLOCK=4096)
+build(outliers._add_outliers, own, ROWS=64, OUTS=64, INS=64, GROUP=8, HAS_BIAS=True, ACT="silu")
+build(outliers._add_sparse, own, OUTS=256, HAS_BIAS=True)
 types |= dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>")
 build(packed_gemm._gemm_chunked, types, 8, ROWS=128, OUTS=128, INS=64, CHUNKS=4, CHUNK=1024, GROUP=8, HAS_BIAS=False, ACT="")
 types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
@@ -571,7 +578,11 @@ x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for 
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
              bias_ptr=B, out_ptr=B)
 how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4)
-build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True))
+types |= dict(partial_ptr=F)
+build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
+how |= dict(CHUNKS=4, BLOCKS=8)
+build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
+build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)
@@ -594,6 +605,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
-        "_gemm_packed_by_roles",
+        "_gemm_packed_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

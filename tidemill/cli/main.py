@@ -31,6 +31,7 @@ from tidemill.cli import (
     serve,
     simulate,
     train_draft,
+    train_predictors,
     worker,
 )
 from tidemill.cli.foreign import Command
@@ -74,6 +75,7 @@ app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
 app.command(cls=Command)(prune.prune)
+app.command("train-predictors", epilog=EPILOG, cls=Command)(train_predictors.train_predictors)
 app.command(cls=Command)(distill.distill)
 app.command(cls=Command)(convert.convert)
 app.add_typer(bench.app, name="bench")

@@ -193,6 +193,9 @@ OPTIONS = (
     Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
            help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the "
            "fastest disk."),
+    Option("contextual-sparsity", "text", ENGINE, field="contextual_sparsity", automatic="none",
+           help="On a CPU: a folder that train-predictors has written, whose predictors say which neurons and heads are computed "
+           "for a token. Faster, and not exact."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),

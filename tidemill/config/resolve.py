@@ -39,6 +39,7 @@ from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages,
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
+from tidemill.config.sparsity import decide_contextual_sparsity
 from tidemill.config.streaming import decide_weight_cache, decide_weight_memory
 from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.transfer import decide_export, decide_import
@@ -108,6 +109,7 @@ class EngineConfig:
     weight_memory: int = 0  # bytes of weights in memory, if not all are there
     weight_cache: str = ""  # the folder of the files that the others are streamed from
     weight_cache_bytes: int = 0
+    contextual_sparsity: str | None = None
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: bool = False
@@ -211,6 +213,9 @@ def resolve(
     num_ranks, all_bytes = tensor_parallel * pipeline_parallel, memory.weight_bytes
     weight_memory = settle("weight_memory", decide_weight_memory(options, device, num_ranks, all_bytes, model, machine))
     weight_cache, weight_cache_bytes = settle("weight_cache", decide_weight_cache(options))
+    contextual_sparsity = settle(
+        "contextual_sparsity", decide_contextual_sparsity(options, device, scheme, num_ranks, max_loras, model, machine)
+    )
     if weight_memory:
         memory = replace(memory, weight_bytes=weight_memory)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
@@ -304,6 +309,7 @@ def resolve(
         weight_memory=weight_memory,
         weight_cache=weight_cache,
         weight_cache_bytes=weight_cache_bytes,
+        contextual_sparsity=contextual_sparsity,
         nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
@@ -329,7 +335,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
-        weight_memory_bytes=None, prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None,
+        weight_memory_bytes=None, contextual_sparsity=None, prefix_index="hash", queue_order="arrival", acceptance="exact",
+        draft_heads=None,
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,

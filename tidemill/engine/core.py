@@ -37,7 +37,7 @@ from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND, HANDED_OVER, Request, Status
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Expect, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
@@ -299,6 +299,11 @@ class EngineCore:
         live = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler.retention.renew(message.name, message.ttl_s, message.reason, live)
 
+    def expect(self, message: Expect) -> None:
+        with suppress(TidemillError):  # an adapter that is not here: its request says so
+            adapter = self.adapters.get(message.adapter) if message.adapter else None
+            self.scheduler.kv.expect(message.prompt_ids, _salt(message.salt, adapter))
+
     def pages(self) -> Pages:
         """Which request holds which page. No step is made meanwhile, so it should be called seldom."""
         begin = self._clock.now()
@@ -348,7 +353,7 @@ class EngineCore:
             traceback.print_exc()
         deltas = self._outputs(*ended) if ended else []
         if self._endings is not None:
-            deltas = self._endings.keep(deltas)
+            deltas = self._endings.keep(deltas, ended[2] if ended else ())
         return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:

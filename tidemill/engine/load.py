@@ -17,6 +17,7 @@ from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine, native
+from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.streamed import DiskStreaming
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
@@ -134,7 +135,9 @@ def _load_alone(
     """On one rank, with all weights in memory, or streamed from disk."""
     plan = weight_plan(config, config.scheme)
     if not config.weight_memory:
-        return architecture.load(checkpoint, shape, plan, progress, random)
+        folder = config.contextual_sparsity
+        sparsity = None if folder is None else ContextualSparsity(Path(folder).expanduser(), shape)
+        return architecture.load(checkpoint, shape, plan, progress, random, sparsity=sparsity)
 
     total = shape.weight_bytes(config.dtype, compiled=True)
     by_neuron = streams_neurons(shape, config.scheme, config.max_loras, total, config.weight_memory)
@@ -178,6 +181,8 @@ def _core_with(
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
     compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
     weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
+    if compares and config.contextual_sparsity is not None:
+        weights += digest_of(Path(config.contextual_sparsity).expanduser(), config.threads)
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):

@@ -27,6 +27,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import (
     Abort,
     AdapterReply,
+    Expect,
     Finish,
     FromEngine,
     Gone,
@@ -162,6 +163,8 @@ class EngineProcess:
                 core.adapters.unload(message.adapter_id)
             elif isinstance(message, Renew):
                 core.renew(message)
+            elif isinstance(message, Expect):
+                core.expect(message)
             elif isinstance(message, ShowPages):
                 self.send(core.pages())
             elif isinstance(message, Shutdown):

@@ -429,7 +429,7 @@ def _from_folder(path: Path) -> Tokenizer:
         add_eos=bool(after) and (after[0] in eos or separator is not None),
         separator_id=separator,
         bos_in_chat=False,  # a folder's template writes its own
-        chat_template=_folder_template(path, settings),
+        chat_template=folder_template(path, settings),
     )
 
 
@@ -474,7 +474,8 @@ def _token_id(backend: Backend, token: Any) -> int | None:
     return backend.token_to_id(text) if isinstance(text, str) else None
 
 
-def _folder_template(path: Path, settings: dict[str, Any]) -> str | None:
+def folder_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """`settings`: of tokenizer_config.json."""
     if (path / "chat_template.jinja").is_file():
         return read_file(path / "chat_template.jinja").decode(errors="surrogateescape")  # refused where it is compiled
     template = settings.get("chat_template")

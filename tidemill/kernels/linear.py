@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.kernels import native
+from tidemill.kernels.handover import Handover
 
 _TILE = 32
 _MAX_ROWS = 512  # of one matmul; more are done in turns, so that no number of rows goes unprobed
@@ -32,7 +33,7 @@ KIND_OF: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "B
 class Weight(ABC):
     """A matrix [out, in] laid out as its kernel reads it, to multiply by and to look rows up in."""
 
-    takes: torch.dtype | None = None  # an 8-bit type in which it would rather have its input
+    handover: Handover | None = None  # by which it would rather have its input, in an 8-bit type
 
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...

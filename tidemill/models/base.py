@@ -19,6 +19,7 @@ from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, read_counts
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
+from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
@@ -157,10 +158,11 @@ class Model(nn.Module, ABC):
         random: bool = False,
         stage: Stage | None = None,
         streaming: Streaming | None = None,
+        sparsity: ContextualSparsity | None = None,
     ) -> Self:
         """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
         of the right shapes instead of the checkpoint's. `stage`: only these layers, and only their tensors are read. `streaming`:
-        for weights that do not fit in memory."""
+        for weights that do not fit in memory. `sparsity`: which neurons and heads are computed."""
         num_stored = sum(config.stored.values())
         if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:  # before layers are made for them
             raise CheckpointError(
@@ -170,6 +172,8 @@ class Model(nn.Module, ABC):
             model = cls(config, weights)
         if streaming is not None:
             streaming.attach(model.blocks)
+        if sparsity is not None:
+            sparsity.attach(model.blocks)
         targets, others = model._targets(checkpoint.format), set[str]()
         if stage is not None:
             others = set(targets)
@@ -203,6 +207,8 @@ class Model(nn.Module, ABC):
                 missing = sorted(module.missing)
                 name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        if sparsity is not None:
+            sparsity.finish()
         if streaming is not None:
             streaming.finish(model, model.blocks)
             model.streaming = streaming
@@ -218,7 +224,7 @@ class Model(nn.Module, ABC):
                 modules = dict(block.named_modules())
                 norm, linear = modules.get(path), modules.get(behind)
                 if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
-                    norm.codes = linear.weight.takes
+                    norm.handover = linear.weight.handover
 
     def keep(self, stage: Stage) -> None:
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
@@ -330,6 +336,19 @@ def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
             continue
         counts[tensor.type_name] = counts.get(tensor.type_name, 0) + math.prod(tensor.shape)
     return counts
+
+
+def stored_kv_bits(checkpoint: Checkpoint) -> int:
+    """Of keys and values, if the folder's quantization was made for so many (`kv_cache_scheme`)."""
+    settings = checkpoint.metadata.get("quantization_config")
+    scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
+    if scheme is None:
+        return 0
+    source = checkpoint.path / "config.json"
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"{source}: kv_cache_scheme is {str(scheme)[:50]!r}, not a table.")
+    bits: int = required(scheme, "num_bits", int, source)
+    return bits
 
 
 def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, source: object) -> Any:

@@ -13,6 +13,7 @@ from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, StreamedSt
 from tidemill.kernels.quantized_linear import QuantizedPanels
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
+from tidemill.quant.low_rank import plain
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.prepared import Folder, Item, PreparedFile, memory
 
@@ -70,7 +71,7 @@ class Streamed(LinearMethod[Any]):
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
         """Nothing, if the store has it."""
-        return self._inner.read(tensor, row_order) if self._store.is_new else ()
+        return plain(self._inner.read(tensor, row_order)) if self._store.is_new else ()
 
     def join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         if self._store.is_new:

@@ -277,7 +277,7 @@ class Library(StreamCalls):
         self._argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
         self._argmax.restype = None
         self._attention = lib.tm_attention
-        self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
+        self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 5
         self._lora = lib.tm_lora_add
         self._lora.argtypes = [_POINTER, _POINTER, _POINTER, _LONG]
         self._conv = lib.tm_conv
@@ -292,6 +292,9 @@ class Library(StreamCalls):
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._neurons = lib.tm_run_neurons
         self._neurons.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._concat = lib.tm_concat
+        self._concat.argtypes = [_POINTER] * 4 + [_LONG, _POINTER]
+        self._concat.restype = None
         self._add = lib.tm_add
         self._add.argtypes = [_POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._add.restype = None
@@ -397,15 +400,16 @@ class Library(StreamCalls):
     ) -> torch.Tensor:
         """`step`, `layer`, `keys`, `values`: addresses. qkv is normed and rotated in place."""
         weights = learned.q_norm, learned.k_norm, learned.sinks
-        _check(qkv_TC, *(weight for weight in weights if weight is not None))
-        q_norm, k_norm, sinks = (None if weight is None else weight.data_ptr() for weight in weights)
+        given = *weights, learned.chosen
+        _check(qkv_TC, *(weight for weight in given if weight is not None))
+        q_norm, k_norm, sinks, chosen = (None if weight is None else weight.data_ptr() for weight in given)
         out = qkv_TC.new_empty(qkv_TC.shape[0], num_out)
-        if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, qkv_TC.data_ptr(), keys, values, out.data_ptr()):
+        places = qkv_TC.data_ptr(), keys, values, out.data_ptr(), chosen
+        if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, *places):
             raise MemoryError("no memory for attention")
         if self._recording:
-            self._recording.note(
-                "attention", out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
-            )
+            own = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
+            self._recording.note("attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own)
         return out
 
     def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> None:
@@ -414,6 +418,20 @@ class Library(StreamCalls):
         self._add(x_TH.data_ptr(), scale, residual_TH.data_ptr(), *x_TH.shape)
         if self._recording:
             self._recording.note("add", None, x_TH, residual_TH, width=x_TH.shape[1], scale=scale)
+
+    def concat(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Two or three matrices side by side."""
+        _check(*parts)
+        first, second, third = [*parts, None][:3]
+        widths = [0 if one is None else one.shape[1] for one in (first, second, third)]
+        places = [None if one is None else one.data_ptr() for one in (first, second, third)]
+        out = parts[0].new_empty(parts[0].shape[0], sum(widths))
+        self._concat(*places, (_LONG * 3)(*widths), out.shape[0], out.data_ptr())
+        if self._recording:
+            self._recording.note(
+                "concat", out, first, in_2=second, in_3=third, width=widths[0], kind=widths[1], num_out=sum(widths)
+            )
+        return out
 
     def all_reduce(self, group: int, x_TN: torch.Tensor) -> None:
         """In place. `group`: the address of a GroupSpec."""

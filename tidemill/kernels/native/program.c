@@ -60,7 +60,8 @@ TM_API const field *tm_layout(void) {
         MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales), MATRICES(code_place), MATRICES(scale_place),
         MOE(stream), MOE(first_unit),
         {"tm_neurons", sizeof(tm_neurons)}, NEURONS(kind), NEURONS(num_in), NEURONS(num_inner), NEURONS(num_out), NEURONS(down_place),
-        NEURONS(up_bias), NEURONS(down_bias), NEURONS(stream), NEURONS(first_unit),
+        NEURONS(up_bias), NEURONS(down_bias), NEURONS(stream), NEURONS(first_unit), NEURONS(memory), NEURONS(up_place), NEURONS(num_bytes),
+        NEURONS(act), NEURONS(gate_bias), NEURONS(num_chosen),
         {"tm_piece", sizeof(tm_piece)}, PIECE(offset), PIECE(num_bytes), PIECE(place),
         {"tm_stream_spec", sizeof(tm_stream_spec)}, STREAM(fd), STREAM(file_bytes), STREAM(changed_ns), STREAM(num_units),
         STREAM(num_slots), STREAM(slot_bytes), STREAM(slots), STREAM(pieces), STREAM(first_piece), STREAM(slot_of),
@@ -117,7 +118,7 @@ static int run_glu(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_attention(const tm_op *o, const tm_buffers *at) {
-    return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
+    return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out, at->in_2);
 }
 
 static int run_conv(const tm_op *o, const tm_buffers *at) {
@@ -153,6 +154,13 @@ static int run_add(const tm_op *o, const tm_buffers *at) {
     return 0;
 }
 
+static int run_concat(const tm_op *o, const tm_buffers *at) {
+    const float *const parts[3] = {at->in, at->in_2, at->in_3};
+    const long widths[3] = {o->width, o->kind, o->num_out - o->width - o->kind};
+    concat_op(parts, widths, at->num_rows, at->out);
+    return 0;
+}
+
 static int run_lora(const tm_op *o, const tm_buffers *at) { return lora_op(o->a, at->in, at->in_out, o->num_out); }
 
 static const struct {
@@ -177,6 +185,7 @@ static const struct {
     {"all_gather", run_all_gather},
     {"stream", run_stream},
     {"neurons", run_neurons},
+    {"concat", run_concat},
 };
 
 /* The name of op number `i`; NULL after the last. */

@@ -35,6 +35,9 @@ class Neurons(ctypes.Structure):
         *((name, _LONG) for name in ("kind", "num_in", "num_inner", "num_out", "down_place")),
         *((name, _POINTER) for name in ("up_bias", "down_bias", "stream")),
         ("first_unit", _LONG),
+        ("memory", _POINTER),
+        *((name, _LONG) for name in ("up_place", "num_bytes", "act")),
+        *((name, _POINTER) for name in ("gate_bias", "num_chosen")),
     ]
 
 

@@ -97,6 +97,7 @@ typedef struct {
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
     char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
+    const float *chosen; /* [token][kv heads]: scores; heads at 0 and below give zeros, and those that no token chose are not computed; NULL: all are */
 } tm_attention_job;
 
 /* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
@@ -173,17 +174,22 @@ int stream_layer_op(tm_stream *stream, long layer);
 /* Until these experts are in slots: where. The ones of the call before are no longer needed. */
 int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
 
-/* A feed-forward of neurons in a stream (neurons.c): of each, a row of up, and from `down_place` bytes on a column of down. Both are
-   followed by zeros, to a multiple of 8 and of 32 values. Field by field as in kernels/neurons.py. */
+/* A feed-forward of which few neurons are computed (neurons.c). In a stream: of each neuron a row of up, and from `down_place` bytes on a
+   column of down. In memory: a row of gate, from `up_place` on one of up, then down. Rows are followed by zeros, to a multiple of 8
+   values, columns to one of 32. Field by field as in kernels/neurons.py. */
 typedef struct {
     long kind, num_in, num_inner, num_out, down_place; /* kind: F32, F16 or BF16 of linear.h */
     const float *up_bias, *down_bias; /* NULL: none */
     tm_stream *stream;
     long first_unit;
+    const char *memory; /* instead of a stream; NULL: there is one */
+    long up_place, num_bytes, act; /* of neurons in memory: num_bytes from one to the next; act: a number of rows.c */
+    const float *gate_bias;
+    int64_t *num_chosen; /* neurons that rows chose, counted; NULL: they are not */
 } tm_neurons;
 
-/* gate: [row][num_inner], before the activation. */
-int neurons_op(const tm_neurons *neurons, const float *x, const float *gate, long num_rows, float *out);
+/* scores: [row][num_inner]. In a stream: the gate before the activation. In memory: neurons above 0 are computed for that row. */
+int neurons_op(const tm_neurons *neurons, const float *x, const float *scores, long num_rows, float *out);
 
 /* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
 typedef struct {
@@ -275,7 +281,7 @@ typedef struct {
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
-int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
+int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen);
 /* Into the cache: a key before rotation, and a value. `keys`, `values`: of the layer, in the first page. */
 void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, long page, long head, long offset, long position,
                  const float *key, const float *value);
@@ -283,6 +289,8 @@ void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, 
    they are in float32, those past the last as the last. */
 void kvquant_take(const tm_layer *l, long head, long first, long num, const char **keys, const char **values,
                   const char *const *key_extras, const char *const *value_extras, long num_rows, float *to);
+/* Up to three matrices side by side; NULL: of no columns. */
+void concat_op(const float *const parts[3], const long widths[3], long num_rows, float *out);
 /* residual += scale * x */
 void add_op(const float *x, float scale, float *residual, long num_rows, long width);
 void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);

@@ -40,7 +40,7 @@ def byte_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
 
 
-def train_small(folder: Path, steps: int, seed: int = 0) -> None:
+def train_small(folder: Path, steps: int, seed: int = 0, act: str = "silu") -> None:
     """Goes on where it ended. Trained on Python's documentation but for its end."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,7 +50,8 @@ def train_small(folder: Path, steps: int, seed: int = 0) -> None:
     byte_tokenizer(folder)
     ids = torch.tensor(Tokenizer.load(folder).encode(default_text(), add_special=False))[:-HELD_OUT]
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SETTINGS))
+    settings = SETTINGS | {"hidden_act": act}
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     begin = time.perf_counter()
 
     def loss(step: int) -> torch.Tensor:
@@ -63,7 +64,7 @@ def train_small(folder: Path, steps: int, seed: int = 0) -> None:
         if done % 50 == 0 and not math.isnan(value):
             print(f"step {done} of {steps}: loss {value:.3f}, {time.perf_counter() - begin:.0f} s", flush=True)
 
-    schedule = Schedule(steps, 6e-3, SETTINGS | {"seed": seed}, folder / "training.safetensors")
+    schedule = Schedule(steps, 6e-3, settings | {"seed": seed}, folder / "training.safetensors")
     run_steps(model, loss, schedule, tick, lambda: False)
     model.save_pretrained(folder)
     (folder / "training.safetensors").unlink()
@@ -73,5 +74,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--act", default="silu", help="of feed-forwards: silu or relu")
     given = parser.parse_args()
-    train_small(given.folder, given.steps)
+    train_small(given.folder, given.steps, act=given.act)

@@ -1,7 +1,7 @@
 """Bytes that weights take in memory: by the type they are stored in, for each way of holding them.
 
 Types are GGUF's and safetensors', and for quantized Hugging Face folders what a value is and how many share a scale: `INT4-G128`,
-`NF4-G64`, or `-C` where a row does."""
+`NF4-G64`, or `-C` where a row does. `BF16-L3/10`: two factors of a matrix, which have 3 values for 10 of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,18 @@ _GROUPED = {
 
 def is_packed(kind: str) -> bool:
     """Whether the compiled kernels of the CPU multiply values as they are stored."""
-    return kind in _GGUF or (kind not in PLAIN_TYPES and kind not in _FLOATS_8 and _grouped(kind) is not None)
+    return (
+        kind in _GGUF
+        or low_rank(kind) is not None
+        or (kind not in PLAIN_TYPES and kind not in _FLOATS_8 and _grouped(kind) is not None)
+    )
+
+
+def low_rank(kind: str) -> tuple[str, float] | None:
+    """Of factors: their type, and how many values they have for one of the matrix."""
+    name, found, share = kind.partition("-L")
+    num, _, whole = share.partition("/")
+    return (name, int(num) / int(whole)) if found else None
 
 
 def _grouped(kind: str) -> float | None:
@@ -47,10 +58,14 @@ def _grouped(kind: str) -> float | None:
 
 
 def _dense(kind: str, compiled: bool) -> float:
+    """Factors are multiplied out."""
     return PLAIN_TYPES.get(kind, 4) if compiled else 4
 
 
 def _quantized(kind: str, compiled: bool) -> float:
+    factors = low_rank(kind)
+    if factors is not None:
+        return _dense(factors[0], compiled) * factors[1]
     if kind in PLAIN_TYPES:
         return _dense(kind, compiled)
     found = _GGUF.get(kind) or _FLOATS_8.get(kind) or _grouped(kind)
@@ -59,18 +74,22 @@ def _quantized(kind: str, compiled: bool) -> float:
 
 _BFLOAT16 = 2
 _FOUR = frozenset({"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1", "CENTROIDS4"})
+_TERNARY = {"TERNARY": 0, "TQ1_0": 256, "TQ2_0": 256}  # values to a scale; 0: all
 _GPU_SCALE = 4  # bytes of a scale with its zero point or offset
 
 
 def _gpu_packed(kind: str, compiled: bool) -> float:
     """On a GPU: codes of 2, 4 or 8 bits as they are stored."""
+    factors = low_rank(kind)
+    if factors is not None:
+        return _BFLOAT16 * factors[1]
     if kind in PLAIN_TYPES:
         return _BFLOAT16
     name, _, group = kind.partition("-")
     size = int(group[1:]) if group[:1] == "G" and group[1:].isdigit() else 0
     if not group and name.startswith(("Q", "IQ", "MX", "TQ")):
-        size = _GROUP
-    bits = 4 if name in _FOUR else 2 if name == "TERNARY" else 8
+        size = _TERNARY.get(name, _GROUP)
+    bits = 4 if name in _FOUR else 2 if name in _TERNARY else 8
     return bits / 8 + (_GPU_SCALE / size if size else 0)
 
 

@@ -1,4 +1,4 @@
-"""Attention over keys and values of 8 and 4 bits on the GPU, without a GPU: interpreted in float32 against the reference, which
+"""Attention over 8-bit and 4-bit keys and values on the GPU, without a GPU: interpreted in float32 against the reference, which
 gets what the values stand for."""
 
 import numpy as np

@@ -14,12 +14,15 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.errors import ConfigError
 from tidemill.kernels import machine
 from tidemill.kernels.glu import glu_reference
-from tidemill.kernels.quantized_linear import Activations, Codes
+from tidemill.kernels.low_rank import Factors, Product
+from tidemill.kernels.quantized_linear import Activations, Codes, Outliers, quantized_linear_reference
 from tidemill.quant import cuda_packed
 from tidemill.quant.cuda import CudaWeight
 from tidemill.quant.cuda_packed import CudaInt4, CudaPackedWeight, CudaQuantized
 from tidemill.quant.cuda_scaled import CudaFP8, CudaScaledWeight
 from tidemill.quant.cuda_sparse import CudaSparse
+from tidemill.weight_types import HELD
+from tidemill.weights.packed.lowrank import LowRankTensor
 
 
 class Stored:
@@ -96,12 +99,75 @@ def test_integers_by_integers():
     codes = new_codes(8, group=256, activations=Activations(None))
     weight = joined(codes)
     assert isinstance(weight, CudaScaledWeight)
-    assert weight.takes is torch.int8
+    assert weight.handover.dtype is torch.int8
     x = torch.randn(3, 256)
     assert_close(weight(x), x @ codes.dequantize().t(), atol=50.0, rtol=1e-1)
     static = joined(replace(codes, activations=Activations(0.05)))
-    assert static.takes is None
+    assert static.handover is None
     assert_close(static(x), (x / 0.05).round().clamp(-127, 127) * 0.05 @ codes.dequantize().t(), atol=1e-1, rtol=1e-3)
+
+
+def test_centroids_and_single_values():
+    """GOBO: each matrix has a table of its own and outliers, so that two are multiplied one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for seed in (0, 1):
+        codes = new_codes(4, group=256, seed=seed)
+        codes.table, codes.scales_NG = torch.randn(16, generator=generator).sort().values, torch.ones(32, 1)
+        places = torch.randperm(32 * 256, generator=generator)[:60].sort().values
+        codes.outliers = Outliers(places, torch.randn(60, generator=generator) * 10)
+        parts.append(codes)
+    x = torch.randn(3, 256, generator=generator)
+    weight = joined(parts[0])
+    assert isinstance(weight, CudaPackedWeight)
+    expected = [x @ one.dequantize().t() for one in parts]
+    assert_close(weight(x), expected[0], atol=1e-1, rtol=1e-2)
+    assert_close(joined(*parts)(x), torch.cat(expected, 1), atol=1e-1, rtol=1e-2)
+    gated = CudaQuantized().join_gated(*parts, None, "silu")
+    assert_close(gated(x), glu_reference(torch.cat(expected, 1)), atol=1.0, rtol=1e-2)
+    parts[0].outliers = Outliers(torch.arange(200), torch.ones(200))  # all in one row: padding would cost more
+    assert isinstance(joined(parts[0]), CudaWeight)
+
+
+def test_factors_are_two_matmuls():
+    class LowRank(LowRankTensor):
+        def __init__(self, b, a):
+            self.is_smaller, self._factors, self.shape = True, Factors(b, a), (b.shape[0], a.shape[1])
+
+        def factors(self):
+            return self._factors
+
+    torch.manual_seed(0)
+    gate, up = (LowRank(torch.randn(32, rank), torch.randn(rank, 64)) for rank in (8, 5))
+    method, x, bias = CudaQuantized(), torch.randn(3, 64), torch.randn(64)
+    values = torch.cat([gate.factors().product(), up.factors().product()])
+    read = [method.read(one, None) for one in (gate, up)]
+    assert_close(method.join(read, bias)(x), x @ values.t() + bias, atol=0.5, rtol=2e-2)
+    gated = method.join_gated(*read, bias, "silu")
+    assert_close(gated(x), glu_reference(x @ values.t() + bias), atol=3.0, rtol=3e-2)
+    assert_close(gated.activate(gated.matmul(x)), gated(x))
+    one = method.join(read[:1], None)
+    assert isinstance(one, Product)
+    assert_close(one(x), x @ values[:32].t(), atol=0.5, rtol=2e-2)
+
+
+def test_activations_that_are_no_bytes():
+    """LLM.int8(): those of a token beyond the threshold are multiplied as they are, whatever the other tokens have."""
+    one, other = (new_codes(8, group=256, seed=seed, activations=Activations(threshold=6.0)) for seed in (0, 1))
+    x = torch.randn(3, 256)
+    x[1:, 40] *= 50
+    x[2, 200:] *= 20
+    weight = joined(one)
+    assert isinstance(weight, CudaScaledWeight)
+    made, expected = weight(x), quantized_linear_reference(x, one, None)
+    assert_close(made, expected, atol=5e-2, rtol=1e-2)
+    without = joined(replace(one, activations=Activations()))
+    exact = x @ one.dequantize().t()
+    assert (made - exact)[1:].abs().mean() < 0.2 * (without(x) - exact)[1:].abs().mean()
+    assert all(torch.equal(weight(x[i : i + 1])[0], made[i]) for i in (0, 2))
+    gated = CudaQuantized().join_gated(one, other, None, "silu")
+    values = torch.cat([expected, quantized_linear_reference(x, other, None)], 1)
+    assert_close(gated(x), glu_reference(values), atol=5.0, rtol=2e-2)
 
 
 def test_ternary_and_groups_that_no_kernel_has():
@@ -109,6 +175,10 @@ def test_ternary_and_groups_that_no_kernel_has():
     weight = joined(codes)
     assert weight.num_bytes == 32 * 512 // 4 + 32 * 4
     check(weight, codes.dequantize(), torch.randn(3, 512))
+    grouped = new_codes(2, ins=512, group=256, activations=Activations())  # as TQ1_0 and TQ2_0
+    weight = joined(grouped)
+    assert weight.num_bytes == HELD["quantized", "cuda"].bytes_of("TQ2_0", True) * 32 * 512
+    check(weight, grouped.dequantize(), torch.randn(3, 512))
     assert isinstance(joined(new_codes(8, group=16)), CudaWeight)
 
 

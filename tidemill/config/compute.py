@@ -56,6 +56,8 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
         raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix=fix, param="dtype")
     if asked != "auto":
         return asked, "given"
+    if options.contextual_sparsity is not None:
+        return "float32", "contextual sparsity takes weights as plain numbers"
     if not model.is_quantized:
         return "float32", "the checkpoint is not quantized; sums are exact float32"
     if machine.kernels:

@@ -348,7 +348,8 @@ class TorchStep:
         kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer]
         queries = enter_heads(kv, layer, qkv_TC, self.positions_T, self.slots_GT, learned)
         plan = self.plans[_kind(at, spec)]
-        return paged_attention(queries, kv, layer, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
+        out = paged_attention(queries, kv, layer, plan, spec, learned.sinks, kv.biases[layer])
+        return learned.only_chosen(out).flatten(1)
 
 
 def _kind(place: Place, spec: AttentionSpec) -> tuple[int, int, bool]:

@@ -32,6 +32,13 @@ class HeadWeights:
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
     sinks: torch.Tensor | None = None  # [N]
+    chosen: torch.Tensor | None = None  # [T, KV heads]: scores of a predictor; heads at 0 and below give zeros
+
+    def only_chosen(self, out_TND: torch.Tensor) -> torch.Tensor:
+        if self.chosen is None:
+            return out_TND
+        is_left_out = (self.chosen <= 0).repeat_interleave(out_TND.shape[1] // self.chosen.shape[1], 1)
+        return out_TND.masked_fill(is_left_out[..., None], 0.0)
 
 
 PLAIN = HeadWeights()

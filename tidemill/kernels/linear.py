@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.kernels import native
+from tidemill.kernels.handover import Handover
 
 _TILE = 32
 _MAX_ROWS = 512  # of one matmul; more are done in turns, so that no number of rows goes unprobed
@@ -32,7 +33,7 @@ KIND_OF: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "B
 class Weight(ABC):
     """A matrix [out, in] laid out as its kernel reads it, to multiply by and to look rows up in."""
 
-    takes: torch.dtype | None = None  # an 8-bit type in which it would rather have its input
+    handover: Handover | None = None  # by which it would rather have its input, in an 8-bit type
 
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
@@ -117,7 +118,7 @@ class PlacedMatrix(Weight):
 
     def __init__(self, kind: int, num_in: int, num_out: int, bias_N: torch.Tensor | None) -> None:
         assert native.lib is not None
-        self._lib, self._kind, self.num_in, self.num_out, self._bias = native.lib, kind, num_in, num_out, bias_N
+        self._lib, self.kind, self.num_in, self.num_out, self._bias = native.lib, kind, num_in, num_out, bias_N
         self._addresses: tuple[int, int | None, int | None] = (0, None, None)
 
     def place(self, codes: int, scales: int | None) -> None:
@@ -125,7 +126,7 @@ class PlacedMatrix(Weight):
         self._addresses = (codes, scales, None if self._bias is None else self._bias.data_ptr())
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._lib.linear(self._kind, x_TK, *self._addresses, self.num_out)
+        return self._lib.linear(self.kind, x_TK, *self._addresses, self.num_out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         raise AssertionError("not a table")

@@ -1,4 +1,5 @@
-"""A feed-forward whose gate is a ReLU, by the neurons that are not zero: down(relu(gate) * up) (neurons.c)."""
+"""A feed-forward by some of its neurons, down(act(gate) * up): those that a ReLU does not make zero, or that a predictor
+chooses (neurons.c)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tidemill.kernels import native
+from tidemill.kernels.glu import ACTIVATIONS, glu_reference
 from tidemill.kernels.linear import KIND_OF
 from tidemill.kernels.native.streams import Neurons
 
@@ -46,6 +48,51 @@ def lay_out(up_IH: torch.Tensor, down_NI: torch.Tensor, page: int) -> tuple[Neur
 
 def _up(num: int, unit: int) -> int:
     return -(-num // unit) * unit
+
+
+def chosen_reference(
+    x_TH: torch.Tensor, scores_TI: torch.Tensor, gate_IH: torch.Tensor, up_IH: torch.Tensor, down_NI: torch.Tensor, act: str
+) -> torch.Tensor:
+    both = torch.cat([x_TH @ gate_IH.float().t(), x_TH @ up_IH.float().t()], 1)
+    return torch.where(scores_TI <= 0, 0.0, glu_reference(both, act)) @ down_NI.float().t()
+
+
+class ChosenNeurons:
+    """Of one feed-forward, in memory. A row's outputs are those of its neurons whose scores are above 0."""
+
+    def __init__(
+        self,
+        gate_IH: torch.Tensor,
+        up_IH: torch.Tensor,
+        down_NI: torch.Tensor,
+        act: str,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+    ) -> None:
+        """`biases`: of gate, up and down."""
+        assert native.lib is not None
+        self._lib, self._biases = native.lib, biases
+        if len({gate_IH.dtype, up_IH.dtype, down_NI.dtype}) > 1:
+            gate_IH, up_IH, down_NI = gate_IH.float(), up_IH.float(), down_NI.float()
+        (num_inner, num_in), self._num_out, size = gate_IH.shape, down_NI.shape[0], gate_IH.element_size()
+        row_bytes = _up(_up(num_in, _LANES) * size, _ALIGN)
+        num_bytes = _up(2 * row_bytes + _up(self._num_out, _COLUMNS) * size, _ALIGN)
+        self.memory = torch.zeros(num_inner, num_bytes, dtype=torch.uint8)
+        for place, rows in ((0, gate_IH), (row_bytes, up_IH), (2 * row_bytes, down_NI.t())):
+            self.memory[:, place : place + rows.shape[1] * size] = rows.contiguous().view(torch.uint8)
+        self.num_chosen = torch.zeros(1, dtype=torch.int64)  # by rows, counted
+        gate_bias, up_bias, down_bias = (None if bias is None else bias.data_ptr() for bias in biases)
+        self._struct = Neurons(
+            kind=native.KINDS[KIND_OF[gate_IH.dtype]], num_in=num_in, num_inner=num_inner, num_out=self._num_out,
+            down_place=2 * row_bytes, up_bias=up_bias, down_bias=down_bias, memory=self.memory.data_ptr(), up_place=row_bytes,
+            num_bytes=num_bytes, act=ACTIVATIONS[act], gate_bias=gate_bias, num_chosen=self.num_chosen.data_ptr(),
+        )  # fmt: skip
+
+    @property
+    def num_inner(self) -> int:
+        return int(self.memory.shape[0])
+
+    def __call__(self, x_TH: torch.Tensor, scores_TI: torch.Tensor) -> torch.Tensor:
+        return self._lib.neurons(ctypes.addressof(self._struct), x_TH, scores_TI, self._num_out)
 
 
 class NeuronWeights:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.kernels import native
+from tidemill.kernels.handover import Handover
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,14 +28,14 @@ def add_rms_norm(
     weight_H: torch.Tensor,
     eps: float,
     scale: float = 1.0,
-    codes: torch.dtype | None = None,
+    handover: Handover | None = None,
 ) -> torch.Tensor:
-    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: on a GPU, the result
-    comes in this type, too (elementwise.py)."""
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `handover`: on a GPU, the
+    result is put in there, too, in 8 bits."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import elementwise
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, codes)
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, handover)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)

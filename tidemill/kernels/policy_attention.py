@@ -43,7 +43,7 @@ class PolicyStep:
                 out[one.tokens] = paged_attention(queries[one.tokens], kv, at, one.plan, spec, learned.sinks, kv.biases[layer])
             for segment in one.round.segments:
                 _Segment(kv, layer, segment).run(queries, out, learned)
-        return out.flatten(1)
+        return learned.only_chosen(out).flatten(1)
 
 
 def plan_policies(

@@ -27,9 +27,11 @@ _HAS_S4 = SIGNED_4_BITS  # on x86 products of signed bytes take three instructio
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How the activations that meet 8-bit (or ternary) weights become bytes: with one scale a token, or always the same."""
+    """How the activations that meet 8-bit (or ternary) weights become bytes: with one scale a token, or always the same.
+    `threshold`: those of this size and more stay as they are (LLM.int8()); of 8-bit weights with a scale a row."""
 
     scale: float | None = None
+    threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +128,13 @@ def likeness(part: Codes) -> tuple[object, ...]:
     table = None if part.table is None else tuple(part.table.tolist())
     order = None if part.order_K is None else part.order_K.numpy().tobytes()
     has = part.offsets_NG is None, part.zeros_NG is None, part.activations is None, part.outliers is None
-    return part.bits, part.group, part.scales_NG.dtype, table, order, has
+    threshold = None if part.activations is None else part.activations.threshold
+    return part.bits, part.group, part.scales_NG.dtype, table, order, has, threshold
 
 
 def _below(parts: list[Codes]) -> Codes:
     """One below the other; of static scales of activations, the largest."""
     first = parts[0]
-    static = [part.activations.scale for part in parts if part.activations is not None and part.activations.scale is not None]
-    activations = Activations(max(static)) if len(static) == len(parts) else first.activations and Activations()
     return replace(
         first,
         codes_NK=torch.cat([part.codes_NK for part in parts]),
@@ -142,9 +143,18 @@ def _below(parts: list[Codes]) -> Codes:
         if first.offsets_NG is None
         else torch.cat([part.offsets_NG for part in parts if part.offsets_NG is not None]),
         zeros_NG=None if first.zeros_NG is None else torch.cat([part.zeros_NG for part in parts if part.zeros_NG is not None]),
-        activations=activations,
+        activations=joined_activations(parts),
         outliers=None if first.outliers is None else _outliers_below(parts),
     )
+
+
+def joined_activations(parts: list[Codes]) -> Activations | None:
+    """Of matrices that are alike. Of static scales, the largest."""
+    given = [part.activations for part in parts if part.activations is not None]
+    if len(given) < len(parts):
+        return None
+    static = [one.scale for one in given if one.scale is not None]
+    return Activations(max(static) if len(static) == len(parts) else None, given[0].threshold)
 
 
 def _outliers_below(parts: list[Codes]) -> Outliers:
@@ -171,6 +181,11 @@ def quantize(values_NK: torch.Tensor) -> Codes:
 def quantized_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The same rounding of activations; sums in float64."""
     how = weight.activations
+    if how is not None and how.threshold is not None:
+        is_outlier = x_TK.abs() >= how.threshold
+        outlying = torch.where(is_outlier, x_TK, 0.0).double() @ weight.dequantize().double().t()
+        plain = replace(weight, activations=Activations(how.scale))
+        return (quantized_linear_reference(x_TK.masked_fill(is_outlier, 0.0), plain, bias_N).double() + outlying).float()
     groups = x_TK.unflatten(1, (-1, GROUP)) if how is None else x_TK.unsqueeze(1)
     if weight.order_K is not None:
         groups = x_TK[:, weight.order_K].unflatten(1, (-1, GROUP))
@@ -305,8 +320,8 @@ def _group_scales(weight: Codes, kind: str) -> torch.Tensor:
         table, factor = table_bytes(weight.table)
         scales, before = scales * factor, [table]
     if kind in ("W8", "T2"):
-        static = weight.activations.scale if weight.activations is not None else None
-        before = [torch.tensor([static or 0.0] + [0.0] * 7)]
+        how = weight.activations or Activations()
+        before = [torch.tensor([how.scale or 0.0, how.threshold or 0.0] + [0.0] * 6)]
     if weight.order_K is not None:
         before.append(weight.order_K.to(torch.int32))
     if weight.outliers is not None:
@@ -344,6 +359,11 @@ class QuantizedPanels(Weight):
     @property
     def num_bytes(self) -> int:
         return self._panels.nbytes + self._scales.nbytes
+
+    @property
+    def has_head(self) -> bool:
+        """Something of the whole matrix stands before the scales of its rows."""
+        return self._kind == "S4" or self._kind[0] in "GWT" or self._outliers is not None
 
     @property
     def held(self) -> Held:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from tidemill.kernels.kv_cache import HeadWeights
+from tidemill.kernels.linear import Weight
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
@@ -47,9 +49,13 @@ class Attention(nn.Module):
         q, kv = own.heads.times(dim).size, own.groups.times(dim).size
         self.qkv = Linear(config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.attention_bias, weights=weights)
         self.out = Linear(q, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
+        self.head_scores: Weight | None = None  # of a predictor that says which KV heads a token needs
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        return self.out(step.attend(self.layer, self.qkv(x_TH), self._learned()))
+        learned = self._learned()
+        if self.head_scores is not None:
+            learned = replace(learned, chosen=self.head_scores(x_TH))
+        return self.out(step.attend(self.layer, self.qkv(x_TH), learned))
 
     def _learned(self) -> HeadWeights:
         sinks = None if self.sinks is None else self.sinks.weight

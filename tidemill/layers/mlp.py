@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tidemill.kernels.glu import activate
-from tidemill.kernels.neurons import NeuronWeights
+from tidemill.kernels.neurons import ChosenNeurons, NeuronWeights
 from tidemill.layers.linear import GatedLinear, Linear
 from tidemill.model_config import ModelConfig
 from tidemill.parallel.cuts import Size, feed_forward_cut
@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
-        self.neurons: NeuronWeights | None = None  # where only those that are not zero are computed
+        self.neurons: NeuronWeights | ChosenNeurons | None = None  # where not all are computed
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self.neurons is not None:

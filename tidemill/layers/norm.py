@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tidemill.kernels.handover import Handover
 from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm
 from tidemill.layers.base import Layer
 from tidemill.parallel.cuts import Size, num_of, whole_of
@@ -17,14 +18,14 @@ class RMSNorm(Layer):
         super().__init__({"weight": (whole_of(size),)}, cuts={"weight": (size, 0)})
         self.weight = nn.Parameter(torch.empty(num_of(size)), requires_grad=False)
         self.eps, self._scale = eps, scale
-        self.codes: torch.dtype | None = None  # in which the linear behind it takes its input
+        self.handover: Handover | None = None  # to the linear behind it
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(None, x_TH, self.weight, self.eps)
 
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.codes)
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.handover)
 
     def added_to(self, residual_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """The sum of the residual and the norm of x."""

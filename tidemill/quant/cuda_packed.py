@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.low_rank import Factors, Product
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.kernels.quantized_linear import Activations, Codes
+from tidemill.kernels.quantized_linear import Codes, joined_activations
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.cuda import CudaDense, CudaMatrix, CudaWeight
 from tidemill.quant.cuda_scaled import CudaOnline, CudaScaledWeight, in_pairs, on_gpu
+from tidemill.quant.low_rank import plain, read_factors
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.packed.fp8 import FP8Tensor
 
-Part: TypeAlias = "Codes | Fp8Part | torch.Tensor"
+if TYPE_CHECKING:
+    from tidemill.kernels.cuda.outliers import SparseColumns
+
+Part: TypeAlias = "Codes | Fp8Part | Factors | torch.Tensor"
+_MOST_SPARSE = 1.5  # bytes of single values for a value of the matrix, beside its half byte
 _MOST_ROWS = 512  # with more, a weight is dequantized into a buffer first
 # By device and lane, one for all weights: they are used one after the other.
 _buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -36,13 +42,23 @@ def _buffer(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
 class CudaPackedWeight(CudaMatrix):
     """`order_K`: column k multiplies input order_K[k]. `act`: as `CudaWeight` has it."""
 
-    def __init__(self, weight: Any, bias_N: torch.Tensor | None, act: str, order_K: torch.Tensor | None, fast: bool) -> None:
+    def __init__(
+        self,
+        weight: Any,
+        bias_N: torch.Tensor | None,
+        act: str,
+        order_K: torch.Tensor | None,
+        fast: bool,
+        sparse: SparseColumns | None = None,
+    ) -> None:
+        """`sparse`: single values on top of it."""
         self._weight, self._bias, self._act, self._order, self._fast = weight, bias_N, act, order_K, fast
+        self._sparse = sparse
         self._device, self._num_out = weight.words_NW.device, weight.num_out
 
     @property
     def num_bytes(self) -> int:
-        num: int = self._weight.num_bytes
+        num: int = self._weight.num_bytes + (0 if self._sparse is None else self._sparse.num_bytes)
         return num
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,6 +67,8 @@ class CudaPackedWeight(CudaMatrix):
         from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed
 
         weight = self._weight
+        if self._sparse is not None:
+            return self._with_sparse(x_TK, self._sparse, out)
         if self._order is not None:
             x_TK = x_TK.index_select(1, self._order)
         if out is None and hopper_packed.covers(weight, x_TK.shape[0]):
@@ -61,6 +79,15 @@ class CudaPackedWeight(CudaMatrix):
         if weight.num_chunks > 1 and not self._fast:
             return gemm_chunked(x_TK, dense, weight.chunk, bias_N=self._bias, act=act)
         return matmul(x_TK, dense, self._bias, act, any_order=self._fast)
+
+    def _with_sparse(self, x_TK: torch.Tensor, sparse: SparseColumns, out: torch.Tensor | None) -> torch.Tensor:
+        from tidemill.kernels.cuda.outliers import add_sparse
+        from tidemill.kernels.cuda.packed_gemm import gemm_packed
+
+        assert not self._act, "such matrices are not fused"
+        sums = torch.empty(x_TK.shape[0], self._num_out, dtype=torch.float32, device=x_TK.device)
+        gemm_packed(x_TK, self._weight, out=sums)
+        return add_sparse(x_TK, sparse, sums, bias_N=self._bias, out=out)
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles
@@ -89,6 +116,7 @@ class CudaPackedWeight(CudaMatrix):
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         from tidemill.kernels.cuda.packed_gemm import dequantize
 
+        assert self._sparse is None, "not a table"
         return dequantize(self._weight, ids_T)
 
 
@@ -104,7 +132,9 @@ def pack_codes(codes: Codes) -> Any:
     zeros, offsets = (None if one is None else one.to("cuda").float() for one in (codes.zeros_NG, codes.offsets_NG))
     if codes.table is not None:
         kind = next((name for name, table in (("nf4", NF4), ("e2m1", E2M1)) if _same(codes.table, table)), None)
-        return None if kind is None else pack(on[0], 4, kind, on[1], None)
+        if kind is not None:
+            return pack(on[0], 4, kind, on[1], None)
+        return pack(on[0], 4, "table", on[1], None, table=codes.table) if whole else None
     if codes.bits == 8:
         if zeros is not None:
             offsets = -zeros * on[1]
@@ -123,6 +153,32 @@ def pack_codes(codes: Codes) -> Any:
 
 def _same(table: torch.Tensor, other: tuple[float, ...]) -> bool:
     return torch.allclose(table.cpu().float(), torch.tensor(other, device="cpu"), atol=1e-6)
+
+
+class CudaSideBySide(CudaMatrix):
+    """Matmuls of one input, their outputs side by side; with `act` of two, in turn, as `CudaWeight` has them."""
+
+    def __init__(self, parts: list[Weight], act: str) -> None:
+        self._parts, self._act = parts, act
+
+    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert out is None, "not a head"
+        made = [part(x_TK) for part in self._parts]
+        if not self._act:
+            return torch.cat(made, 1)
+        both = torch.stack(made, 2).flatten(1)
+        return self.activate(both) if act else both
+
+    def compile(self, nums_rows: Collection[int]) -> None:
+        for part in self._parts:
+            part.compile(nums_rows)
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        for part in self._parts:
+            part.prepare(nums_rows)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("not a table")
 
 
 # ---- stored formats
@@ -158,7 +214,7 @@ def read_fp8(tensor: FP8Tensor) -> Fp8Part | None:
 
 def joined(parts: list[Codes]) -> Codes | None:
     """Rows of several matrices as one, on the GPU. Unlike ones meet in 8 bits with offsets; None: they cannot."""
-    if any(part.outliers is not None for part in parts):
+    if len(parts) > 1 and any(part.outliers is not None for part in parts):
         return None
     parts = [_on_gpu(part) for part in parts]
     if len({_form(part) for part in parts}) > 1:
@@ -171,10 +227,9 @@ def joined(parts: list[Codes]) -> Codes | None:
     first = parts[0]
     if any(not _equal(part.order_K, first.order_K) or not _equal(part.table, first.table) for part in parts):
         return None
-    static = [part.activations.scale for part in parts if part.activations is not None and part.activations.scale is not None]
     return replace(
         first,
-        activations=Activations(max(static)) if len(static) == len(parts) else first.activations and Activations(),
+        activations=joined_activations(parts),
         codes_NK=torch.cat([part.codes_NK for part in parts]),
         scales_NG=torch.cat([part.scales_NG for part in parts]),
         offsets_NG=None if first.offsets_NG is None else torch.cat([part.offsets_NG for part in parts]),  # type: ignore[misc]
@@ -215,6 +270,9 @@ class CudaQuantized(CudaDense):
     has becomes bfloat16, as do experts."""
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
+        factors = read_factors(tensor, row_order)
+        if factors is not None:
+            return Factors(factors.b_NR.to("cuda", torch.bfloat16), factors.a_RK.to("cuda", torch.bfloat16))
         part: Part | None = read_fp8(tensor) if isinstance(tensor, FP8Tensor) else tensor.codes()
         if part is None:
             return super().read(tensor, row_order)
@@ -228,6 +286,8 @@ class CudaQuantized(CudaDense):
 
     def _made(self, parts: list[Any], order: torch.Tensor | None, bias: torch.Tensor | None, act: str) -> Weight:
         """One below the other, then in this order of rows."""
+        if any(isinstance(part, Factors) for part in parts) or (len(parts) > 1 and any(_is_centroids(part) for part in parts)):
+            return self._side_by_side(parts, bias, act)
         bias = in_pairs(bias) if act else on_gpu(bias)
         if all(isinstance(part, Fp8Part) for part in parts) and len({part.scales.dim() for part in parts}) == 1:
             values = torch.cat([part.values_NK.view(torch.int8) for part in parts]).view(torch.float8_e4m3fn)
@@ -243,27 +303,61 @@ class CudaQuantized(CudaDense):
         dense = torch.cat([_dense(part) for part in parts])
         return CudaWeight(dense if order is None else dense[order.to(dense.device)], bias, self._fast, act)
 
+    def _side_by_side(self, parts: list[Any], bias: torch.Tensor | None, act: str) -> Weight:
+        """Factors have ranks of their own, so that nothing is fused."""
+        biases = [None] * len(parts) if bias is None else list(bias.split([_num_rows(part) for part in parts]))
+        made: list[Weight] = []
+        for part, own in zip(parts, biases, strict=True):
+            if isinstance(part, Factors):
+                b = CudaWeight(part.b_NR.contiguous(), on_gpu(own), self._fast)
+                made.append(Product(b, CudaWeight(part.a_RK.contiguous(), None, self._fast)))
+            else:
+                made.append(self._made([part], None, own, ""))
+        return made[0] if len(made) == 1 else CudaSideBySide(made, act)
+
     def _of_codes(self, codes: Codes, bias: torch.Tensor | None, act: str) -> Weight | None:
         is_plain = codes.zeros_NG is None and codes.offsets_NG is None and codes.order_K is None
-        if codes.activations is not None and codes.bits == 8 and is_plain and codes.scales_NG.shape[1] == 1:
-            scale = codes.activations.scale
-            static = None if scale is None else torch.tensor([scale], device="cuda")
-            return CudaScaledWeight(codes.codes_NK, codes.scales_NG[:, 0], bias, act, static)
-        packed = pack_codes(codes)
-        return None if packed is None else CudaPackedWeight(packed, bias, act, codes.order_K, self._fast)
+        how = codes.activations
+        if how is not None and codes.bits == 8 and is_plain and codes.scales_NG.shape[1] == 1:
+            static = None if how.scale is None else torch.tensor([how.scale], device="cuda")
+            return CudaScaledWeight(codes.codes_NK, codes.scales_NG[:, 0], bias, act, static, how.threshold)
+        packed, sparse = pack_codes(codes), None
+        if packed is not None and codes.outliers is not None:
+            sparse = _sparse(codes)
+            packed = None if sparse is None else packed
+        return None if packed is None else CudaPackedWeight(packed, bias, act, codes.order_K, self._fast, sparse)
 
     def join_experts(self, parts: ExpertParts[Any], spec: MoESpec) -> ExpertWeights:
         shared = None if parts.shared is None else ([_dense(part) for part in parts.shared[0]], _dense(parts.shared[1]))
         return CudaDense(self._fast).join_experts(replace(parts, shared=shared), spec)
 
 
+def _is_centroids(part: Part) -> bool:
+    """Whether a matrix has a table of its own, or outliers: it is not fused with others."""
+    return isinstance(part, Codes) and (part.outliers is not None or (part.table is not None and part.scales_NG.shape[1] == 1))
+
+
+def _sparse(codes: Codes) -> SparseColumns | None:
+    """None: a row has so many outliers that the matrix takes less in bfloat16."""
+    from tidemill.kernels.cuda.outliers import sparse_columns
+
+    assert codes.outliers is not None
+    num_out, width = codes.codes_NK.shape
+    made = sparse_columns(codes.outliers.places.to("cuda"), codes.outliers.differences.to("cuda"), num_out, width)
+    return made if made.num_bytes < _MOST_SPARSE * num_out * width else None
+
+
 def _num_rows(part: Part) -> int:
+    if isinstance(part, Factors):
+        return part.b_NR.shape[0]
     values = part if isinstance(part, torch.Tensor) else part.values_NK if isinstance(part, Fp8Part) else part.codes_NK
     return values.shape[0]
 
 
 def _dense(part: Part) -> torch.Tensor:
-    return part if isinstance(part, torch.Tensor) else part.dequantize().to("cuda", torch.bfloat16)
+    whole = plain(part)
+    values: torch.Tensor = whole if isinstance(whole, torch.Tensor) else whole.dequantize()
+    return values.to("cuda", torch.bfloat16)
 
 
 # ---- plain checkpoints

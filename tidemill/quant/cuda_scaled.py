@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tidemill.kernels.handover import Handover
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.model_config import MoESpec
@@ -14,7 +15,8 @@ from tidemill.quant.cuda import CudaDense, CudaMatrix
 
 class CudaScaledWeight(CudaMatrix):
     """`values_NK`: float8_e4m3fn or int8. `scales`: float32 [N], or [K / 128, N]. `static`: the scale of all activations; None:
-    each token has its own, by its largest value. `act`: as `CudaWeight` has it."""
+    each token has its own, by its largest value. `threshold`: of int8, activations of this size and more are multiplied as they
+    are (LLM.int8()). `act`: as `CudaWeight` has it."""
 
     def __init__(
         self,
@@ -23,6 +25,7 @@ class CudaScaledWeight(CudaMatrix):
         bias_N: torch.Tensor | None,
         act: str = "",
         static: torch.Tensor | None = None,
+        threshold: float | None = None,
     ) -> None:
         from tidemill.kernels.cuda.elementwise import Scaled
         from tidemill.kernels.cuda.scaled_gemm import ALIGN
@@ -32,18 +35,30 @@ class CudaScaledWeight(CudaMatrix):
         if missing:
             values_NK = F.pad(values_NK.view(torch.int8), (0, missing)).view(values_NK.dtype)
         self._weight = Scaled(values_NK.contiguous(), scales.contiguous())
-        self._bias, self._act, self._static = bias_N, act, static
-        if not missing and static is None and not self._weight.has_blocks:
-            self.takes = values_NK.dtype
+        self._bias, self._act, self._static, self._threshold = bias_N, act, static, threshold
+        if not missing and static is None and threshold is None and not self._weight.has_blocks:
+            self.handover = Handover(values_NK.dtype)
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.scaled_gemm import gemm_scaled, quantize_blocks, quantize_rows
 
+        if self._threshold is not None:
+            return self._in_two(x_TK, self._threshold, act, out)
         weight, kind, padded = self._weight, self._weight.values_NK.dtype, self._weight.values_NK.shape[1]
-        x = getattr(x_TK, "scaled", None) if self.takes is not None else None  # from the norm before it
+        x = None if self.handover is None else self.handover.take(x_TK)
         if x is None:
             x = quantize_blocks(x_TK, kind, padded) if weight.has_blocks else quantize_rows(x_TK, kind, padded, self._static)
         return gemm_scaled(x, weight, x_TK.dtype, bias_N=self._bias, act=act, out=out)
+
+    def _in_two(self, x_TK: torch.Tensor, threshold: float, act: str, out: torch.Tensor | None) -> torch.Tensor:
+        """Bytes by bytes, then activations that are no bytes."""
+        from tidemill.kernels.cuda.outliers import add_outliers, split_rows
+        from tidemill.kernels.cuda.scaled_gemm import gemm_scaled
+
+        x, kept = split_rows(x_TK, threshold, self._weight.values_NK.shape[1])
+        sums = torch.empty(x_TK.shape[0], self._num_out, dtype=torch.float32, device=x_TK.device)
+        gemm_scaled(x, self._weight, torch.float32, out=sums)
+        return add_outliers(kept, self._weight, sums, bias_N=self._bias, act=act, out=out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         values, scales = self._weight.values_NK[ids_T, : self._num_in].float(), self._weight.scales

@@ -1,4 +1,5 @@
-"""Weights that stay in the 4 or 8 bits they are stored in (GGUF), multiplied as they are by bytes of activations."""
+"""Weights that stay in the 4 or 8 bits they are stored in (GGUF), multiplied as they are by bytes of activations; and those that
+stay two factors."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ from typing import TypeAlias
 
 import torch
 
-from tidemill.kernels.linear import Weight
+from tidemill.kernels.linear import Weight, pack_linear
+from tidemill.kernels.low_rank import Factors, Product, SideBySide
 from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, stack_codes, stack_dense
 from tidemill.kernels.quantized_linear import Codes, QuantizedPanels, concat, fit, likeness, quantize, widened
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.dense import SHORT, Dense
+from tidemill.quant.low_rank import plain, read_factors
 from tidemill.weights.checkpoint import WeightTensor
 
-Part: TypeAlias = Codes | torch.Tensor
+Matrix: TypeAlias = Codes | torch.Tensor
+Part: TypeAlias = Matrix | Factors
 
 
 class Quantized(LinearMethod[Part]):
@@ -24,6 +28,9 @@ class Quantized(LinearMethod[Part]):
     _dense = Dense()
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Part:
+        factors = read_factors(tensor, row_order)
+        if factors is not None:
+            return factors
         codes = tensor.codes()
         fitted = None if codes is None else fit(codes)
         if fitted is None:
@@ -31,6 +38,8 @@ class Quantized(LinearMethod[Part]):
         return fitted if row_order is None else fitted.take(row_order)
 
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
+        if any(isinstance(part, Factors) for part in parts) or _loses(parts):
+            return _side_by_side(parts, bias)
         joined = _below(parts)
         return QuantizedPanels(joined, bias) if isinstance(joined, Codes) else self._dense.join([joined], bias)
 
@@ -42,6 +51,26 @@ class Quantized(LinearMethod[Part]):
 
 def _short(type_name: str) -> torch.dtype:
     return torch.bfloat16 if type_name.startswith("F8") else SHORT.get(type_name, torch.float32)
+
+
+def _loses(parts: list[Part]) -> bool:
+    """Whether quantized matrices would have to be rounded anew to be fused: they have tables, groups or bits of their own."""
+    codes = [part for part in parts if isinstance(part, Codes)]
+    is_short = all(one.scales_NG.dtype == torch.float16 for one in codes)  # 32 to a scale: they meet in 8 bits as they are
+    return len(codes) == len(parts) and not is_short and len({likeness(one) for one in codes}) > 1
+
+
+def _side_by_side(parts: list[Part], bias: torch.Tensor | None) -> Weight:
+    """Factors have ranks of their own, so that nothing is fused."""
+    sizes = [part.codes_NK.shape[0] if isinstance(part, Codes) else part.shape[0] for part in parts]
+    biases = [None] * len(parts) if bias is None else [one.contiguous() for one in bias.split(sizes)]
+    made: list[Weight] = []
+    for part, own in zip(parts, biases, strict=True):
+        if isinstance(part, Factors):
+            made.append(Product(pack_linear(part.b_NR, own), pack_linear(part.a_RK)))
+        else:
+            made.append(QuantizedPanels(part, own) if isinstance(part, Codes) else pack_linear(part, own))
+    return made[0] if len(made) == 1 else SideBySide(made)
 
 
 def _stack(parts: list[list[Part]], bias_EN: torch.Tensor | None) -> Stack:
@@ -63,7 +92,8 @@ def _for_experts(codes: Codes) -> Codes:
     return widened(codes) if codes.bits == 2 else replace(codes, activations=None)
 
 
-def _below(parts: list[Part]) -> Part:
+def _below(given: list[Part]) -> Matrix:
+    parts: list[Matrix] = [plain(part) for part in given]
     codes = [part for part in parts if isinstance(part, Codes)]
     if len(codes) == len(parts):
         return codes[0] if len(codes) == 1 else concat(codes)

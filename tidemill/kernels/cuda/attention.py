@@ -304,12 +304,14 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=["layer_run", "table_width", "head_width"])
 def _attend_single(
-    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, layer_run, runs_per_page,
-    table_width, head_width, scale, factor, softcap, window, bias_width,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, paths_ptr, layer_run,
+    runs_per_page, table_width, head_width, scale, factor, softcap, window, bias_width, path_width,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    """`TREES`: a token may be a draft of a tree. Its record in `paths` says from which position on its ancestors are not where
+    they would be in a sequence, and where they are; they are read into the places of their positions, so bits are the same."""
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -339,10 +341,19 @@ def _attend_single(
             seen = keys[None, :] <= positions[:, None]
             if WINDOW:
                 seen &= keys[None, :] > positions[:, None] - window
-            keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
-                BLOCK * DIM
-            )
-            at = tl.arange(0, BLOCK) * DIM
+            if TREES:
+                path = paths_ptr + token * path_width
+                base = tl.load(path)
+                moved = there & (keys >= base)
+                place = tl.where(moved, tl.load(path + 1 + keys - base, mask=moved, other=0), keys)
+                page = tl.load(table + place // BLOCK, mask=there, other=0).to(tl.int64)
+                keys_ptr = cache_ptr
+                at = (page * runs_per_page + layer_run + kv_head) * (BLOCK * DIM) + place % BLOCK * DIM
+            else:
+                keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
+                    BLOCK * DIM
+                )
+                at = tl.arange(0, BLOCK) * DIM
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
             scores = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
@@ -403,6 +414,7 @@ class Lists:
     by_roles: bool = False  # ours is the kernel made for this GPU
     head_width: int = 0  # columns of the page table of one KV head, if each has its own (singles only)
     ends: torch.Tensor | None = None  # int32, of each row of the page table: where its prompt ends, if layers are bidirectional
+    paths: torch.Tensor | None = None  # int32, of each token (runner/cuda_trees.py), if drafts are trees
 
 
 def attend(
@@ -451,8 +463,10 @@ def attend(
     if lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
-            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, lists.head_width,
-            *how_much, ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias,
+            lists.singles if lists.paths is None else lists.paths, *where, lists.head_width, *how_much,
+            0 if lists.paths is None else lists.paths.stride(0), TREES=lists.paths is not None,
+            ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:
         lists.prompts.attend(qkv_TC, cache, layer, out_TC, num_heads)

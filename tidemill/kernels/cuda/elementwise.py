@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
+from tidemill.kernels.handover import Handover
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
 LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127, torch.uint8: 7}  # of the values of types that have scales; the last: int4
@@ -99,23 +100,23 @@ def add_rms_norm(
     weight_H: torch.Tensor,
     eps: float,
     scale: float = 1.0,
-    codes: torch.dtype | None = None,
+    handover: Handover | None = None,
 ) -> torch.Tensor:
-    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: an 8-bit type, in
-    which the result has itself as `scaled`."""
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `handover`: the result is put
+    in there, too, in its type."""
     out = torch.empty_like(residual_TH)
     num_rows, width = residual_TH.shape
     x = residual_TH if x_TH is None else x_TH
     made = None
-    if codes is not None:
-        made = Scaled(out.new_empty(out.shape, dtype=codes), out.new_empty(num_rows, dtype=torch.float32))
+    if handover is not None:
+        made = Scaled(out.new_empty(out.shape, dtype=handover.dtype), out.new_empty(num_rows, dtype=torch.float32))
     launch(
         _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, out if made is None else made.values_NK.view(torch.int8),
         out if made is None else made.scales, width, eps, scale, HAS_X=x_TH is not None,
-        CODES=0 if codes is None else LARGEST[codes], **_of_a_row(width), **HOW,
+        CODES=0 if handover is None else LARGEST[handover.dtype], **_of_a_row(width), **HOW,
     )  # fmt: skip
-    if made is not None:
-        out.scaled = made  # type: ignore[attr-defined]
+    if handover is not None and made is not None:
+        handover.put(out, made)
     return out
 
 

@@ -474,10 +474,26 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     }
 }
 
+/* Whether a token chose a KV head with its query heads. A score that is no number counts as one that did. */
+static int is_chosen(const tm_attention_job *j, long token, long head) {
+    return !j->chosen || !(j->chosen[token * j->layer->num_kv_heads + head] <= 0);
+}
+
+/* Zeros for the tokens of a tile that did not choose a head. Returns whether any did. */
+static int clear_unchosen(const tm_attention_job *j, long first, long len, long head) {
+    long num_chosen = 0, width = j->layer->num_heads / j->layer->num_kv_heads * j->layer->head_dim;
+    for (long token = first; token < first + len; token++) {
+        if (is_chosen(j, token, head)) num_chosen++;
+        else memset(j->out + (token * j->layer->num_kv_heads + head) * width, 0, width * sizeof(float));
+    }
+    return num_chosen > 0;
+}
+
 void attention_tile(const tm_attention_job *j, long first_token, long len, long start, long end, const tm_places *where, long head, int thread) {
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
     long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
+    if (j->chosen && !clear_unchosen(j, first_token, len, head)) return;
     if (!l->is_bidirectional) end = start + len;
     int format = l->quant ? TM_KV_F32 : (int)s->kv_format, has_codes = l->key_scales && !l->quant, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
@@ -539,6 +555,7 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         attend_block(&t, first, num, keys, values, format, is_copied ? copied : NULL, has_codes ? &codes : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
+        if (!is_chosen(j, first_token + row / group, head)) continue;
         float *to = j->out + ((first_token + row / group) * l->num_heads + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * dim + i), 1.0f / total[row]));
     }
@@ -553,8 +570,8 @@ static void attend_tile(void *arg, long task, int thread) {
     attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], &where, head, thread);
 }
 
-int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out) {
-    tm_attention_job j = {step, layer, learned, qkv, keys, values, out};
+int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen) {
+    tm_attention_job j = {step, layer, learned, qkv, keys, values, out, chosen};
     for (int t = 0; t < tm_num_threads(); t++)
         if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
     tm_parallel(step->num_tokens, 8, enter_token, &j);
@@ -563,9 +580,9 @@ int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned,
 }
 
 TM_API int tm_attention(const tm_step *step, const tm_layer *layer, const float *q_norm, const float *k_norm, const float *sinks, float eps,
-                        float *qkv, void *keys, void *values, float *out) {
+                        float *qkv, void *keys, void *values, float *out, const float *chosen) {
     tm_lock();
-    int failed = attention_op(step, layer, (tm_learned){q_norm, k_norm, sinks, eps}, qkv, keys, values, out);
+    int failed = attention_op(step, layer, (tm_learned){q_norm, k_norm, sinks, eps}, qkv, keys, values, out, chosen);
     tm_unlock();
     return failed;
 }

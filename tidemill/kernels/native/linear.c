@@ -16,7 +16,8 @@ A panel holds, for every group of input features, eight rows side by side, so th
 and for the kinds to S4 scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset;
 S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
 The G kinds and T2 have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 for rows, [panel][8].
-Before them lie GT4's table (16 bytes), the scale of activations of W8 and T2 (a float, 0: each row its own, and 28 bytes of nothing),
+Before them lie GT4's table (16 bytes), the scale of activations of W8 and T2 (a float, 0: each row its own), the size from which on they are
+no bytes (a float, 0: all are; of W8) and 24 bytes of nothing,
 the order of columns (int32 [k]) of matrices that have one, and single values that are added to a matrix: where those of each panel begin
 (int32 [panels + 1]), then their places and values.
 Activations are signed bytes with one scale for 32 of them; for W8 and T2, with one a row.
@@ -115,7 +116,7 @@ void linear_start(linear_job *j) {
     j->group = kind < G8 ? 1 : KIND_GROUP(j->kind) ? KIND_GROUP(j->kind) : j->num_in / GROUP;
     const char *head = (const char *)j->scales;
     if (j->how->has_table) j->table = (const int8_t *)head, head += 16;
-    if (j->how->is_token) j->static_scale = *(const float *)head, head += 32;
+    if (j->how->is_token) j->static_scale = ((const float *)head)[0], j->threshold = ((const float *)head)[1], head += 32;
     if (j->kind & ORDERED) j->order = (const int32_t *)head, head += j->num_in * (long)sizeof(int32_t);
     if (j->kind & SPARSE) {
         j->sparse_first = (const int32_t *)head, head += (j->num_panels + 1) * (long)sizeof(int32_t);
@@ -174,10 +175,16 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
     linear_start(&j);
     if (j.how) {
         long num_groups = num_in / GROUP;
-        j.xq = tm_scratch(0, 0, num_rows * (num_in + 2 * num_groups * (long)sizeof(float)));
+        long listed = j.threshold > 0 ? num_in + 1 : 0; /* of a row: numbers of columns */
+        j.xq = tm_scratch(0, 0, num_rows * (num_in + (2 * num_groups + listed) * (long)sizeof(float)));
         if (!j.xq) return -1;
         j.xd = (float *)(j.xq + num_rows * num_in);
         j.xs = j.xd + num_rows * num_groups;
+        if (listed) {
+            for (int t = 0; t < tm_num_threads(); t++)
+                if (!tm_scratch(t, 1, num_in * (long)sizeof(float))) return -1;
+            j.outliers = (int32_t *)(j.xs + num_rows * num_groups);
+        }
         tm_parallel(num_rows, num_rows < 4 ? num_rows : 1, j.how->quantize, &j);
     }
     long per_thread = (j.num_panels + tm_num_threads() - 1) / tm_num_threads();

@@ -36,6 +36,8 @@ typedef struct {
     const int32_t *order; /* of the input's columns; NULL: as they are */
     const int8_t *table;  /* what 4-bit numbers mean */
     float static_scale;   /* of activations; 0: each row has its own */
+    float threshold;      /* activations of this size and more are no bytes: they are multiplied as they are; 0: all are bytes */
+    int32_t *outliers;    /* [row][num_in + 1]: how many, then their columns */
     const int32_t *sparse_first; /* [panels + 1]: where the values of each panel begin; NULL: there are none */
     const sparse_value *sparse;
 } linear_job;
@@ -68,8 +70,12 @@ void run_panels(void *job, long task, int thread);
 /* To `n` rows of outputs, the products of a panel's single values, in their order. */
 void add_sparse(const linear_job *job, long panel, long row, int n, f32x8 *values);
 
+/* To `n` rows of outputs of W8, the products of the activations that are no bytes, in the order of their columns. */
+void add_outliers(const linear_job *job, long panel, long row, int n, f32x8 *values);
+
 static inline void store_tile(const linear_job *j, long panel, long row, int n, f32x8 *values) {
     if (j->sparse_first) add_sparse(j, panel, row, n, values);
+    if (j->outliers) add_outliers(j, panel, row, n, values);
     long first = panel * LANES, num = j->num_out - first < LANES ? j->num_out - first : LANES;
     for (int r = 0; r < n; r++) {
         float *to = j->out + (row + r) * j->num_out + first;

@@ -1,11 +1,42 @@
 /* Kinds whose activations are bytes with one scale a row (layouts: linear.c). Sums within a group of weights that share a scale, which may
 be a whole row, are whole numbers: their bits are the same in any order. Those over groups are floats, in the order of the groups. */
+#include <math.h>
+
 #include "linear.h"
 
-static void quantize_token(void *arg, long row, int thread) {
-    (void)thread;
-    const linear_job *j = arg;
+/* A row's activations, zeros instead of those that are no bytes; their columns are noted. */
+static const float *without_outliers(const linear_job *j, long row, int thread) {
     const float *x = j->x + row * j->num_in;
+    float *kept = tm_scratch(thread, 1, j->num_in * (long)sizeof(float)); /* linear_op has made sure there is */
+    int32_t *columns = j->outliers + row * (j->num_in + 1) + 1, num = 0;
+    for (long k = 0; k < j->num_in; k++) {
+        const int is_outlier = fabsf(x[k]) >= j->threshold;
+        if (is_outlier) columns[num++] = (int32_t)k;
+        kept[k] = is_outlier ? 0 : x[k];
+    }
+    columns[-1] = num;
+    return kept;
+}
+
+void add_outliers(const linear_job *j, long panel, long row, int n, f32x8 *values) {
+    const int8_t *codes = (const int8_t *)j->codes + panel * j->num_in * LANES;
+    for (int r = 0; r < n; r++) {
+        const int32_t *columns = j->outliers + (row + r) * (j->num_in + 1);
+        const float *x = j->x + (row + r) * j->num_in;
+        f32x8 sum = f32x8_set(0);
+        for (int32_t i = 1; i <= columns[0]; i++) {
+            const long k = columns[i];
+            float weights[LANES];
+            for (int lane = 0; lane < LANES; lane++) weights[lane] = codes[k / 4 * 32 + lane * 4 + k % 4];
+            sum = f32x8_fma1(sum, f32x8_load(weights), x[k]);
+        }
+        if (columns[0]) values[r] = f32x8_fma(values[r], sum, f32x8_load((const float *)j->scales + panel * LANES));
+    }
+}
+
+static void quantize_token(void *arg, long row, int thread) {
+    const linear_job *j = arg;
+    const float *x = j->outliers ? without_outliers(j, row, thread) : j->x + row * j->num_in;
     f32x8 top = f32x8_set(0), total = f32x8_set(0), most = f32x8_set(127), least = f32x8_set(-127);
     for (long k = 0; k < j->num_in; k += 8) {
         f32x8 v = f32x8_load(x + k);

@@ -1,8 +1,11 @@
-/* A feed-forward whose gate is a ReLU, of which only the neurons that are not zero are computed: down(relu(gate) * up).
+/* A feed-forward of which only some neurons are computed: down(act(gate) * up).
 
-A neuron's row of up and column of down lie side by side in a stream (stream.c), which has those that are used often in memory. The
-gate says exactly which neurons are zero for all rows. They are left out: adding their zeros would change no sum, since an output is
-summed over neurons in their order, one fused multiplication after the other, as in linear.c. */
+A neuron's row of up and column of down lie side by side. Those that no row needs are left out: adding their zeros would change no sum,
+since an output is summed over neurons in their order, one fused multiplication after the other, as in linear.c.
+
+In a stream (stream.c), which has neurons that are used often in memory: the gate is a ReLU, which says exactly which ones are zero.
+In memory, with the rows of gate beside them: a predictor says by its scores which ones a row needs; to the others' it adds nothing. So a
+row's outputs depend on its own scores alone. */
 #include <string.h>
 
 #include "linear.h"
@@ -11,11 +14,12 @@ summed over neurons in their order, one fused multiplication after the other, as
 
 #define COLUMNS 32 /* of the output that a task computes */
 #define TILE_ROWS 4
+#define AHEAD 8 /* neurons whose column of down is fetched ahead: which come next, no prefetcher knows */
 #define RELU 4 /* its number in rows.c */
 
 typedef struct {
     const tm_neurons *n;
-    const float *x, *gate;
+    const float *x, *gate; /* gate: of neurons in memory, scores */
     float *hidden, *out; /* hidden: [row][active] */
     long num_rows, num_active, *active;
     const char **places; /* of the active ones */
@@ -66,6 +70,73 @@ static void up_task(void *arg, long task, int thread) {
     }
 }
 
+/* ---- gate and up of neurons in memory, for the rows that chose them */
+
+#define PAIR_ROWS 2
+
+/* Of one neuron and `n` rows: x by its rows of gate and up, each in two chains of eight sums. */
+TM_INLINE void pair_dots(const tm_neurons *n, long kind, const char *place, const float *const *x, int num, float *gates, float *ups) {
+    const char *gate = place, *up = place + n->up_place;
+    f32x8 g[PAIR_ROWS][2], u[PAIR_ROWS][2];
+    long k = 0;
+    for (int r = 0; r < num; r++)
+        for (int i = 0; i < 2; i++) g[r][i] = u[r][i] = f32x8_set(0);
+    for (; k + 2 * LANES <= n->num_in; k += 2 * LANES)
+        for (int i = 0; i < 2; i++) {
+            f32x8 wg = values_at(kind, gate, k + i * LANES), wu = values_at(kind, up, k + i * LANES);
+            for (int r = 0; r < num; r++) {
+                f32x8 v = f32x8_load(x[r] + k + i * LANES);
+                g[r][i] = f32x8_fma(g[r][i], wg, v);
+                u[r][i] = f32x8_fma(u[r][i], wu, v);
+            }
+        }
+    for (; k < n->num_in; k += LANES)
+        for (int r = 0; r < num; r++) {
+            float eight[LANES] = {0};
+            memcpy(eight, x[r] + k, (n->num_in - k < LANES ? n->num_in - k : LANES) * sizeof(float));
+            g[r][0] = f32x8_fma(g[r][0], values_at(kind, gate, k), f32x8_load(eight));
+            u[r][0] = f32x8_fma(u[r][0], values_at(kind, up, k), f32x8_load(eight));
+        }
+    for (int r = 0; r < num; r++) {
+        gates[r] = f32x8_sum(f32x8_add(g[r][0], g[r][1]));
+        ups[r] = f32x8_sum(f32x8_add(u[r][0], u[r][1]));
+    }
+}
+
+static void pair_rows(const neurons_job *j, long a, const long *rows, int num) {
+    const tm_neurons *n = j->n;
+    const long neuron = j->active[a];
+    const float *x[PAIR_ROWS] = {0};
+    float both[2 * LANES] = {0}, products[LANES];
+    for (int r = 0; r < num; r++) x[r] = j->x + rows[r] * n->num_in;
+#define DOTS(kind) (num == 1 ? pair_dots(n, kind, j->places[a], x, 1, both, both + LANES) : pair_dots(n, kind, j->places[a], x, 2, both, both + LANES))
+    if (n->kind == F32) DOTS(F32);
+    else if (n->kind == F16) DOTS(F16);
+    else DOTS(BF16);
+    for (int r = 0; r < num; r++) {
+        both[r] += n->gate_bias ? n->gate_bias[neuron] : 0;
+        both[LANES + r] += n->up_bias ? n->up_bias[neuron] : 0;
+    }
+    glu_values((int)n->act, both, products, LANES);
+    for (int r = 0; r < num; r++) j->hidden[rows[r] * j->num_active + a] = products[r];
+}
+
+static void pair_task(void *arg, long task, int thread) {
+    (void)thread;
+    const neurons_job *j = arg;
+    for (long a = task * LANES; a < j->num_active && a < (task + 1) * LANES; a++) {
+        long rows[PAIR_ROWS];
+        int num = 0;
+        for (long row = 0; row < j->num_rows; row++) {
+            j->hidden[row * j->num_active + a] = 0;
+            if (j->gate[row * j->n->num_inner + j->active[a]] <= 0) continue;
+            rows[num++] = row;
+            if (num == PAIR_ROWS) pair_rows(j, a, rows, num), num = 0;
+        }
+        if (num) pair_rows(j, a, rows, num);
+    }
+}
+
 /* ---- down: some columns of all rows */
 
 TM_INLINE void down_rows(const neurons_job *j, long kind, long column, long row, int num_rows) {
@@ -73,8 +144,14 @@ TM_INLINE void down_rows(const neurons_job *j, long kind, long column, long row,
     f32x8 sums[TILE_ROWS][COLUMNS / LANES];
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < COLUMNS / LANES; c++) sums[r][c] = f32x8_set(0);
+    const long line = n->kind == F32 ? column * (long)sizeof(float) : column * (long)sizeof(uint16_t);
     for (long a = 0; a < j->num_active; a++) {
         const char *values = j->places[a] + n->down_place;
+        if (a + AHEAD < j->num_active) {
+            const char *next = j->places[a + AHEAD] + n->down_place + line;
+            __builtin_prefetch(next);
+            if (n->kind == F32) __builtin_prefetch(next + 64);
+        }
         for (int c = 0; c < COLUMNS / LANES; c++) {
             f32x8 w = values_at(kind, values, column + c * LANES);
             for (int r = 0; r < num_rows; r++) sums[r][c] = f32x8_fma1(sums[r][c], w, j->hidden[(row + r) * j->num_active + a]);
@@ -105,7 +182,7 @@ static void down_task(void *arg, long task, int thread) {
 
 /* ---- all of it */
 
-/* Neurons that are not zero in every row. A gate that is no number counts as one that is not. */
+/* Neurons that are not zero in every row. A gate or score that is no number counts as one that is not. */
 static void find_active(neurons_job *j, char *is_active) {
     const long num = j->n->num_inner;
     memset(is_active, 0, num);
@@ -113,6 +190,13 @@ static void find_active(neurons_job *j, char *is_active) {
         for (long i = 0; i < num; i++) is_active[i] |= !(j->gate[row * num + i] <= 0);
     for (long i = 0; i < num; i++)
         if (is_active[i]) j->active[j->num_active++] = i;
+}
+
+static void count_chosen(const neurons_job *j) {
+    const long num = j->num_rows * j->n->num_inner;
+    int64_t chosen = 0;
+    for (long i = 0; i < num; i++) chosen += !(j->gate[i] <= 0);
+    *j->n->num_chosen += chosen;
 }
 
 int neurons_op(const tm_neurons *n, const float *x, const float *gate, long num_rows, float *out) {
@@ -125,11 +209,18 @@ int neurons_op(const tm_neurons *n, const float *x, const float *gate, long num_
     long *units = j.active + inner;
     j.places = (const char **)(units + inner);
     find_active(&j, (char *)(j.places + inner));
-    for (long i = 0; i < j.num_active; i++) units[i] = n->first_unit + j.active[i];
-    int failed = stream_experts(n->stream, units, j.num_active, j.places);
-    if (failed) return failed;
-    tm_parallel((j.num_active + LANES - 1) / LANES, 1, up_task, &j);
-    if (j.failed) return j.failed;
+    const long num_tasks = (j.num_active + LANES - 1) / LANES;
+    if (n->memory) {
+        if (n->num_chosen) count_chosen(&j);
+        for (long i = 0; i < j.num_active; i++) j.places[i] = n->memory + j.active[i] * n->num_bytes;
+        tm_parallel(num_tasks, 1, pair_task, &j);
+    } else {
+        for (long i = 0; i < j.num_active; i++) units[i] = n->first_unit + j.active[i];
+        int failed = stream_experts(n->stream, units, j.num_active, j.places);
+        if (failed) return failed;
+        tm_parallel(num_tasks, 1, up_task, &j);
+        if (j.failed) return j.failed;
+    }
     tm_parallel((n->num_out + COLUMNS - 1) / COLUMNS, 1, down_task, &j);
     return 0;
 }

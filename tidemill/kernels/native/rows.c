@@ -1,6 +1,7 @@
 /* What is done to each row on its own: norm, activation, lookup, noise. A row's bits depend on the row alone. */
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "simd.h"
 #include "tidemill.h"
@@ -76,6 +77,34 @@ void add_op(const float *x, float scale, float *residual, long num_rows, long wi
 TM_API void tm_add(const float *x, float scale, float *residual, long num_rows, long width) {
     tm_lock();
     add_op(x, scale, residual, num_rows, width);
+    tm_unlock();
+}
+
+/* ---- side by side */
+
+typedef struct {
+    const float *const *parts;
+    const long *widths;
+    float *out;
+} concat_job;
+
+static void concat_row(void *arg, long row, int thread) {
+    (void)thread;
+    const concat_job *j = arg;
+    float *to = j->out + row * (j->widths[0] + j->widths[1] + j->widths[2]);
+    for (int i = 0; i < 3; to += j->widths[i++])
+        if (j->widths[i]) memcpy(to, j->parts[i] + row * j->widths[i], j->widths[i] * sizeof(float));
+}
+
+void concat_op(const float *const parts[3], const long widths[3], long num_rows, float *out) {
+    concat_job j = {parts, widths, out};
+    for_rows(num_rows, widths[0] + widths[1] + widths[2], concat_row, &j);
+}
+
+TM_API void tm_concat(const float *first, const float *second, const float *third, const long *widths, long num_rows, float *out) {
+    const float *const parts[3] = {first, second, third};
+    tm_lock();
+    concat_op(parts, widths, num_rows, out);
     tm_unlock();
 }
 

@@ -25,7 +25,9 @@ class StreamSpec(ctypes.Structure):
 class StreamFigures(ctypes.Structure):
     """tm_stream_figures of tidemill.h."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("num_bytes", "waited_ns", "num_asked", "num_read")]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("num_bytes", "waited_ns", "num_asked", "num_read", "num_missed", "num_foreseen")
+    ]
 
 
 class Neurons(ctypes.Structure):
@@ -35,6 +37,9 @@ class Neurons(ctypes.Structure):
         *((name, _LONG) for name in ("kind", "num_in", "num_inner", "num_out", "down_place")),
         *((name, _POINTER) for name in ("up_bias", "down_bias", "stream")),
         ("first_unit", _LONG),
+        ("memory", _POINTER),
+        *((name, _LONG) for name in ("up_place", "num_bytes", "act")),
+        *((name, _POINTER) for name in ("gate_bias", "num_chosen")),
     ]
 
 

@@ -97,6 +97,7 @@ typedef struct {
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
     char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
+    const float *chosen; /* [token][kv heads]: scores; heads at 0 and below give zeros, and those that no token chose are not computed; NULL: all are */
 } tm_attention_job;
 
 /* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
@@ -164,6 +165,7 @@ typedef struct {
 typedef struct {
     int64_t num_bytes, waited_ns; /* read; for which computing waited */
     int64_t num_asked, num_read;  /* units */
+    int64_t num_missed, num_foreseen; /* of those that were asked for: in no slot; read ahead by a guess */
 } tm_stream_figures;
 
 typedef struct tm_stream tm_stream;
@@ -172,18 +174,26 @@ typedef struct tm_stream tm_stream;
 int stream_layer_op(tm_stream *stream, long layer);
 /* Until these experts are in slots: where. The ones of the call before are no longer needed. */
 int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
+/* These experts may be asked for next: those that are in no slot are read, as far as there are slots that the last call does not need. For
+   guesses, there may be twice as many transient slots as were needed, but no more than half of all. */
+void stream_ahead(tm_stream *stream, const long *units, long num);
 
-/* A feed-forward of neurons in a stream (neurons.c): of each, a row of up, and from `down_place` bytes on a column of down. Both are
-   followed by zeros, to a multiple of 8 and of 32 values. Field by field as in kernels/neurons.py. */
+/* A feed-forward of which few neurons are computed (neurons.c). In a stream: of each neuron a row of up, and from `down_place` bytes on a
+   column of down. In memory: a row of gate, from `up_place` on one of up, then down. Rows are followed by zeros, to a multiple of 8
+   values, columns to one of 32. Field by field as in kernels/neurons.py. */
 typedef struct {
     long kind, num_in, num_inner, num_out, down_place; /* kind: F32, F16 or BF16 of linear.h */
     const float *up_bias, *down_bias; /* NULL: none */
     tm_stream *stream;
     long first_unit;
+    const char *memory; /* instead of a stream; NULL: there is one */
+    long up_place, num_bytes, act; /* of neurons in memory: num_bytes from one to the next; act: a number of rows.c */
+    const float *gate_bias;
+    int64_t *num_chosen; /* neurons that rows chose, counted; NULL: they are not */
 } tm_neurons;
 
-/* gate: [row][num_inner], before the activation. */
-int neurons_op(const tm_neurons *neurons, const float *x, const float *gate, long num_rows, float *out);
+/* scores: [row][num_inner]. In a stream: the gate before the activation. In memory: neurons above 0 are computed for that row. */
+int neurons_op(const tm_neurons *neurons, const float *x, const float *scores, long num_rows, float *out);
 
 /* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
 typedef struct {
@@ -254,6 +264,21 @@ int all_reduce_op(const tm_group *group, float *x, long num_rows, long width);
 /* The ranks' columns side by side, which need not be as many from each. */
 int all_gather_op(const tm_group *group, const float *x, float *out, long num_rows, long width, long num_out);
 
+/* Of a matrix whose rows are divided among ranks, `width` columns: the columns that this rank has of all rows, in runs; or how many
+   each rank has, one after the other. Row i of `all` is rank r's from all * r / size on. */
+typedef struct {
+    const tm_group *group;
+    long width, num_runs, own_width;
+    const long *firsts, *lens, *widths;
+} tm_exchange;
+
+/* From own rows [.][width] to all rows [all][own_width]; and from these to own rows, all columns. */
+int to_columns_op(const tm_exchange *exchange, const float *x, float *out, long all);
+int to_rows_op(const tm_exchange *exchange, const float *x, float *out, long all);
+void own_rows_op(const float *x, long all, long width, long rank, long size, float *out);
+void columns_op(const float *x, long num_rows, long width, long first, long num, float *out);
+static inline long first_row(long all, long rank, long size) { return all * rank / size; }
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -268,14 +293,15 @@ typedef struct {
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
     float *in, *in_out, *out, *in_2, *in_3;
-    long num_rows;
+    long num_rows; /* of them: all, or those of this rank */
     const tm_step *step;
+    long all_rows;
 } tm_buffers;
 
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
-int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
+int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen);
 /* Into the cache: a key before rotation, and a value. `keys`, `values`: of the layer, in the first page. */
 void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, long page, long head, long offset, long position,
                  const float *key, const float *value);
@@ -283,6 +309,8 @@ void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, 
    they are in float32, those past the last as the last. */
 void kvquant_take(const tm_layer *l, long head, long first, long num, const char **keys, const char **values,
                   const char *const *key_extras, const char *const *value_extras, long num_rows, float *to);
+/* Up to three matrices side by side; NULL: of no columns. */
+void concat_op(const float *const parts[3], const long widths[3], long num_rows, float *out);
 /* residual += scale * x */
 void add_op(const float *x, float scale, float *residual, long num_rows, long width);
 void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
@@ -299,7 +327,8 @@ int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learn
 void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
 void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
 /* logits: [row][num_experts, and one for the shared expert]. */
-int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);
+/* `ahead`: the next layer's, whose experts are read by guess, or NULL; `ahead_logits`: by its router. */
+int moe_op(const tm_moe *moe, const float *x, const float *logits, const tm_moe *ahead, const float *ahead_logits, long num_rows, float *out);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

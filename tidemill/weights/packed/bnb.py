@@ -10,28 +10,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.kernels.quantized_linear import Codes
+from tidemill.kernels.quantized_linear import Activations, Codes
 from tidemill.weights.packed.base import PackedTensor, Scheme, Stored, group_name, lacks
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 4096
-
 _LARGEST_OFFSET = 1e30
+_THRESHOLD, _LARGEST_THRESHOLD = 6.0, 1e30  # of LLM.int8(), where none is given
 
 
 class Int8Tensor(PackedTensor):
-    """`weight` int8 [out, in]; `SCB`: the largest absolute value of each row."""
+    """`weight` int8 [out, in]; `SCB`: the largest absolute value of each row. `threshold`: activations of this size and more
+    are multiplied as they are."""
 
-    def __init__(self, module: str, parts: dict[str, Stored]) -> None:
+    def __init__(self, module: str, parts: dict[str, Stored], threshold: float) -> None:
         lacks(module, parts, ("weight", "SCB"))
         num_out, width = parts["weight"].check(("I8",), (None, None)).shape
         parts["SCB"].check(("F32", "F16", "BF16"), (num_out,))
-        self._parts = parts
-        super().__init__(module, parts, (num_out, width), "INT8-C")
+        self._parts, self._activations = parts, Activations(threshold=threshold or None)
+        super().__init__(module, parts, (num_out, width), "W8A8")
 
     def codes(self) -> Codes:
         scales = self._parts["SCB"].scales().reshape(-1, 1) / 127
-        return Codes(8, self._parts["weight"].read(), scales, None, group=self.shape[1])
+        codes = self._parts["weight"].read()
+        return Codes(8, codes, scales, None, group=self.shape[1], activations=self._activations)
 
 
 class FourBitTensor(PackedTensor):
@@ -52,6 +54,11 @@ class FourBitTensor(PackedTensor):
         parts["weight.quant_map"].check(("F32",), (16,))
         parts["weight.absmax"].check(("F32", "U8"), (-(-num // self._block),))
         self._group = math.gcd(width, self._block)  # a block may begin within a row
+        if parts["weight.absmax"].dtype == "U8":
+            lacks(f"{module}.weight", parts, ("weight.nested_absmax", "weight.nested_quant_map"))
+            num_nested = -(-parts["weight.absmax"].shape[0] // self._number("nested_blocksize"))
+            parts["weight.nested_absmax"].check(("F32", "F16", "BF16"), (num_nested,))
+            parts["weight.nested_quant_map"].check(("F32", "F16", "BF16"), (256,))
         super().__init__(module, parts, (num_out, width), group_name(kind.upper(), self._group, width))
 
     def _number(self, key: str) -> int:
@@ -65,13 +72,12 @@ class FourBitTensor(PackedTensor):
         stored = self._parts["weight.absmax"]
         if stored.dtype == "F32":
             return stored.scales()
-        lacks(self.name, self._parts, ("weight.nested_absmax", "weight.nested_quant_map"))
         block, offset = self._number("nested_blocksize"), self._state.get("nested_offset")
         if not isinstance(offset, (int, float)) or not abs(offset) < _LARGEST_OFFSET:
             raise stored.broken(f"has the nested_offset {str(offset)[:50]!r}")
         codes = stored.read().int()
-        nested = self._parts["weight.nested_absmax"].scales((-(-codes.numel() // block),))
-        numbers = self._parts["weight.nested_quant_map"].scales((256,))
+        nested = self._parts["weight.nested_absmax"].scales()
+        numbers = self._parts["weight.nested_quant_map"].scales()
         largest = numbers[codes] * nested.repeat_interleave(block)[: codes.numel()] + offset
         if not largest.isfinite().all():
             raise stored.broken("has scales that are not finite")
@@ -110,11 +116,15 @@ class BitsAndBytes(Scheme):
         super().__init__(settings, path)
         if not settings.get("load_in_8bit") and not settings.get("load_in_4bit"):
             raise self.refuse("bitsandbytes says neither load_in_8bit nor load_in_4bit", "Quantize the model again.")
+        given = settings.get("llm_int8_threshold", _THRESHOLD)
+        if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < _LARGEST_THRESHOLD:
+            raise self.refuse(f"llm_int8_threshold is {str(given)[:50]!r}", "It must be a number from 0 (no outliers) on.")
+        self._threshold = float(given)
 
     def tensor(self, module: str, parts: dict[str, Stored]) -> PackedTensor | None:
         for kind in ("nf4", "fp4"):
             if f"{_STATE}{kind}" in parts:
                 return FourBitTensor(module, parts, kind)
         if "SCB" in parts or ("weight" in parts and parts["weight"].dtype == "I8"):
-            return Int8Tensor(module, parts)
+            return Int8Tensor(module, parts, self._threshold)
         return None

@@ -408,8 +408,10 @@ class Library(StreamCalls):
         if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, *places):
             raise MemoryError("no memory for attention")
         if self._recording:
-            own = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
-            self._recording.note("attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own)
+            self._recording.note(
+                "attention", out, qkv_TC, None, learned.chosen,
+                a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps,
+            )  # fmt: skip
         return out
 
     def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,roles,roles_time,many,sparse] [--json out.json] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,single,packed,many,roles,roles_time,sparse] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -57,7 +57,8 @@ def new_scaled(num_out: int, num_in: int, dtype: torch.dtype = FP8, blocks: bool
 
 
 FORMATS = {
-    "w4 g128": (4, "zeros", 128),
+    "w4 g128": (4, "middle", 128),
+    "w4 g128 zeros": (4, "zeros", 128),
     "w4 g128 planes of 32": (4, "zeros", 128, 32),
     "w4 g128 in one chunk": (4, "zeros", 128, 64, 1 << 20),
     "w4 g32 offsets (Q4_K)": (4, "offsets", 32),
@@ -76,6 +77,8 @@ def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plan
     scales = (torch.rand(num_out, groups, device="cuda") + 0.5) / num_in**0.5 / (64 if bits == 8 else 4)
     if kind == "offsets":
         others = -7.5 * scales
+    elif kind == "middle":
+        kind, others = "zeros", torch.full_like(scales, 8.0)
     else:
         others = torch.full_like(scales, 1.0) if bits == 2 else torch.randint(6, 10, scales.shape, device="cuda").float()
     return pack(codes, bits, kind, scales, None if bits == 8 and kind == "zeros" else others, plane, chunk)
@@ -433,6 +436,29 @@ def time_packed(until: float) -> None:
                     print(f"  chunked bf16 {name} {chunk} {tile}: {type(failure).__name__} {str(failure)[:80]}", flush=True)
 
 
+SINGLE: dict[str, list[tuple[int, ...]]] = {
+    "gate_up": [
+        (16, 64, 5, 2), (8, 64, 5, 2), (8, 64, 8, 2), (8, 64, 5, 4), (8, 32, 6, 1), (8, 32, 8, 2), (8, 32, 5, 2), (8, 128, 4, 4),
+        (8, 128, 5, 8), (8, 16, 8, 1), (16, 32, 6, 1),
+    ],
+    "": [
+        (8, 64, 3, 4, 0, 1), (8, 64, 4, 2, 0, 1), (8, 64, 6, 2, 0, 1), (8, 32, 6, 1, 0, 1), (8, 32, 4, 2, 0, 1),
+        (8, 64, 6, 4, 0, 1), (8, 16, 8, 1, 0, 1),
+    ],
+}  # fmt: skip
+
+
+def time_single(until: float) -> None:
+    """One row, by the bytes of the weight."""
+    cases = [
+        one
+        for kind in ("w4 g128", "w4 g32 offsets (Q4_K)")
+        for name in SHAPES
+        for one in packed_cases(kind, (1,), (name,), {1: SINGLE.get(name, SINGLE[""])})
+    ]
+    run_cases(cases, until)
+
+
 def time_many(until: float) -> None:
     """Dequantized into a buffer first; and formats that only one shape is tried with."""
     cases = [one for kind in FORMATS for one in packed_cases(kind, (1, 256), ("gate_up",), FEW) if "w4" not in kind]
@@ -445,13 +471,15 @@ def time_many(until: float) -> None:
 
 
 ROLES: dict[int, list[tuple[int, ...]]] = {
-    64: [(64, 64, 8, 4), (64, 128, 8, 4), (128, 64, 6, 4)],
-    256: [(128, 64, 6, 4), (128, 128, 6, 3), (256, 64, 3, 4)],
+    64: [(64, 64, 8, 4), (64, 128, 8, 4), (64, 128, 8, 4, 1)],
+    128: [(128, 64, 6, 4), (128, 128, 6, 4, 1), (128, 128, 3, 2, 1), (128, 64, 6, 4, 1)],
+    256: [(128, 64, 6, 4), (128, 128, 6, 3), (256, 64, 3, 4), (256, 128, 3, 2, 1), (256, 128, 4, 4, 1), (128, 128, 6, 4, 1)],
     2048: [(128, 128, 6, 3), (256, 64, 3, 4), (256, 128, 3, 2)],
 }
 ROLES_32: dict[int, list[tuple[int, ...]]] = {  # planes of 32: buffers are half as large
     64: [(64, 128, 8, 4), (64, 128, 12, 6), (64, 64, 12, 6)],
-    256: [(128, 128, 8, 4), (256, 128, 6, 4), (256, 128, 8, 3), (128, 64, 8, 6)],
+    128: [(128, 128, 8, 4), (128, 128, 8, 6), (128, 128, 8, 4, 1)],
+    256: [(128, 128, 8, 4), (256, 128, 6, 4), (256, 128, 8, 3), (256, 128, 6, 4, 1), (256, 128, 8, 6, 1)],
     2048: [(128, 128, 8, 4), (256, 128, 6, 4)],
 }
 
@@ -461,7 +489,8 @@ def check_roles() -> None:
     checks = [
         (name, new_packed(num_out, num_in, *FORMATS[name]), act)
         for name, shapes in {
-            "w4 g128": ((1024, 4096, ""), (4096, 14336, ""), (9216, 2048, "silu")),
+            "w4 g128": ((1024, 4096, ""), (4096, 14336, ""), (4096, 4096, "silu"), (9216, 2048, "silu")),
+            "w4 g128 zeros": ((1024, 4096, ""),),
             "w4 g32 offsets (Q4_K)": ((1024, 4096, ""), (9216, 2048, "silu")),
             "w8 channel": ((1024, 4096, ""),),
             "ternary": ((1024, 4096, "gelu_tanh"),),
@@ -490,7 +519,7 @@ def check_roles() -> None:
 def time_roles(until: float) -> None:
     """Beside the kernel without them."""
     cases = []
-    for kind, rows_to_try in (("w4 g128", (64, 128, 256, 2048)), ("w4 g32 offsets (Q4_K)", (64, 256, 2048))):
+    for kind, rows_to_try in (("w4 g128", (64, 128, 256)), ("w4 g32 offsets (Q4_K)", (128, 256))):
         for name in SHAPES:
             cases += [roles_cases(kind, name, rows) for rows in rows_to_try]
     run_cases(cases, until)
@@ -585,7 +614,7 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,roles,roles_time,many,sparse")
+    parser.add_argument("--only", default="check,engine,bf16,fp8,single,packed,roles,roles_time,many,sparse")
     parser.add_argument("--json")
     parser.add_argument("--schemes", default="none,fp8,int8,int4", help="of the engines")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
@@ -594,8 +623,8 @@ def main() -> None:
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
-        "packed": lambda: time_packed(until), "roles": check_roles, "roles_time": lambda: time_roles(until),
-        "many": lambda: time_many(until),
+        "single": lambda: time_single(until), "packed": lambda: time_packed(until), "many": lambda: time_many(until),
+        "roles": check_roles, "roles_time": lambda: time_roles(until),
         "sparse": lambda: time_sparse(until), "engine": lambda: check_engines(options.schemes.split(",")),
     }  # fmt: skip
     for name in options.only.split(","):

@@ -18,11 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from bench import parts
 from tidemill import LLM, SamplingParams
 from tidemill.compress.calibration import Calibration
 from tidemill.compress.distill import DistillOptions, distill
-from tidemill.compress.evaluate import default_text, measure_quality, text_windows
+from tidemill.compress.evaluate import default_text, measure_quality, prompt_logits, text_windows
 from tidemill.compress.gqa import ConvertOptions, convert
 from tidemill.compress.prune import PruneOptions, prune
 from tidemill.compress.student import Learning
@@ -111,13 +114,20 @@ class Bench:
             "KV heads pooled and trained": self.grouped(steps),
         }
 
+    def of_original(self, llm: LLM, ids: list[int]) -> torch.Tensor:
+        """Its logits, computed once; files, since they are larger than memory should be."""
+        file = self.folder / f"{self.windows.index(ids)}.npy"
+        if not file.exists():
+            np.save(file, prompt_logits(llm, ids).numpy())
+        return torch.from_numpy(np.load(file))
+
     def measure(self, name: str, make: Callable[[Path], Any]) -> dict[str, Any]:
         out = self.folder / "out"
         begin = time.perf_counter()
         make(out)
         seconds = time.perf_counter() - begin
         llm = self.load(str(out))
-        quality = measure_quality(llm, self.original, self.windows, lambda _: None)
+        quality = measure_quality(llm, self.original, self.windows, lambda _: None, self.of_original)
         found = {
             "ppl": quality.perplexity, "kl": quality.kl, "top1": quality.top1, "tokens": quality.num_tokens, "seconds": seconds,
             "bytes": open_checkpoint(out).num_bytes, "kv": llm.model_config.kv_bytes_per_token(llm.config.kv_dtype),

@@ -4,10 +4,11 @@
     python -m bench.simulation --device cuda --shape llama8b               an 8B of random weights on a GPU
     python -m bench.simulation --profile FILE                              with a profile that is there, instead of a new one
 
-No load is used in calibration. Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each
-load the median of its runs counts. On a CPU, time is that which this process computes (one thread), since others may use the
-machine as well. `--out` gets profile.json, real.json, results.json and steps.json, every
-measured step: its StepShape, seconds, and whether it followed another.
+No load is used in calibration, and those of HELD_OUT were not looked at either when the parts of the cost model were chosen.
+Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each load the median of its runs
+counts. On a CPU, time is that which this process computes (one thread), since others may use the machine as well. `--out` gets
+profile.json, real.json, results.json and steps.json, every measured step: its StepShape, seconds, whether it followed another,
+and the host's seconds.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tidemill.sim.profile import Profile
 from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Submit
 
+HELD_OUT = ("summaries", "short", "agents")
 TOLERANCE = {"throughput": 0.03, "TPOT p50": 0.05, "TPOT p99": 0.05, "TTFT p50": 0.08}
 
 
@@ -61,6 +63,10 @@ def loads(length_scale: float, number_scale: float, vocab: int, context: int) ->
         "shared prefix": (drawn(160, 96, 128, shared=2048, seed=6), 0.7, 1.0),
         "mixture": (mixture, 0.7, 2.0),
         "long": (drawn(12, 12000, 128, 0.3, seed=9), 0.6, 1.0),
+        # The parts of the cost model were chosen without these.
+        "summaries": (drawn(40, 5000, 200, 0.7, seed=10), 0.7, 1.0),
+        "short": (drawn(300, 64, 96, 0.8, seed=11), 0.8, 1.0),
+        "agents": (drawn(120, 300, 64, 0.9, shared=6144, seed=12), 0.7, 4.0),
     }
 
 
@@ -124,9 +130,10 @@ def _arrival(number: int, item: Item) -> Arrival:
 def timed_loads(core: EngineCore, profile: Profile, given: argparse.Namespace) -> dict[str, list[Item]]:
     """With arrival times: by how fast the profile says that the requests could be computed."""
     config, made = SimConfig.of(core.config, core.runner.steps_ahead), {}
+    only = HELD_OUT if given.only == "held-out" else (given.only or "").split(",")
     vocab = min(core.model_config.vocab_size, 30_000)
     for name, (items, use, burstiness) in loads(given.lengths, given.requests, vocab, core.config.max_context).items():
-        if (given.only and name not in given.only.split(",")) or not items:
+        if (given.only and name not in only) or not items:
             continue
         if use:
             capacity = len(items) / max(record.end_s for record in simulated(items, config, profile))
@@ -154,7 +161,7 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
             core.scheduler.kv.clear_prefixes()
             records, steps[load] = run_real(core, items, given.now)
             real.setdefault(load, []).append(figures(records))
-            plain = {load: [[*one.shape, one.seconds, one.follows] for one in own] for load, own in steps.items()}
+            plain = {load: [[*one.shape, one.seconds, one.follows, one.host_s] for one in own] for load, own in steps.items()}
             (given.out / "steps.json").write_text(json.dumps(plain))
             (given.out / "real.json").write_text(json.dumps(real, indent=1))
             print(f"{load}: {real[load][-1]['throughput']:.1f} tokens/s", flush=True)
@@ -212,7 +219,7 @@ def main() -> None:
     parser.add_argument("--max-context", type=int)
     parser.add_argument("--threads", type=int, default=1, help="on a CPU: one is disturbed least by others on the machine")
     parser.add_argument("--clock", choices=("wall", "cpu"), help="cpu: time that this process computes; others do not disturb it")
-    parser.add_argument("--only", help="loads, separated by commas")
+    parser.add_argument("--only", help="loads, separated by commas; held-out: the three of HELD_OUT")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of profile.json, results.json")
     given = parser.parse_args()
     on_gpu = given.device == "cuda"

@@ -10,6 +10,7 @@ from tidemill.engine.load import load_core
 from tidemill.errors import EngineDead, TidemillError
 from tidemill.wire import (
     Abort,
+    Expect,
     Finish,
     Gone,
     Ready,
@@ -82,6 +83,8 @@ class CoreLink:
                 self.core.finish(message)
             case Renew():
                 self.core.renew(message)
+            case Expect():
+                self.core.expect(message)
             case Shutdown():
                 self._is_over = True
 

@@ -245,6 +245,7 @@ class ModelConfig:
     num_token_types: int = 0  # learned, of the texts of a pair
     pooler: Pooler | None = None  # an encoder has one; None: the model generates text
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
+    kv_bits: int = 0  # that the checkpoint asks for of keys and values; 0: it does not say
     num_ranks: int = 1  # this is the part of one of so many
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 

@@ -178,6 +178,15 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """Another engine computes this prompt, and the request goes on here. Once there was such a message, pages of other prompts
+    are not fetched before they are needed."""
+
+    prompt_ids: list[int]
+    salt: str = ""
+    adapter: int = 0
+
+
 class ShowPages(msgspec.Struct, frozen=True, tag=True):
     """Send `Pages` once, for the live view."""
 
@@ -186,7 +195,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine: TypeAlias = Start | Inspect | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | Renew | ShowPages | Shutdown
+ToEngine: TypeAlias = (
+    Start | Inspect | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | Renew | Expect | ShowPages | Shutdown
+)
 
 
 # ---- from the engine

@@ -9,12 +9,13 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from tests.helpers import byte_tokenizer, make_llama
 from tests.models.test_families import ALL, save
+from tests.weights.test_safetensors import edit_weights
 from tidemill.compress.calibration import Calibration, calibration_ids
 from tidemill.compress.decoder import Decoder, compute_device, matrix_of, set_matrix
 from tidemill.compress.source import Source
 from tidemill.compress.walk import walk
 from tidemill.compress.work import Work
-from tidemill.errors import CalibrationError, ConfigError
+from tidemill.errors import CalibrationError, CheckpointError, ConfigError
 
 OFTEN = {("Gemma3", "gguf"), ("SmolLM3", "gguf"), ("GPT2", "safetensors")}
 CASES = [pytest.param(*one, marks=() if one in OFTEN else pytest.mark.slow, id="-".join(one)) for one in ALL]
@@ -109,10 +110,23 @@ def test_activations_that_are_no_numbers(folder, tmp_path):
         walk(decoder, Work(tmp_path / "out", {}), broken, ids_of(folder))
 
 
+def test_weights_that_are_no_numbers(tmp_path):
+    make_llama(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    edit_weights(tmp_path / "model", lambda weights: weights["model.layers.0.mlp.up_proj.weight"][0, 0].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight holds values that are not finite"):
+        walk(Decoder(Source(tmp_path / "model")), Work(tmp_path / "out", {}), lambda job: {})
+
+
+def test_a_line_that_is_no_text(folder, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .* lone surrogate"):
+        calibration_ids(folder, 300, Calibration(data=tmp_path / "text.jsonl", num_tokens=64, length=64), tmp_path)
+
+
 def test_too_little_text(folder):
-    with pytest.raises(ConfigError, match=r"has 1[0-9]{3} tokens; 4096 were asked for.*--tokens 1"):
+    with pytest.raises(ConfigError, match=r"has 1[0-9]{3} tokens; 4096 were asked for.*--samples 1[0-9]"):
         ids_of(folder, num_tokens=4096)
-    with pytest.raises(ConfigError, match="--tokens is 32"):
+    with pytest.raises(ConfigError, match="are 32 tokens"):
         ids_of(folder, num_tokens=32)
     assert ids_of(folder).shape == (8, 64)
 

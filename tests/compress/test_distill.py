@@ -143,11 +143,11 @@ def test_fewer_kv_heads(folder, tmp_path):
         (["distill", "--layers", "2", "--rate", "0"], "--rate is 0"),
         (["convert", "--gqa", "3"], "Give one of 1, 2."),
         (["convert", "--gqa", "4"], "has 4 KV heads"),
-        (["distill", "--layers", "2", "--tokens", "1000000"], "were asked for"),
+        (["distill", "--layers", "2", "--samples", "4000"], "were asked for"),
     ],
 )
 def test_mistakes(folder, tmp_path, command, what):
-    more = ["-o", str(tmp_path / "out"), "--data", str(folder / "text.txt")]
+    more = ["-o", str(tmp_path / "out"), "--calibration", str(folder / "text.txt")]
     result = CliRunner().invoke(app, [command[0], str(folder), *command[1:], *more])
     assert isinstance(result.exception, ConfigError), result.output
     assert what in str(result.exception)

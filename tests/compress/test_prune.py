@@ -252,7 +252,8 @@ def test_several_files(folder, tmp_path):
         (["--pattern", "7x7"], "no multiple of the pattern"),
         (["--sparsity", "1.5"], "--sparsity is 1.5"),
         (["--structure", "heads", "--pattern", "2:4"], "is of weights"),
-        (["--tokens", "100000"], "tokens; 99968 were asked for"),
+        (["--samples", "1562"], "tokens; 99968 were asked for"),
+        (["--samples", "0"], "--samples is 0"),
         (["--out-dtype", "int3"], "--out-dtype int3"),
         (["--bits", "3"], "--bits is 3"),
         (["--bits", "8", "--method", "wanda"], "of sparsegpt's weights"),
@@ -261,8 +262,8 @@ def test_several_files(folder, tmp_path):
     ],
 )
 def test_mistakes(folder, tmp_path, more, what):
-    command = ["prune", str(folder), "-o", str(tmp_path / "out"), "--data", str(folder / "text.txt"), "--tokens", "512"]
-    result = CliRunner().invoke(app, [*command, "--length", "64", *more])
+    command = ["prune", str(folder), "-o", str(tmp_path / "out"), "--calibration", str(folder / "text.txt"), "--samples", "8"]
+    result = CliRunner().invoke(app, [*command, "--seq-len", "64", *more])
     assert isinstance(result.exception, ConfigError), result.output
     assert what in str(result.exception)
     assert not (tmp_path / "out").exists()

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import byte_tokenizer, load_model, make_llama
 from tests.models.test_families import FAMILIES, make
@@ -13,7 +15,7 @@ from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.grid import Grid, rounded
 from tidemill.compress.grid import quantize as round_to_nearest
 from tidemill.compress.layouts import layout_class
-from tidemill.compress.layouts.gguf import write_gguf as write_file
+from tidemill.compress.layouts.gguf import GGUFLayout
 from tidemill.compress.methods import METHODS, method_class
 from tidemill.compress.methods.awq import AWQ
 from tidemill.compress.methods.folds import folds
@@ -28,7 +30,11 @@ from tidemill.compress.source import Source
 from tidemill.compress.stored import from_state
 from tidemill.compress.walk import OWN, TRUTH, LayerJob, Quiet, walk
 from tidemill.compress.work import Work
+from tidemill.config.cache import decide_kv_dtype
+from tidemill.config.options import EngineOptions
+from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.weights.checkpoint import open_checkpoint
 
 
@@ -172,7 +178,7 @@ def test_layouts_are_read_as_what_they_stand_for(folder, tmp_path, method, layou
 
 
 def test_an_interrupted_run_ends_with_the_same_files(folder, tmp_path, monkeypatch):
-    given = {"method": "zeroquant", "options": {"group": 32, "steps": 4}}
+    given = {"method": "zeroquant", "options": {"group": 32, "steps": 4}, "kv_scales": True}
     quantize(asked(folder, tmp_path / "whole", **given))
     real = ZeroQuant.quantize
 
@@ -221,15 +227,16 @@ def test_gguf_is_read_as_what_it_stands_for(tmp_path, bits, symmetric, kind):
     decoder = Decoder(Source(write_gguf(tmp_path / "model.gguf", reference)))
     work = Work(tmp_path / "out.gguf", {})
     method = AWQ({"bits": bits, "group": 64, "symmetric": symmetric})  # norms change, too
+    method.has_offsets = True
     walk(decoder, work, method, torch.randint(0, 256, (4, 64)))
     layers = [from_state(work.tensors(number)) for number in range(2)]
-    write_file(decoder, work, Quiet())
+    GGUFLayout(decoder, "float32").write(work, Quiet())
     work.publish()
     read = Source(tmp_path / "out.gguf")
     for number, layer in enumerate(layers):
         assert any("norm" in name for name in layer[1])
         for name, values in filled(decoder, number, layer).items():
-            assert (read.read({name})[name] - values).abs().max() <= 1e-3 * values.abs().max()  # offsets have 16 bits
+            assert (read.read({name})[name] - values).abs().max() <= 1e-6 * values.abs().max()
     types = {tensor.type_name for tensor in open_checkpoint(tmp_path / "out.gguf").tensors() if "ffn_up" in tensor.name}
     assert types == {kind}
     load_model(tmp_path / "out.gguf")
@@ -302,3 +309,31 @@ def test_every_method_is_there_and_says_its_layouts():
         cls = method_class(name)
         assert cls.name == name
         assert all(layout == "gguf" or layout_class(layout) for layout in cls({}).formats)
+
+
+def test_scales_of_keys_and_values(folder, tmp_path):
+    """Against the cache of Transformers; and the result is served with 8 bits."""
+    out = tmp_path / "out"
+    quantize(asked(folder, out, "gptq", None, {"group": 32}, kv_scales=True))
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["kv_cache_scheme"]["num_bits"] == 8
+    with safe_open(out / "model.safetensors", "pt") as file:
+        scales = [file.get_tensor(f"model.layers.{i}.self_attn.{part}_scale") for i in range(2) for part in "kv"]
+    reference = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval()
+    names = set(reference.state_dict()) - {"lm_head.weight"}
+    reference.load_state_dict(Source(out).read(names), strict=False)
+    ids = torch.tensor(Tokenizer.load(folder).encode((folder / "text.txt").read_text())[:512]).view(8, 64)
+    with torch.no_grad():
+        layers = reference(ids, use_cache=True).past_key_values.layers
+    largest = [kept.abs().max() for layer in layers for kept in (layer.keys, layer.values)]
+    assert torch.allclose(448 * torch.cat(scales), torch.stack(largest), rtol=1e-4)
+    _, _, config = inspect(str(out))
+    for dtype, device, expected in (
+        ("quantized", "cpu", "int8"),
+        ("float32", "cpu", "float32"),
+        ("bfloat16", "cuda", "bfloat16"),
+    ):
+        assert decide_kv_dtype(EngineOptions(model="x"), dtype, device, config)[0] == expected  # heads of 16: not on a GPU
+    assert "scale of its own" in config.notes[0]
+    with pytest.raises(ConfigError, match="--format gptq does not hold scales of keys"):
+        quantize(asked(folder, tmp_path / "other", "gptq", "gptq", {"group": 32}, kv_scales=True))

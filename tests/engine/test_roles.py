@@ -243,7 +243,7 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
         decoder = client._clients[1]._link
         decoder.pause(True)
         going = asyncio.create_task(answer(client, "r"))
-        importer = decoder.core.runner.mover._outside.importer
+        importer = decoder.core.runner.mover.outside.importer
         await until(lambda: sum(bool(key) for key in importer._changed.values()) >= len(LONG) // 16)
         await until(lambda: any(isinstance(one, Placed) and one.request_id == "r" and one.part == "decode" for one in seen))
         decoder.pause(False)
@@ -252,6 +252,23 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
         assert (taken.num_found, taken.num_computed) == (64, len(LONG) + 1 - 64)
 
     run(test, tiny_folder)
+
+
+def test_of_several_decode_engines_the_one_that_decodes_fetches(tiny_folder, in_process):
+    async def test(client, seen):
+        prompts = {name: [(seed + 7 * i) % 90 + 2 for i in range(70)] for seed, name in enumerate("abcd")}
+        await asyncio.gather(*(answer(client, name, prompt=prompt) for name, prompt in prompts.items()))
+        placed = [one for one in seen if isinstance(one, Placed) and one.part == "decode"]
+        assert len(placed) == len(prompts)
+        kvs = [one._link.core.scheduler.kv for one in client._clients[1:]]
+        await until(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
+        expected = [set(kv._behind._expected) for kv in kvs]
+        assert min(map(len, expected)) >= 4
+        assert not expected[0] & expected[1]
+        for kv, own in zip(kvs, expected, strict=True):
+            assert not {kv._index.key_of(page) for page in kv._behind.fetched} - own
+
+    run(test, tiny_folder, decode_engines=2)
 
 
 def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, in_process):
@@ -276,7 +293,6 @@ def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, 
         ({"prefix_caching": False}, "With prefix_caching = False"),
         ({"prefix_index": "radix"}, "With prefix_index = radix"),
         ({"kv_layout": "virtual"}, "With kv_layout = virtual"),
-        ({"tensor_parallel": 2}, "With tensor_parallel = 2"),
         ({"prefill_engines": 0, "decode_engines": 0, "kv_transfer_bytes": 2**20}, "is of prefill engines"),
     ],
 )

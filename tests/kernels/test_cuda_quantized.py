@@ -110,6 +110,23 @@ def test_packed(bits, kind, group):
     assert_close(gated, glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1)), atol=1e-1, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "zero", "factor", "expected"),
+    [("zeros", 8.0, 0.1, "small"), ("zeros", 8.0, 1.0, "offsets"), ("zeros", 7.0, 0.1, "zeros"), ("offsets", 7.3, 0.1, "small")],
+)
+def test_weights_are_stored_in_the_cheapest_form(kind, zero, factor, expected):
+    """Where `zero * scale` is exact, and where a scale leaves room for the factor of codes without an exponent."""
+    torch.manual_seed(0)
+    codes, scales = torch.randint(0, 16, (8, 256)).to(torch.int8), ((torch.rand(8, 2) + 0.3) * factor).bfloat16().float()
+    others = (torch.full_like(scales, zero) if kind == "zeros" else scales * -zero).bfloat16().float()
+    weight = pack(codes, 4, kind, scales, others)
+    assert weight.kind == expected
+    scale, other = (one.repeat_interleave(128, 1) for one in (scales, others))
+    values = (codes - other) * scale if kind == "zeros" else codes * scale + other
+    assert torch.equal(unpack_reference(weight), values)
+    assert torch.equal(packed_gemm.dequantize(weight, dtype=torch.float32), values)
+
+
 @pytest.mark.parametrize("chunk", [256, 512])
 def test_packed_in_chunks(chunk):
     """Each of them a program's, all of them one program's, and of the dequantized weight: the same sums."""

@@ -165,7 +165,8 @@ def test_samples_are_bounded(llm):
 
 def test_the_command_writes_its_own_text(tiny_folder, tmp_path):
     out = tmp_path / "made.safetensors"
-    arguments = ["calibrate-kv", str(tiny_folder), "--bits", "3", "--tokens", "256", "--threads", "1", "-o", str(out)]
+    text = ["--samples", "1", "--seq-len", "256"]
+    arguments = ["calibrate-kv", str(tiny_folder), "--bits", "3", *text, "--threads", "1", "-o", str(out)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "--kv-dtype kvquant3 --kv-calibration" in result.output

@@ -3,6 +3,7 @@
 import math
 import random
 
+import msgspec
 import pytest
 
 from tidemill.cache_layout import Group
@@ -16,7 +17,10 @@ from tidemill.wire import Hold
 COST = LinearCost(fixed_s=0.01, per_token_s=0.0003, per_context_token_s=0.00001, host_s=0.0007)
 
 
-FITTED = FittedCost(Curve([1, 8], [0.01, 0.012]), Curve([2, 64], [0.01, 0.03]), 1e-5, 2e-6, 1.5e-5, 1e-6, 1e-4, 1e-6, 7e-4)
+RATES = 1e-5, 2e-6, 1.5e-5, 1e-6, 1e-4, 1e-6, 7e-4
+FITTED = FittedCost(Curve([1, 8], [0.01, 0.012]), Curve([2, 64], [0.01, 0.03]), *RATES, longest_prompt_s=1e-5)
+WARM = msgspec.structs.replace(FITTED, heat_decay_s=0.05, decode_rise=0.04, mixed_rise=0.5, shared_unit=16, sharing_s=1e-3)
+COSTS = [COST, FITTED, WARM, WARM]
 
 
 def run(arrivals, config, jumps, cost=COST):
@@ -82,7 +86,7 @@ def test_jumps_change_nothing(seeds):
     num_steps = num_made = 0
     for seed in seeds:
         arrivals, config = drawn(seed)
-        plain, jumped = (run(arrivals, config, jumps, COST if seed % 4 == 0 else FITTED) for jumps in (False, True))
+        plain, jumped = (run(arrivals, config, jumps, COSTS[seed % 4]) for jumps in (False, True))
         assert jumped.token_times_s == plain.token_times_s, seed
         assert decisions(jumped) == decisions(plain), seed
         assert num_evicted(jumped) == num_evicted(plain), seed

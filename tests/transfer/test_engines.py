@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tests.engine.test_tiers import FreeMoves
 from tests.helpers import KINDS_OF_CACHE, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tidemill import events
+from tidemill.engine import endings
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError, PeerMismatch
@@ -19,7 +20,7 @@ from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.sampling import SamplingParams
 from tidemill.transfer import open as opening
-from tidemill.wire import Resumed, Submit
+from tidemill.wire import Expect, Resumed, Submit
 
 
 def prompt(seed: int, num: int = 150) -> list[int]:
@@ -234,6 +235,42 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
     assert moved(happened, "peer", is_load=True) == 0
     first.close()
     second.close()
+
+
+def test_only_what_is_expected_is_fetched_before_it_is_needed(llama, expected):
+    first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
+    behind = second.scheduler.kv._behind
+    second.expect(Expect(PROMPTS["p0"][0]))
+    prefill(first)
+    has_learned(second, 27)
+    second.expect(Expect(PROMPTS["drawn"][0][:40]))  # what was announced before counts as well
+    while second.has_moves or behind._announced:
+        second.step()
+    assert len(behind.fetched) == 9 + 2
+    answers, happened = watched(second, PROMPTS)
+    assert answers == expected
+    assert moved(happened, "peer", is_load=True) > 0  # the rest, when it was needed
+    first.close()
+    second.close()
+
+
+def test_an_end_waits_for_its_own_pages_alone(llama, monkeypatch):
+    monkeypatch.setattr(endings, "_EXPORT_S", 0.5)
+    core = make_core(llama, kv_export="shm:a:4M")
+    kv, mover = core.scheduler.kv, core.runner.mover
+    done, mover.done, waits = mover.done, list, []  # no move is ever over
+    mover.wait = waits.append
+    core.submit(Submit("long", prompt(1, 200), greedy(2)))
+    core.submit(Submit("short", prompt(2, 8), greedy(1)))  # no page of its own
+    ends, had = [], 0
+    while not ends:
+        ends += [delta.request_id for delta in core.step()[0].deltas if delta.finish_reason]
+        had = max(had, len(kv.exporting))
+    assert ends == ["short"]
+    assert had > 0
+    assert not waits
+    mover.done = done
+    core.close()
 
 
 def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):

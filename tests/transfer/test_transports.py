@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -13,9 +13,9 @@ import pytest
 
 from tidemill.errors import ConfigError, PeerMismatch, WorkerLost
 from tidemill.kernels import native
-from tidemill.parallel import channel
 from tidemill.parallel.channel import Door
 from tidemill.transfer import base, checksum
+from tidemill.transfer import exporter as exporting
 from tidemill.transfer import open as opening
 from tidemill.transfer.base import MAX_NEWS, Ask, Hello, News, SlotNews, TransferError, Welcome
 from tidemill.transfer.exporter import Journal
@@ -176,15 +176,17 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path):
 @pytest.mark.parametrize("address", ["tcp"], indirect=True)
 def test_who_connects_and_says_nothing_keeps_nobody_waiting(address, monkeypatch):
     host, port = address.split(":")[1:]
-    monkeypatch.setattr(channel, "_HANDSHAKE_S", 3600.0)  # whoever waited for it would do so for good
+    monkeypatch.setattr(exporting, "_PROVE_S", 3600.0)  # whoever waited for it would do so for good
     exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
-    with socket.create_connection((host, int(port))):
+    with ExitStack() as silent:
+        for _ in range(exporting._MOST_READERS + 8):  # from one other host
+            silent.enter_context(socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0)))
         importer = open_importer([address], SIZE, SAME, "key")
         exporter.write(0, key(0), page(0))
         wait(importer, lambda slots, *_: slots == {0: key(0)})
         importer.close()
         exporter.close()
-    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(exporting, "_PROVE_S", 0.2)
     again = open_exporter(address, SLOTS, SIZE, SAME, "key")
     with socket.create_connection((host, int(port))) as slow, suppress(OSError):  # it is closed in the end
         while True:  # the beginning of a message without an end

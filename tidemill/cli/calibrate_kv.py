@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 from tidemill.weights.locate import locate
 
 
@@ -21,14 +22,10 @@ def calibrate_kv(
         float,
         typer.Option(help="The share of a key channel's values outside its range; the farthest are kept in bfloat16."),
     ] = 0.01,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text to fit to: .txt, or .jsonl with an object of text, messages or ids a line. Default: the model's own."
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of the text that the model writes.")] = 0,
+    calibration: Calibration = SELF,
+    samples: Samples = 8,
+    seq_len: SeqLen = 512,
+    seed: Seed = 0,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-kvquantBITS.safetensors, here.")
     ] = None,
@@ -40,7 +37,9 @@ def calibrate_kv(
 
     model = settings["model"]
     target = out or Path(f"{locate(model, fetch=True).stem}-kvquant{bits}.safetensors")
-    options = CalibrateOptions(out=target.expanduser(), data=data, bits=bits, outliers=outliers, num_tokens=tokens, seed=seed)
+    options = CalibrateOptions(
+        out=target.expanduser(), bits=bits, outliers=outliers, **text_of(calibration, samples, seq_len, seed)
+    )
     options.check()
     console = Console(stderr=True, highlight=False)
     raise_on_interrupt()

@@ -11,6 +11,7 @@ from rich.console import Console
 from tidemill.cli.distill import stops_in_order
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 
 
 @takes("model")
@@ -21,26 +22,23 @@ def convert(
     steps: Annotated[int, typer.Option(help="Of training towards the original's distributions; 0: none.")] = 200,
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 4,
     rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 3e-4,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Text: .txt, or .jsonl with text, messages or ids a line. Default: the model writes its own."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 131_072,
-    length: Annotated[int, typer.Option(help="Of a sequence of it.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of the text that the model writes, and the order.")] = 0,
+    calibration: Calibration = SELF,
+    samples: Samples = 512,
+    seq_len: SeqLen = 256,
+    seed: Seed = 0,
     out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Convert multi-head to grouped-query attention: mean-pooled KV heads, then a short training by distillation. The KV cache
     shrinks in proportion. The same command goes on where it was stopped."""
-    from tidemill.compress.calibration import Calibration  # brings torch
+    from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.gqa import ConvertOptions, convert
     from tidemill.compress.student import Learning
 
     options = ConvertOptions(
         model=settings["model"], out=out.expanduser(), num_kv_heads=gqa, out_dtype=out_dtype, device=device,
         learning=Learning(steps=steps, batch=batch, rate=rate, seed=seed),
-        calibration=Calibration(data=data, num_tokens=tokens, length=length, seed=seed),
+        calibration=text.Calibration(**text_of(calibration, samples, seq_len, seed)),
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown, stops_in_order(out):

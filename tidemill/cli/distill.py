@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 
 
 @takes("model")
@@ -30,26 +31,23 @@ def distill(
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 4,
     rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 5e-4,
     temperature: Annotated[float, typer.Option(help="Of both distributions.")] = 1.0,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Text: .txt, or .jsonl with text, messages or ids a line. Default: the teacher writes its own."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 131_072,
-    length: Annotated[int, typer.Option(help="Of a sequence of it.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of the text that the teacher writes, and the order.")] = 0,
+    calibration: Calibration = SELF,
+    samples: Samples = 512,
+    seq_len: SeqLen = 256,
+    seed: Seed = 0,
     out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Distill a model into a student of fewer layers, which serves alone or as --draft-model. The same command goes on where it
     was stopped."""
-    from tidemill.compress.calibration import Calibration  # brings torch
+    from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.distill import DistillOptions, distill
     from tidemill.compress.student import Learning
 
     options = DistillOptions(
         model=settings["model"], out=out.expanduser(), layers=layers, out_dtype=out_dtype, device=device,
         learning=Learning(loss=loss, steps=steps, batch=batch, rate=rate, temperature=temperature, seed=seed),
-        calibration=Calibration(data=data, num_tokens=tokens, length=length, seed=seed),
+        calibration=text.Calibration(**text_of(calibration, samples, seq_len, seed)),
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown, stops_in_order(out):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 
 
 @takes("model")
@@ -37,26 +38,21 @@ def prune(
         bool, typer.Option(help="Of svd and asvd: multiply the factors out, for programs that do not know them.")
     ] = False,
     damping: Annotated[float, typer.Option(help="Added to the diagonal of the inputs' second moments, times its mean.")] = 0.01,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Calibration text: .txt, or .jsonl with text, messages or ids a line. Default: the model writes its own."
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 16_384,
-    length: Annotated[int, typer.Option(help="Of a sequence of it.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the text that the model writes.")] = 0,
+    calibration: Calibration = SELF,
+    samples: Samples = 32,
+    seq_len: SeqLen = 512,
+    seed: Seed = 0,
     out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Prune a model, layer by layer: a Hugging Face folder that can be served. The same command goes on where it was stopped."""
-    from tidemill.compress.calibration import Calibration  # brings torch
+    from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.prune import PruneOptions, prune
 
-    calibration = Calibration(data=data, num_tokens=tokens, length=length, seed=seed)
+    given_text = text.Calibration(**text_of(calibration, samples, seq_len, seed))
     options = PruneOptions(
         model=settings["model"], out=out.expanduser(), method=method, structure=structure, pattern=pattern, sparsity=sparsity,
-        bits=bits, merged=merged, damping=damping, out_dtype=out_dtype, device=device, calibration=calibration,
+        bits=bits, merged=merged, damping=damping, out_dtype=out_dtype, device=device, calibration=given_text,
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 from tidemill.errors import ConfigError
 
 
@@ -66,6 +67,10 @@ def quantize(
         str,
         typer.Option(help="With --budget: kl: of outputs, with one layer rounded. second-order: errors of a matrix's outputs."),
     ] = "kl",
+    kv_scales: Annotated[
+        bool,
+        typer.Option("--kv-scales", help="Scales of 8-bit keys and values, too (kv_cache_scheme): the KV cache has 8 bits then."),
+    ] = False,
     layout: Annotated[
         str | None,
         typer.Option(
@@ -73,16 +78,19 @@ def quantize(
             help="compressed-tensors, gptq, awq, bitsandbytes, fp8, bitnet, gobo or gguf. Default: the method's own.",
         ),
     ] = None,
-    out_dtype: Annotated[str | None, typer.Option(help="Of what stays floats: float16, bfloat16 or float32.")] = None,
-    data: Annotated[
-        Path | None,
+    kind: Annotated[
+        str | None,
         typer.Option(
-            help="Calibration text: .txt, or .jsonl with text, messages or ids a line. Default: the model writes its own."
+            "--type",
+            help="Of a .gguf file: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K. Decides bits and groups; K types need "
+            "columns in multiples of 256, else a matrix becomes Q5_0, Q5_1 or Q8_0.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 16_384,
-    length: Annotated[int, typer.Option(help="Of a sequence of it.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the text that the model writes, and of training.")] = 0,
+    out_dtype: Annotated[str | None, typer.Option(help="Of what stays floats: float16, bfloat16 or float32.")] = None,
+    calibration: Calibration = SELF,
+    samples: Samples = 32,
+    seq_len: SeqLen = 512,
+    seed: Seed = 0,
     evaluate: Annotated[
         int, typer.Option(help="Tokens to compare the result with the original on, as both are served; 0: none.")
     ] = 2048,
@@ -91,7 +99,7 @@ def quantize(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Quantize a model, layer by layer: a folder or GGUF file that can be served. The same command goes on where it ended."""
-    from tidemill.compress.calibration import Calibration  # brings torch
+    from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.mixed import Budget
     from tidemill.compress.quantize import QuantizeOptions, quantize
     from tidemill.compress.summary import check_plot, summarize
@@ -103,9 +111,10 @@ def quantize(
     }  # fmt: skip
     of_budget = None if budget is None else Budget(budget, _numbers(choices), sensitivity)
     options = QuantizeOptions(
-        model=settings["model"], out=out.expanduser(), method=method, layout=layout, dtype=out_dtype, budget=of_budget,
+        model=settings["model"], out=out.expanduser(), method=method, layout=layout, kind=kind, dtype=out_dtype,
+        budget=of_budget, kv_scales=kv_scales,
         options={name: value for name, value in given.items() if value is not None}, device=device,
-        calibration=Calibration(data=data, num_tokens=tokens, length=length, seed=seed),
+        calibration=texts.Calibration(**text_of(calibration, samples, seq_len, seed)),
     )  # fmt: skip
     if evaluate < 0:
         raise ConfigError(f"--evaluate is {evaluate}.", fix="Give a number of tokens, or 0.", param="evaluate")

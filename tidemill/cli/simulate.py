@@ -73,7 +73,7 @@ def simulate(
     begin = time.perf_counter()
     engine, made = run(coming(rows, time_scale=time_scale, **lengths), config, cost)
     took = time.perf_counter() - begin
-    records = records_of(made, engine, cost.request_s)
+    records = records_of(made, engine)
     slos = (None if ms is None else ms / 1000 for ms in (slo_ttft_ms, slo_tpot_ms))
     figures = summarize(records, **dict(zip(("slo_ttft_s", "slo_tpot_s"), slos, strict=True)))
     figures |= about(engine) | {"profile": cost.model.name, "machine": cost.machine, "is_estimated": cost.is_estimated}
@@ -141,12 +141,12 @@ def run(given: Iterable[Arrival], config: SimConfig, cost: Profile) -> tuple[Sim
     return engine, made
 
 
-def records_of(made: list[Arrival], engine: SimEngine, request_s: float) -> list[Record]:
-    """Of each sample. `request_s`: what a server adds. One that was aborted before its first token is not among them."""
+def records_of(made: list[Arrival], engine: SimEngine) -> list[Record]:
+    """Of each sample. One that was aborted before its first token is not among them."""
     records = []
     for one in made:
         for name in [f"{one.request_id}:{i}" for i in range(one.n)] if one.n > 1 else [one.request_id]:
-            times = [at + request_s for at in engine.token_times_s[name]]
+            times = engine.token_times_s[name]
             if times:
                 at = one.arrival_s
                 records.append(Record(at, at, None, times, times[-1], one.num_prompt, 0, len(times)))

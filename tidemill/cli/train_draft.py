@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 from tidemill.weights.locate import locate
 
 
@@ -23,24 +24,19 @@ def train_draft(
             "tokens. exit: the model's own first layers."
         ),
     ] = "eagle",
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text to learn from: .txt, or .jsonl with an object of text, messages or ids a line. Default: the model writes "
-            "its own, which gives the most accepted drafts."
-        ),
-    ] = None,
+    calibration: Calibration = SELF,
     out: Annotated[
         Path | None, typer.Option(help="The folder of the result, and of what is needed to go on. Default: MODEL-KIND, here.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text to learn from: more of them help more than more epochs.")] = 98_304,
+    samples: Samples = 384,
+    seq_len: SeqLen = 256,
     epochs: Annotated[int, typer.Option(help="How often the text is gone through.")] = 3,
     guesses: Annotated[int, typer.Option(help="eagle: how many drafts in a row are learned.")] = 2,
     vocab: Annotated[int, typer.Option(help="Tokens that drafts may be: the most frequent ones of the text.")] = 8192,
     exit_layer: Annotated[
         int | None, typer.Option(help="exit: after this many layers. Default: the fastest of some, by measurement.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the text, the first weights and the order.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Train draft heads for speculative decoding, and measure them. Ctrl-C stops; the same command goes on from there."""
     from tidemill.draft.run import Stopped, TrainOptions, train_draft  # brings torch
@@ -52,13 +48,11 @@ def train_draft(
         model=model,
         kind=kind,
         out=(out or Path(f"{locate(model, fetch=True).stem}-{kind}")).expanduser(),
-        data=data,
-        num_tokens=tokens,
         num_epochs=epochs,
         num_guesses=guesses,
         vocab_size=vocab,
         exit_layer=exit_layer,
-        seed=seed,
+        **text_of(calibration, samples, seq_len, seed),
     )
     options.check()
     console = Console(stderr=True, highlight=False)

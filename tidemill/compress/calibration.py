@@ -28,10 +28,10 @@ class Calibration:
 
     def check(self) -> None:
         if not 16 <= self.length <= 2**17:
-            raise ConfigError(f"--length is {self.length}.", fix="It must be 16 to 131072.", param="length")
+            raise ConfigError(f"--seq-len is {self.length}.", fix="It must be 16 to 131072.", param="seq-len")
         if not self.length <= self.num_tokens <= MAX_TOKENS:
-            fix = f"It must be {self.length} (one sequence) to {MAX_TOKENS}."
-            raise ConfigError(f"--tokens is {self.num_tokens}.", fix=fix, param="tokens")
+            fix = f"They must be {self.length} (one sequence) to {MAX_TOKENS}."
+            raise ConfigError(f"--samples of --seq-len tokens are {self.num_tokens} tokens.", fix=fix, param="samples")
 
     def settings(self) -> dict[str, Any]:
         """What the result depends on."""
@@ -40,7 +40,7 @@ class Calibration:
             try:
                 text = hashlib.sha256(self.data.read_bytes()).hexdigest()
             except OSError as error:
-                raise ConfigError(f"--data {self.data} cannot be read: {error}.", param="data") from error
+                raise ConfigError(f"--calibration {self.data} cannot be read: {error}.", param="calibration") from error
         return {"text": text, "tokens": self.num_tokens, "length": self.length, "seed": self.seed}
 
 
@@ -73,8 +73,8 @@ def calibration_ids(model: Path, vocab_size: int, asked: Calibration, work: Path
     if len(ids) < num_sequences * asked.length:
         raise ConfigError(
             f"The calibration text has {len(ids)} tokens; {num_sequences * asked.length} were asked for.",
-            fix=f"Give more text, or --tokens {max(len(ids) // asked.length, 1) * asked.length}.",
-            param="data",
+            fix=f"Give more text, or --samples {max(len(ids) // asked.length, 1)}.",
+            param="calibration",
         )
     return torch.tensor(ids[: num_sequences * asked.length]).view(num_sequences, asked.length)
 

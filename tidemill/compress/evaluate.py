@@ -78,8 +78,15 @@ def text_windows(llm: LLM, text: Path | None, num_tokens: int, skip: int = 0) ->
     return pieces
 
 
-def measure_quality(llm: LLM, original: LLM | None, windows: list[list[int]], tick: Tick) -> Quality:
-    """Every token but the first of each window counts, given those before it. Logits are those that the engine computes."""
+def measure_quality(
+    llm: LLM,
+    original: LLM | None,
+    windows: list[list[int]],
+    tick: Tick,
+    of_original: Callable[[LLM, list[int]], torch.Tensor] | None = None,
+) -> Quality:
+    """Every token but the first of each window counts, given those before it. Logits are those that the engine computes.
+    `of_original`: for a caller that keeps the original's."""
     if original is not None and original.model_config.vocab_size != llm.model_config.vocab_size:
         sizes = f"{llm.model_config.vocab_size} and {original.model_config.vocab_size}"
         raise ConfigError(f"The models' vocabularies differ: {sizes} tokens.", fix="Compare models of one tokenizer.")
@@ -87,7 +94,7 @@ def measure_quality(llm: LLM, original: LLM | None, windows: list[list[int]], ti
     count = done = 0
     for ids in windows:
         logits = prompt_logits(llm, ids)
-        other = None if original is None else prompt_logits(original, ids)
+        other = None if original is None else (of_original or prompt_logits)(original, ids)
         targets = torch.tensor(ids[1:], device=logits.device)
         for rows in torch.arange(len(targets), device=logits.device).split(_ROWS):
             logprobs = logits[rows].float().log_softmax(-1)

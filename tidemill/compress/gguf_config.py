@@ -184,6 +184,9 @@ _WITH_WINDOWS = {
     "olmo2": ("Olmo3ForCausalLM", "olmo3", _by_kind),
 }
 
+# Hugging Face's names of them to GGUF's
+ARCHITECTURES = {cls: name for table in (_FAMILIES, _WITH_WINDOWS) for name, (cls, _, _) in table.items()}
+
 
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """tokenizer.json, tokenizer_config.json with the chat template, and generation_config.json with what ends an answer."""

@@ -9,16 +9,21 @@ import torch
 from tidemill.compress.stored import IntWeight
 
 TENSOR, CHANNEL, GROUP = "tensor", "channel", "group"
+SUPER = 256  # columns of a row whose scales are in steps of one number
 _TINY = 2.0**-24  # the least float16
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a matrix is rounded. `group`: columns that share a scale; 0: whole rows (per channel), -1: the whole matrix."""
+    """How a matrix is rounded. `group`: columns that share a scale; 0: whole rows (per channel), -1: the whole matrix. `offsets`:
+    values begin anywhere, not at a multiple of the scale (GGUF's types). `steps`: scales and offsets are at most so many times a
+    number of 256 columns (its K types)."""
 
     bits: int = 4
     group: int = 128
     symmetric: bool = True
+    offsets: bool = False
+    steps: int = 0
 
     @property
     def lowest(self) -> int:
@@ -50,19 +55,40 @@ def fit(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = No
     if shrink_NG is not None:
         low, high = low * shrink_NG, high * shrink_NG
     if grid.symmetric:
-        return _half(torch.maximum(-low, high) / ((2**grid.bits - 1) / 2)), None
-    scales = _half((high - low) / (2**grid.bits - 1))
+        return _in_steps(torch.maximum(-low, high) / ((2**grid.bits - 1) / 2), grid), None
+    if grid.offsets:
+        offsets = _in_steps(-low, grid, lowest=0)
+        scales = _in_steps((high + offsets) / (2**grid.bits - 1), grid)
+        return scales, offsets / scales
+    scales = half((high - low) / (2**grid.bits - 1))
     return scales, torch.round(-low / scales).clamp(grid.lowest, grid.highest)
 
 
-def _half(scales: torch.Tensor) -> torch.Tensor:
+def _in_steps(values_NG: torch.Tensor, grid: Grid, lowest: int = 1) -> torch.Tensor:
+    """As they are stored. The largest of 256 columns takes all steps, so that the unit can be read off."""
+    if not grid.steps:
+        return half(values_NG) if lowest else values_NG.clamp(max=65504).to(torch.float16).float()
+    parts = values_NG.view(values_NG.shape[0], -1, SUPER // grid.group)
+    largest = parts.amax(2, keepdim=True)
+    units = half(largest / grid.steps)
+    counts = torch.round(parts / units).clamp(lowest, grid.steps)
+    counts[(parts == largest) & (largest > 0)] = grid.steps
+    return (counts * units).view(values_NG.shape)
+
+
+def half(scales: torch.Tensor) -> torch.Tensor:
     """As they are stored, so that codes are those of the stored scales."""
     return scales.clamp(_TINY, 65504).to(torch.float16).float()
 
 
 def round_to(matrix: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, grid: Grid) -> torch.Tensor:
     """Codes; all of one shape."""
-    shifted = torch.round(matrix / scales) if zeros is None else torch.round(matrix / scales) + zeros
+    if zeros is None:
+        shifted = torch.round(matrix / scales)
+    elif grid.offsets:
+        shifted = torch.round(matrix / scales + zeros)
+    else:
+        shifted = torch.round(matrix / scales) + zeros
     return shifted.clamp(grid.lowest, grid.highest)
 
 
@@ -73,7 +99,12 @@ def quantize(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None
     index = torch.arange(matrix_NK.shape[1], device=matrix_NK.device) // width
     wide_zeros = None if zeros is None else zeros[:, index]
     codes = round_to(matrix_NK, scales[:, index], wide_zeros, grid)
-    return IntWeight(grid.bits, codes.short(), scales, width, None if zeros is None else zeros.short())
+    return as_stored(codes, scales, zeros, width, grid)
+
+
+def as_stored(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, width: int, grid: Grid) -> IntWeight:
+    of_groups = zeros if zeros is None or grid.offsets else zeros.short()
+    return IntWeight(grid.bits, codes.short(), scales, width, of_groups, steps=grid.steps or None)
 
 
 def rounded(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,12 +112,9 @@ def rounded(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None 
     num_out, num_in = matrix_NK.shape
     scales, zeros = fit(matrix_NK, grid, shrink_NG)
     parts, scales_NG1 = grouped(matrix_NK, grid.width(num_in)), scales[:, :, None]
-    codes = torch.round(parts / scales_NG1)
-    if zeros is None:
-        values = codes.clamp_(grid.lowest, grid.highest).mul_(scales_NG1)
-    else:
-        zeros_NG1 = zeros[:, :, None]
-        values = codes.add_(zeros_NG1).clamp_(grid.lowest, grid.highest).sub_(zeros_NG1).mul_(scales_NG1)
+    zeros_NG1 = None if zeros is None else zeros[:, :, None]
+    codes = round_to(parts, scales_NG1, zeros_NG1, grid)
+    values = (codes if zeros_NG1 is None else codes.sub_(zeros_NG1)).mul_(scales_NG1)
     return values.view(num_out, -1)[:, :num_in]
 
 

@@ -13,18 +13,20 @@ import torch
 from tidemill.compress.calibration import Calibration, calibration_ids
 from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
-from tidemill.compress.layouts import GGUF, layout_class
-from tidemill.compress.layouts.gguf import block_type, write_gguf
+from tidemill.compress.kv_scales import SCHEME, kv_scales
+from tidemill.compress.layouts import GGUF, WITH_KV_SCALES, layout_class
+from tidemill.compress.layouts.gguf import GGUFLayout
+from tidemill.compress.layouts.gguf_blocks import block_type, grid_of
 from tidemill.compress.methods import method_class
 from tidemill.compress.methods.base import Method
 from tidemill.compress.mixed import Budget, choose_bits
 from tidemill.compress.source import Source
 from tidemill.compress.stored import IntWeight, from_state
-from tidemill.compress.walk import Quiet, Reporter, walk
+from tidemill.compress.walk import Change, LayerJob, Quiet, Reporter, walk
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
 
-_IDS = "text"
+_IDS, _KV = "text", "kv-{:05}"
 _SMALLER_GROUPS = (64, 32)
 
 
@@ -37,8 +39,10 @@ class QuantizeOptions:
     method: str = "gptq"
     options: dict[str, Any] = field(default_factory=dict)
     layout: str | None = None  # None: the method's first
+    kind: str | None = None  # a type of GGUF, which decides bits and groups
     dtype: str | None = None  # of what stays floats; None: the model's own, 16 bits
     budget: Budget | None = None
+    kv_scales: bool = False  # also of keys and values
     calibration: Calibration = field(default_factory=Calibration)
     device: str = "cpu"
 
@@ -67,16 +71,17 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     if given.budget is not None:
         given.budget.check(method)
     source = Source.open(given.model)
-    if layout == GGUF and not source.is_gguf:
-        why = f"{source.path} is a folder: a GGUF file is written from one."
-        raise ConfigError(why, fix="Choose another --format.", param="format")
     dtype = output_dtype(source, given.dtype or _half(source))
     decoder = Decoder(source, given.device)
+    file = GGUFLayout(decoder, dtype) if layout == GGUF else None
+    method.has_offsets = file is not None
+    if given.kind is not None:
+        _take_type(decoder, method, given)
     calibration = given.calibration
     calibration.check()
-    needs_text = method.needs_text or given.budget is not None
+    needs_text = method.needs_text or given.budget is not None or given.kv_scales
     if calibration.data is not None and not needs_text:
-        raise ConfigError(f"{method.name} as it is asked for needs no --data.", fix="Leave it out.", param="data")
+        raise ConfigError(f"{method.name} as it is asked for needs no --calibration.", fix="Leave it out.", param="calibration")
     smaller_group = _fit_group(decoder, method, layout, "group" in given.options)
     work = Work(given.out, _settings(given, method, layout, dtype, source, needs_text))
     with work.begins():
@@ -85,31 +90,53 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
             assert ids is not None
             method.bits_of = choose_bits(decoder, method, ids, given.budget, work, report)
             _check_matrices(decoder, method, layout)
-    walk(
-        decoder,
-        work,
-        method,
-        ids if method.needs_text else None,
-        needs_truth=method.needs_truth,
-        seed=calibration.seed,
-        report=report,
-    )
-    if layout == GGUF:
-        num_values, num_bytes = write_gguf(decoder, work, report)
+    walked = ids if method.needs_text or given.kv_scales else None
+    change = _with_kv_scales(method, work) if given.kv_scales else method
+    walk(decoder, work, change, walked, needs_truth=method.needs_truth, seed=calibration.seed, report=report)
+    if file is not None:
+        num_values, num_bytes = file.write(work, report)
     else:
         num_values, num_bytes = _write_folder(decoder, work, layout, dtype, report)
     work.publish()
     return Result(given.out, layout, source.num_bytes, size_of(given.out), num_values, num_bytes, method.bits_of, smaller_group)
 
 
+def _with_kv_scales(method: Method, work: Work) -> Change:
+    def change(job: LayerJob) -> dict[str, torch.Tensor]:
+        kept = method(job)
+        work.save(_KV.format(job.number), kv_scales(job))
+        return kept
+
+    return change
+
+
 def _layout(given: QuantizeOptions, method: Method) -> str:
-    layout = given.layout or (GGUF if given.out.suffix == ".gguf" and GGUF in method.formats else method.formats[0])
+    wants_file = given.kind is not None or (given.out.suffix == ".gguf" and GGUF in method.formats)
+    first = WITH_KV_SCALES if given.kv_scales and WITH_KV_SCALES in method.formats else method.formats[0]
+    layout = given.layout or (GGUF if wants_file else first)
+    if given.kv_scales and layout != WITH_KV_SCALES:
+        why = f"--format {layout} does not hold scales of keys and values."
+        raise ConfigError(why, fix=f"Choose --format {WITH_KV_SCALES}, or leave --kv-scales out.", param="kv-scales")
+    if given.kind is not None and layout != GGUF:
+        raise ConfigError("--type is a type of GGUF files.", fix="Choose --format gguf, or leave it out.", param="type")
     if layout not in method.formats:
         fix = f"Choose {', '.join(method.formats)}."
         raise ConfigError(f"--format {layout} cannot hold what {method.name} makes.", fix=fix, param="format")
     if (layout == GGUF) != (given.out.suffix == ".gguf"):
         raise ConfigError(f"--out is {given.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out")
     return layout
+
+
+def _take_type(decoder: Decoder, method: Method, given: QuantizeOptions) -> None:
+    """Of each matrix, by its columns."""
+    assert given.kind is not None
+    taken = [name for name in ("bits", "group", "weights", "symmetric") if name in given.options]
+    if taken or given.budget is not None:
+        other = taken[0] if taken else "budget"
+        raise ConfigError(f"--type {given.kind} decides --{other}.", fix="Give one of them.", param=other)
+    for number in range(decoder.num_layers):
+        for name, module in decoder.linears(number).items():
+            method.grids[name] = grid_of(given.kind.upper(), matrix_of(module).shape[1])
 
 
 def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) -> int | None:
@@ -153,7 +180,9 @@ def _settings(
         "method": method.name,
         "options": method.options,
         "layout": layout,
+        "type": given.kind,
         "dtype": dtype,
+        "kv_scales": given.kv_scales,
         "budget": None if given.budget is None else given.budget.settings(),
         "text": given.calibration.settings() if needs_text else None,
         "seed": given.calibration.seed,
@@ -173,6 +202,7 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
     layout = layout_class(name)()
     writer = FolderWriter(work.result, dtype)
     num_values = num_bytes = 0
+    of_kv: dict[str, torch.Tensor] = {}
     report.stage("Writing", decoder.num_layers)
     for tensor_name, tensor in decoder.read(names_outside(decoder)).items():
         writer.add(tensor_name, tensor)
@@ -186,8 +216,12 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
         others = {one for one in decoder.tensor_names(number) if one.removesuffix(".weight") not in stored} - changed.keys()
         for tensor_name, tensor in sorted({**changed, **decoder.read(others)}.items()):
             writer.add(tensor_name, tensor)
+        of_kv = work.saved(_KV.format(number)) or {}
+        for tensor_name, tensor in sorted(of_kv.items()):
+            writer.add(tensor_name, tensor, as_is=True)
         report.at(number + 1)
-    writer.close(decoder.source, decoder.source.config | {"quantization_config": layout.config()})
+    config = layout.config() | ({"kv_cache_scheme": SCHEME} if of_kv else {})
+    writer.close(decoder.source, decoder.source.config | {"quantization_config": config})
     return num_values, num_bytes
 
 

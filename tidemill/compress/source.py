@@ -13,6 +13,7 @@ import torch
 
 from tidemill.compress.gguf_config import hf_config, write_tokenizer
 from tidemill.errors import CheckpointError
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
 from tidemill.quant.plan import PLAIN
@@ -45,11 +46,11 @@ class Source:
         if not self._checkpoint.has_weights:
             raise CheckpointError(f"{path} holds no weights.", fix="Download them, too.")
         self.is_gguf = self._checkpoint.format == "gguf"
-        self._names: dict[str, _Stored] | None = None
+        self._gguf: dict[str, _Stored] | None = None
         if self.is_gguf:
             model = _empty(self._checkpoint)
             self.config = hf_config(self._checkpoint, model.config)
-            self._names = _gguf_names(self._checkpoint, model, self.config["model_type"])
+            self._gguf = _gguf_names(self._checkpoint, model, self.config["model_type"])
         else:
             self.config = {key: value for key, value in self._checkpoint.metadata.items() if key != "quantization_config"}
         self.shapes = {name: shape for name, shape, _ in self._tensors()}
@@ -66,7 +67,7 @@ class Source:
 
     def _tensors(self) -> Iterator[tuple[str, tuple[int, ...], WeightTensor]]:
         for tensor in self._checkpoint.tensors():
-            if self._names is None:
+            if not self.is_gguf:
                 yield tensor.name, tuple(tensor.shape), tensor
             elif tensor.name in self._names:
                 own = self._names[tensor.name]
@@ -87,7 +88,7 @@ class Source:
     def _read(self, tensor: WeightTensor) -> torch.Tensor:
         values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         tensor.read_into(values)
-        if self._names is None:
+        if not self.is_gguf:
             return values
         own = self._names[tensor.name]
         if own.rows is not None:
@@ -96,20 +97,35 @@ class Source:
             values = values.t().contiguous()
         return values + own.added if own.added else values
 
+    @property
+    def _names(self) -> dict[str, _Stored]:
+        """GGUF's names to Hugging Face's; of a folder, as its tensors would be called."""
+        if self._gguf is None:
+            self._gguf = _gguf_names(self._checkpoint, _empty(self._checkpoint), self.config["model_type"])
+        return self._gguf
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return model_class(self._checkpoint).read_config(self._checkpoint)
+
     def hf_name(self, stored: str) -> str | None:
         """Of a tensor of a GGUF file."""
-        assert self._names is not None
         return self._names[stored].name if stored in self._names else None
+
+    def gguf_name(self, own: str) -> str | None:
+        """Of a tensor of Hugging Face's name; None: GGUF has none."""
+        return next((stored for stored, one in self._names.items() if one.name == own), None)
 
     def gguf_rows(self, stored: str) -> torch.Tensor | None:
         """The order in which a GGUF file has the rows of a Hugging Face tensor; None: the same."""
-        assert self._names is not None
         rows = self._names[stored].rows
         return None if rows is None else torch.argsort(rows)
 
+    def gguf_shape(self, stored: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1] if self._names[stored].transposed else shape
+
     def as_gguf(self, stored: str, values: torch.Tensor) -> torch.Tensor:
         """Values of a Hugging Face tensor as the file has them."""
-        assert self._names is not None
         own, rows = self._names[stored], self.gguf_rows(stored)
         values = values.float() - own.added if own.added else values.float()
         values = values.t() if own.transposed else values

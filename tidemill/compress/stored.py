@@ -49,18 +49,19 @@ def _number(value: torch.Tensor, kind: str) -> Any:
 @dataclass(slots=True)
 class IntWeight(Stored):
     """Integers times a scale of their group: (codes - zeros) * scales. Symmetric codes are signed and have no zeros; others count
-    from 0."""
+    from 0. With `steps`, scales and zeros times scales are at most so many times a float16 number of 256 columns."""
 
     kind: ClassVar[str] = "int"
     bits: int
     codes_NK: torch.Tensor  # int16
     scales_NG: torch.Tensor  # float32, values of float16
     group: int  # columns that share a scale; the last group may have fewer
-    zeros_NG: torch.Tensor | None = None  # int16
+    zeros_NG: torch.Tensor | None = None  # int16, or float32: then zeros times scales are float16
     groups_K: torch.Tensor | None = None  # int32: each column's group, if they are not in order
     act_scale: float | None = None  # static: of activations
     act_per: int | None = None  # 0: the tensor, 1: the token; None: activations stay as they are
     threshold: float | None = None  # of LLM.int8(): larger activations stay as they are
+    steps: int | None = None
 
     def column_groups(self) -> torch.Tensor:
         if self.groups_K is not None:
@@ -76,6 +77,10 @@ class IntWeight(Stored):
 
     @property
     def num_bytes(self) -> int:
+        if self.steps is not None:
+            nums = self.scales_NG.numel() + (0 if self.zeros_NG is None else self.zeros_NG.numel())
+            units = 2 * self.codes_NK.numel() // 256 * (1 if self.zeros_NG is None else 2)
+            return (self.codes_NK.numel() * self.bits + nums * (8 if self.zeros_NG is None else 6)) // 8 + units
         zeros = 0 if self.zeros_NG is None else self.zeros_NG.numel() * self.bits // 8
         order = 0 if self.groups_K is None else 4 * self.groups_K.numel()
         return (self.codes_NK.numel() * self.bits + 7) // 8 + 2 * self.scales_NG.numel() + zeros + order

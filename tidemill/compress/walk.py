@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tidemill.compress.decoder import Decoder
+from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.work import Work
-from tidemill.errors import CalibrationError
+from tidemill.errors import CalibrationError, CheckpointError
 
 OWN, TRUTH = "own", "truth"
 _TOKENS_AT_ONCE = 4096
@@ -134,6 +134,7 @@ def walk(
         with decoder.layer(number) as layer:
             given = {stream: work.states(stream, number) for stream in streams}
             job = LayerJob(decoder, number, layer, given.get(OWN), given.get(TRUTH))
+            _check_weights(job)
             if needs_truth:
                 _advance(job, work, TRUTH)
                 job.target = work.states(TRUTH, number + 1)
@@ -142,6 +143,12 @@ def walk(
                 _advance(job, work, OWN)
         work.finish(number, kept)
         report.at(number + 1)
+
+
+def _check_weights(job: LayerJob) -> None:
+    for name, module in job.linears.items():
+        if not bool(matrix_of(module).isfinite().all()):
+            raise CheckpointError(f"Tensor {name}.weight holds values that are not finite.", fix="Is the checkpoint whole?")
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, TidemillError
 
 _STATE = "state.json"
 
@@ -52,7 +52,7 @@ class Work:
         """What comes before the first layer. Settings that turn out wrong leave no folder, unless layers are finished."""
         try:
             yield
-        except ConfigError:
+        except TidemillError:
             if self.num_finished == 0:
                 shutil.rmtree(self.folder)
             raise

@@ -11,6 +11,7 @@ from tidemill.kv_format import FORMATS, ON_DEVICE, SHORT_NAMES
 from tidemill.model_config import ModelConfig, StateSpec
 
 GPU_PAGE = 64
+_LEAST_ON_GPU = 32  # dimensions of a head in a format with scales
 STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
 
 
@@ -19,6 +20,8 @@ def decide_kv_dtype(options: EngineOptions, dtype: str, device: str, model: Mode
         return _given_kv_dtype(SHORT_NAMES.get(options.kv_dtype, options.kv_dtype), device, model), "given"
     if dtype == "float32":
         return "float32", "exact"
+    if model.kv_bits == 8 and (device == "cpu" or model.head_dim >= _LEAST_ON_GPU):
+        return "fp8" if device == "cuda" else "int8", "the checkpoint asks for 8 bits (kv_cache_scheme)"
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
 
 
@@ -34,8 +37,16 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
         raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
     if model.pooler is not None and FORMATS[name].has_scales:
         raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
-    if device == "cuda" and FORMATS[name].has_scales and model.head_dim < 32:
-        raise refuse(f"on a GPU heads must have at least 32 dimensions, and these have {model.head_dim}", "Leave --kv-dtype out.")
+    if device == "cuda" and FORMATS[name].has_scales and model.head_dim < _LEAST_ON_GPU:
+        raise refuse(
+            f"on a GPU heads must have at least {_LEAST_ON_GPU} dimensions, and these have {model.head_dim}",
+            "Leave --kv-dtype out.",
+        )
+    if device == "cuda" and name == "int4" and model.head_dim < 64:
+        raise refuse(f"on a GPU heads must have at least 64 dimensions, and these have {model.head_dim}", "Use --kv-dtype int8.")
+    rotations = {spec.rotation.num_dims for spec in model.attention_layers if spec.rotation is not None}
+    if device == "cuda" and name == "int4" and rotations - {model.head_dim}:
+        raise refuse("on a GPU rotation must be of whole heads", "Use --kv-dtype int8.")
     if FORMATS[name].bits < 8 and model.head_dim % 2:
         raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
     if FORMATS[name].is_calibrated and model.head_dim % 8:

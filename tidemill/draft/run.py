@@ -15,7 +15,7 @@ import torch
 
 from tidemill.draft.cost import Costs, acceptance, best_threshold, draft_seconds, step_seconds
 from tidemill.draft.states import StatesFile
-from tidemill.draft.text import Example, TextFile, read_text, write_text
+from tidemill.draft.text import Example, TextFile, text_for
 from tidemill.draft.train import RATES, Corpus, Recipe, draft_held_out, num_steps, train
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError
@@ -25,8 +25,8 @@ from tidemill.runner.spec.heads import KINDS, DraftHead, Target, draft_vocabular
 from tidemill.runner.spec.stored import EXITS, SETTINGS, digest_of, save_draft
 
 TEXT, WORK = "text.jsonl", "work"
-_PIECE = 256  # tokens of a sequence that is learned from
 _EXITS = (6, 4, 3)  # candidates: after so much of the layers
+_LEAST_TOKENS = 64
 _MEASURED = 6  # drafts
 
 
@@ -37,6 +37,7 @@ class TrainOptions:
     out: Path
     data: Path | None = None
     num_tokens: int = 98_304
+    length: int = 256  # of a sequence
     num_epochs: int = 3
     num_guesses: int = 2
     vocab_size: int = 8192
@@ -46,7 +47,10 @@ class TrainOptions:
     def check(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"--kind {self.kind} is not known.", fix=f"Choose {', '.join(KINDS)}.", param="kind")
-        least = {"tokens": (self.num_tokens, 64), "epochs": (self.num_epochs, 1), "guesses": (self.num_guesses, 1)}
+        if self.num_tokens < _LEAST_TOKENS:
+            why = f"--samples of --seq-len tokens are {self.num_tokens} tokens."
+            raise ConfigError(why, fix=f"They must be at least {_LEAST_TOKENS}.", param="samples")
+        least = {"epochs": (self.num_epochs, 1), "guesses": (self.num_guesses, 1)}
         for name, (value, low) in (least | {"vocab": (self.vocab_size, 16)}).items():
             if not low <= value < 2**31:
                 raise ConfigError(f"--{name} is {value}; it must be at least {low}.", param=name)
@@ -141,13 +145,7 @@ def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:
 
 def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
     file = TextFile(options.out / TEXT, digest_of(llm.core.runner.model))  # type: ignore[attr-defined]
-    piece = min(_PIECE, llm.config.max_context)
-    if options.data is not None:
-        report.stage("Reading text", 1)
-        return read_text(llm, options.data, options.num_tokens, piece)
-    report.stage("Writing text", options.num_tokens)
-    made = write_text(llm, file, options.num_tokens, options.seed, report.at)
-    return [one for one in (Example(one.ids[:piece], one.start) for one in made) if one.num_learned > 0]
+    return text_for(llm, options.data, options.num_tokens, options.length, options.seed, file, report)
 
 
 def _digest(model: CausalLM, sequences: list[Example]) -> str:

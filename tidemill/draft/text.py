@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.draft.prompts import seed_prompts
 from tidemill.engine.llm import LLM
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams, sample_seed
 
@@ -26,6 +26,13 @@ Tick = Callable[[int], None]  # tokens there are so far
 class _Sized(Protocol):
     @property
     def vocab_size(self) -> int: ...
+
+
+class Reporter(Protocol):
+    """What a run tells about its progress: a stage with its total, and how far it is."""
+
+    def stage(self, name: str, total: int) -> None: ...
+    def at(self, done: int) -> None: ...
 
 
 class Texts(Protocol):
@@ -107,16 +114,31 @@ def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[
     return [Example(one.prompt_token_ids + one.outputs[0].token_ids, len(one.prompt_token_ids)) for one in outputs]
 
 
+def text_for(
+    llm: LLM, data: Path | None, num_tokens: int, length: int, seed: int, file: TextFile, report: Reporter
+) -> list[Example]:
+    """Of a file, or else what the model writes, which `file` keeps; sequences of at most so many tokens."""
+    length = min(length, llm.config.max_context)
+    if data is not None:
+        report.stage("Reading text", 1)
+        made = read_text(llm, data, num_tokens, length)
+        report.at(1)
+        return made
+    report.stage("Writing text", num_tokens)
+    made = write_text(llm, file, num_tokens, seed, report.at)
+    return [one for one in (Example(one.ids[:length], one.start) for one in made) if one.num_learned > 0]
+
+
 def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Example]:
     """A .txt file, cut into pieces; or .jsonl with an object a line: `text`, `messages`, or `ids` as this command writes them."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"--data {path} is neither .txt nor .jsonl.", fix="Give a text, or a JSON object a line.", param="data")
+        raise ConfigError(f"{path} is neither .txt nor .jsonl.", fix="Give a text, or a JSON object a line.", param="calibration")
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"--data {path} is larger than {_MAX_FILE_BYTES} bytes.", fix="Give a part of it.", param="data")
+            raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.", fix="Give a part of it.", param="calibration")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--data {path} cannot be read: {error}.", param="data") from error
+        raise ConfigError(f"{path} cannot be read: {error}.", param="calibration") from error
     made: list[Example] = []
     total = 0
     for one in _pieces(llm, path, text, max_len):
@@ -125,7 +147,7 @@ def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Exa
         if total >= num_tokens:
             break
     if total < _MIN_TOKENS * 4:
-        raise ConfigError(f"--data {path} holds {total} tokens to learn from.", fix="Give more text.", param="data")
+        raise ConfigError(f"{path} holds {total} tokens to learn from.", fix="Give more text.", param="calibration")
     return made
 
 
@@ -149,9 +171,9 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"Line {number} of {path} is not JSON: {error}.", param="data") from error
+                raise ConfigError(f"Line {number} of {path} is not JSON: {error}.", param="calibration") from error
             if not isinstance(value, dict):
-                raise ConfigError(f"Line {number} of {path} is not a JSON object.", param="data")
+                raise ConfigError(f"Line {number} of {path} is not a JSON object.", param="calibration")
             yield f"line {number} of {path}", value
 
 
@@ -160,12 +182,15 @@ def _line(llm: Texts, where: str, value: dict[str, Any]) -> Example:
         try:
             made = msgspec.convert(value, Example)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}.", param="data") from error
+            raise ConfigError(f"{where}: {error}.", param="calibration") from error
         if not all(0 <= token < llm.model_config.vocab_size for token in made.ids) or not 0 <= made.start <= len(made.ids):
-            raise ConfigError(f"{where}: ids are tokens of another model.", param="data")
+            raise ConfigError(f"{where}: ids are tokens of another model.", param="calibration")
         return made
-    if isinstance(value.get("messages"), list):
-        return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
-    if isinstance(value.get("text"), str):
-        return _encoded(llm, value["text"])
-    raise ConfigError(f"{where} has no text, messages or ids.", param="data")
+    try:
+        if isinstance(value.get("messages"), list):
+            return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
+        if isinstance(value.get("text"), str):
+            return _encoded(llm, value["text"])
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error}", param="calibration") from error
+    raise ConfigError(f"{where} has no text, messages or ids.", param="calibration")

@@ -36,6 +36,7 @@ from tidemill.wire import (
     Abort,
     AdapterReply,
     Delta,
+    Expect,
     Finish,
     FromEngine,
     Gone,
@@ -277,6 +278,10 @@ class EngineClient:
     def renew(self, name: str, ttl_s: float, reason: str) -> None:
         """A hold ends so many seconds from now; 0: at once. An engine that is not there holds nothing."""
         self._send(Renew(name, ttl_s, reason))
+
+    def expect(self, request: Submit | None) -> None:
+        """Another engine computes its prompt, and it goes on in this one. None: prompts that go on in others are computed."""
+        self._send(Expect([]) if request is None else Expect(request.prompt_ids, request.salt, request.adapter))
 
     def ask_pages(self) -> None:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""

@@ -37,7 +37,7 @@ from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND, HANDED_OVER, Request, Status
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Expect, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
@@ -64,7 +64,7 @@ class Parts:
     tiers: Tiers | None = None
     take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
     ranks: Ranks | None = None  # if the runner is of several processes
-    take_weight_reads: Callable[[], tuple[int, float, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
+    take_weight_reads: Callable[[], tuple[int, float, int, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
 
 
 class EngineCore:
@@ -170,11 +170,11 @@ class EngineCore:
             self.ranks.close()
         self._is_closed = True
 
-    def has_grammar(self, grammar: Grammar) -> bool:
-        """It need not be compiled first."""
-        return self.structured.is_compiled(grammar)
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """A request can be submitted without compile_grammar."""
+        return not params.has_masks or self.structured.is_compiled(params.grammar)
 
-    def compile_grammar(self, grammar: Grammar) -> Matcher:
+    def compile_grammar(self, grammar: Grammar | None) -> Matcher | None:
         """May take a while; may be called from another thread."""
         return self.structured.compile(grammar)
 
@@ -226,7 +226,8 @@ class EngineCore:
             params, outputs = params_of_a_beam(request, self.model_config.vocab_size), {0: []}
         grammar = request.params.grammar
         how = request.params.reasoning
-        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()), how)
+        has_masks = request.params.has_masks
+        matchers = self.structured.matchers(grammar, compiled, list(outputs.values()), how) if has_masks else []
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
@@ -299,6 +300,11 @@ class EngineCore:
         live = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler.retention.renew(message.name, message.ttl_s, message.reason, live)
 
+    def expect(self, message: Expect) -> None:
+        with suppress(TidemillError):  # an adapter that is not here: its request says so
+            adapter = self.adapters.get(message.adapter) if message.adapter else None
+            self.scheduler.kv.expect(message.prompt_ids, _salt(message.salt, adapter))
+
     def pages(self) -> Pages:
         """Which request holds which page. No step is made meanwhile, so it should be called seldom."""
         begin = self._clock.now()
@@ -348,7 +354,7 @@ class EngineCore:
             traceback.print_exc()
         deltas = self._outputs(*ended) if ended else []
         if self._endings is not None:
-            deltas = self._endings.keep(deltas)
+            deltas = self._endings.keep(deltas, ended[2] if ended else ())
         return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:

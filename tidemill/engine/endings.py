@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from tidemill.runner.base import Runner
 from tidemill.sched.clock import Clock
-from tidemill.sched.request import HANDED_OVER
+from tidemill.sched.progress import Progress
+from tidemill.sched.request import HANDED_OVER, Request
 from tidemill.sched.scheduler import Scheduler
 from tidemill.wire import Delta
 
@@ -19,7 +20,7 @@ _MOVES_S = 0.002  # between two looks
 
 class _Ending(NamedTuple):
     delta: Delta
-    keys: frozenset[bytes]  # contents that are on their way
+    keys: set[bytes]  # its contents that are on their way
     until_s: float
 
 
@@ -33,18 +34,26 @@ class Endings:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def keep(self, deltas: list[Delta]) -> list[Delta]:
-        """Keeps the ends, and returns what is told at once: also the token of a request that is handed over."""
+    def keep(self, deltas: list[Delta], progress: Sequence[Progress]) -> list[Delta]:
+        """Keeps the ends, and returns what is told at once: also the token of a request that is handed over. `progress`: of the
+        step that the deltas are of."""
         told = [delta for delta in deltas if not delta.finish_reason]
         ended = [delta for delta in deltas if delta.finish_reason]
         if ended:
-            keys, until_s = frozenset(self._scheduler.kv.exporting), self._clock.now() + _EXPORT_S
+            requests = {one.request.request_id: one.request for one in progress if one.finish_reason}
+            until_s = self._clock.now() + _EXPORT_S
             for delta in ended:
+                keys = self._keys(requests.get(delta.request_id) or requests.get(f"{delta.request_id}:{delta.index}"))
                 if delta.finish_reason == HANDED_OVER:
                     told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
                     delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
                 self._kept.append(_Ending(delta, keys, until_s))
         return told
+
+    def _keys(self, request: Request | None) -> set[bytes]:
+        """Contents of its pages that are on their way. Which tokens of beams were kept is not known: all that are."""
+        kv = self._scheduler.kv
+        return kv.exporting if request is None else kv.exporting_of(request.tokens, request.salt)
 
     def exported(self) -> list[Delta]:
         """Ends whose pages are exported by now. That is waited for, for a moment: the next step may take long."""

@@ -81,6 +81,7 @@ class Roles(Routing):
         self._late = ""  # the one that was let in though there was none, until it is admitted
         self._let_in: Counter[str] = Counter()  # by tenant: requests that did not have to wait, or not any more
         self._order = count()
+        self._told: set[str] = set()  # decode engines that know that they are told what comes
 
     def begin(self, clients: Sequence[EngineClient], emit: Callable[[int, Event], None]) -> None:
         self._clients, self._emit = clients, emit
@@ -199,9 +200,18 @@ class Roles(Routing):
         if free:  # or else whoever works goes on with it
             route.target = self._choose(DECODE, keys_of(request.prompt_ids, request), free).name
             self._room(route.target).promise(request.request_id, num_rows, self._pages_of(request, route.target))
+            self._tell_what_comes(request, route.target)
         self._let_in[route.tenant] += 1
         route.is_let_in = True
         return ""
+
+    def _tell_what_comes(self, request: Submit, target: str) -> None:
+        """Of several decode engines, only the one that will have the request fetches its pages as they are exported."""
+        if self.names.count(DECODE) > 1:
+            self._clients[int(target)].expect(request)
+            for name in self._decoding.keys() - self._told - {target}:
+                self._clients[int(name)].expect(None)
+            self._told |= {target, *self._decoding}
 
     @property
     def _decoding(self) -> dict[str, EngineClient]:
@@ -261,6 +271,7 @@ class Roles(Routing):
                 self._room(str(number)).observe(event.num_running, event.num_waiting, event.num_free_pages)
             case events.EngineRestarted():
                 self._rooms.pop(str(number), None)
+                self._told.discard(str(number))
             case events.Admitted():
                 request_id = event.request_id.partition(":")[0]
                 self._room(str(number)).admitted(request_id)

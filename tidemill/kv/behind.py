@@ -14,6 +14,7 @@ from tidemill.kv.prefix import AnyIndex, Found, HashIndex, HashPath, Path
 from tidemill.kv.tiers import Moved, PageMove, Tier, Tiers
 
 MOST_EXPORTS = 64  # stores under way, at most
+_MOST_EXPECTED = 1 << 16  # contents
 _MOST_FETCHED = 32  # pages under way that no sequence waits for yet
 
 
@@ -64,6 +65,7 @@ class Behind:
         self._returning: dict[int, list[bytes]] = {}  # by preempted sequence: what is kept for it
         self._offered: dict[int, _Offered] = {}  # by page, to be exported once its step is computed
         self._announced: dict[bytes, None] = {}  # contents of other engines, to be fetched before they are needed
+        self._expected: dict[bytes, None] | None = None  # the latest last; None: nobody has said what is
         index.look_elsewhere(tiers.find)
 
     # ---- before a page is forgotten
@@ -95,10 +97,14 @@ class Behind:
         """It was admitted again, or has ended."""
         self.tiers.keep_no_longer(self._returning.pop(seq, ()))
 
+    def contents(self, path: Path) -> set[bytes]:
+        """Of all pages of all groups that may hold these tokens."""
+        assert isinstance(path, HashPath)
+        return set(self._index.keys_of(path))
+
     def drop(self, path: Path) -> None:
         """What a sequence computed is worthless."""
-        assert isinstance(path, HashPath)
-        for key in self._index.keys_of(path):
+        for key in self.contents(path):
             self.drop_content(key)
 
     def drop_content(self, key: bytes) -> None:
@@ -196,8 +202,20 @@ class Behind:
         """What places of other engines hold now."""
         for at, key in slots:
             self._announced.pop(self.tiers.peers.learn(at, key), None)
-            if key:
+            if key and (self._expected is None or key in self._expected):
                 self._announced[key] = None
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """From now on, only what is expected is fetched before it is needed. What was announced earlier is, too."""
+        expected = self._expected = {} if self._expected is None else self._expected
+        self._announced = {key: None for key in self._announced if key in expected}
+        for key in keys:
+            expected.pop(key, None)
+            expected[key] = None
+            if self.tiers.peers.find(key) is not None:
+                self._announced[key] = None
+        for key in list(islice(expected, max(len(expected) - _MOST_EXPECTED, 0))):
+            del expected[key]
 
     def unused_page(self, key: bytes) -> int:
         """A page with this content that no sequence holds, or the null page."""

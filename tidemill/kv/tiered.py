@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from tidemill.kv.behind import Behind
@@ -80,6 +80,18 @@ class TieredPages(ABC):
     def exporting(self) -> set[bytes]:
         """Contents that are computed, and on their way to where other engines find them."""
         return set() if self._behind is None else self._behind.exporting
+
+    def exporting_of(self, token_ids: Sequence[int], salt: str) -> set[bytes]:
+        """Those of them that hold these tokens."""
+        exporting = self.exporting
+        if exporting and self._behind is not None:
+            exporting &= self._behind.contents(self._index.path(token_ids, salt, len(token_ids)))
+        return exporting
+
+    def expect(self, token_ids: Sequence[int], salt: str) -> None:
+        """Another engine computes these tokens for this one."""
+        if self._behind is not None:
+            self._behind.expect(self._behind.contents(self._index.path(token_ids, salt, len(token_ids))))
 
     def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
         """What places of other engines hold now, and contents that they found to be worthless."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tidemill.draft.text import TextFile, read_text, write_text
+from tidemill.draft.text import Reporter, TextFile, text_for
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError
 from tidemill.kernels.kvquant import KVQuant
@@ -18,7 +18,6 @@ from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.weights.kv_calibration import save_calibration
 
-_PIECE = 512  # tokens of a sequence
 _LEAST_TOKENS = 256  # of which channels' ranges can be told
 _MAX_TOKENS = 2**20
 
@@ -30,6 +29,7 @@ class CalibrateOptions:
     bits: int = 4
     outliers: float = 0.01
     num_tokens: int = 4096
+    length: int = 512  # of a sequence
     seed: int = 0
 
     @property
@@ -43,17 +43,12 @@ class CalibrateOptions:
             raise ConfigError(f"--outliers is {self.outliers}.", fix="It must be 0 to 0.2, like 0.01.", param="outliers")
         if not _LEAST_TOKENS <= self.num_tokens <= _MAX_TOKENS:
             raise ConfigError(
-                f"--tokens is {self.num_tokens}.", fix=f"It must be {_LEAST_TOKENS} to {_MAX_TOKENS}.", param="tokens"
+                f"--samples of --seq-len tokens are {self.num_tokens} tokens.",
+                fix=f"They must be {_LEAST_TOKENS} to {_MAX_TOKENS}.",
+                param="samples",
             )
         if not self.out.parent.is_dir():
             raise ConfigError(f"There is no folder {self.out.parent}.", fix="Make it, or give another --out.", param="out")
-
-
-class Reporter(Protocol):
-    """What a run tells about its progress: a stage with its total, and how far it is."""
-
-    def stage(self, name: str, total: int) -> None: ...
-    def at(self, done: int) -> None: ...
 
 
 def calibrate(options: CalibrateOptions, llm: LLM, report: Reporter) -> tuple[KVQuant, dict[str, Any]]:
@@ -83,17 +78,11 @@ def calibrate(options: CalibrateOptions, llm: LLM, report: Reporter) -> tuple[KV
 
 
 def _text(options: CalibrateOptions, llm: LLM, report: Reporter) -> list[list[int]]:
-    piece = min(_PIECE, llm.config.max_context)
-    if options.data is not None:
-        report.stage("Reading text", 1)
-        made = read_text(llm, options.data, options.num_tokens, piece)
-        report.at(1)
-    else:
-        report.stage("Writing text", options.num_tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            made = write_text(llm, TextFile(Path(folder) / "text.jsonl", ""), options.num_tokens, options.seed, report.at)
-    sequences = [one.ids[:piece] for one in made if len(one.ids) > 1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = TextFile(Path(folder) / "text.jsonl", "")
+        made = text_for(llm, options.data, options.num_tokens, options.length, options.seed, file, report)
+    sequences = [one.ids for one in made if len(one.ids) > 1]
     total = sum(map(len, sequences))
     if total < _LEAST_TOKENS:
-        raise ConfigError(f"The text has {total} tokens.", fix=f"Give one of at least {_LEAST_TOKENS}.", param="data")
+        raise ConfigError(f"The text has {total} tokens.", fix=f"Give one of at least {_LEAST_TOKENS}.", param="calibration")
     return sequences

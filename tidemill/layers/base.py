@@ -11,7 +11,7 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.parallel.cuts import Cut, Size
 from tidemill.weights.checkpoint import WeightTensor
-from tidemill.weights.slices import take_rows
+from tidemill.weights.slices import NoRows, take_rows
 
 
 class Layer(nn.Module):
@@ -87,6 +87,8 @@ class Layer(nn.Module):
 
 def rows_of(tensor: WeightTensor, cut: Cut, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
     """Of rows in the model's order, those of a rank; and how what is read must be ordered."""
+    if not cut.num:
+        return NoRows(tensor), None
     own = torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in cut.runs])
     return take_rows(tensor, own if row_order is None else row_order[own])
 

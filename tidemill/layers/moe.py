@@ -83,6 +83,11 @@ class Experts(Layer):
                 shapes[f"shared_{side}"] = (hidden_size, whole) if side == "down" else (whole, hidden_size)
         return shapes | {"gate_ups": (num, 2 * size, hidden_size)}
 
+    def read_only(self, experts: range) -> None:
+        """Only these are read; what becomes of the others is its method's to know."""
+        self._own = experts
+        self._wanted = {(side, expert) for side, expert in self._wanted if expert in experts or expert == self.num_experts}
+
     def _brings(self, part: str) -> set[tuple[str, int]]:
         """The matrices in a part, by side and expert."""
         kind, _, number = part.partition(".")

@@ -25,9 +25,9 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
-from tidemill.layers.streamed import Streaming
+from tidemill.layers.streamed import Reads, Streaming
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
-from tidemill.parallel.cuts import rank_config
+from tidemill.parallel.cuts import part_config
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
@@ -54,7 +54,7 @@ class Model(nn.Module, ABC):
         """`weights`: how linears store theirs."""
         super().__init__()
         self.whole, self.weight_plan = config, weights
-        self.config = rank_config(config, weights.shard, weights.expert_parallel)  # of the part that is here
+        self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -181,7 +181,8 @@ class Model(nn.Module, ABC):
             targets = model._targets(checkpoint.format)
         if not random:
             model._check_layout(checkpoint, targets, others)
-        done, total = 0, 0 if random else checkpoint.num_bytes // weights.shard.size
+        num_ranks = weights.part.tables.size
+        done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
         with torch.inference_mode():
             stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
             for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
@@ -191,7 +192,7 @@ class Model(nn.Module, ABC):
                 pieces = cut(tensor, [layer.parts[part] for layer, part in places])
                 for (layer, part), piece in zip(places, pieces, strict=True):
                     layer.load(part, piece, model.row_order(checkpoint.format, part))
-                done += tensor.num_bytes // weights.shard.size
+                done += tensor.num_bytes // num_ranks
                 if progress:
                     progress(tensor.name, done, total)
         if weights.device != "cpu":
@@ -305,9 +306,9 @@ class Model(nn.Module, ABC):
         self._taken = now
         return taken
 
-    def take_weight_reads(self) -> tuple[int, float, int, int] | None:
-        """As `Streaming.take_reads`."""
-        return None if self.streaming is None else self.streaming.take_reads()
+    def take_weight_reads(self) -> Reads | None:
+        """As `Streaming.take_reads`. None: all weights are in memory."""
+        return None if self.streaming is None or not self.streaming.streamed_bytes else self.streaming.take_reads()
 
     def count_experts(self, live: torch.Tensor) -> None:
         """On a GPU: count the tokens that experts get from now on, of a step's tokens the first `live`."""
@@ -358,6 +359,19 @@ def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
             continue
         counts[tensor.type_name] = counts.get(tensor.type_name, 0) + math.prod(tensor.shape)
     return counts
+
+
+def stored_kv_bits(checkpoint: Checkpoint) -> int:
+    """Of keys and values, if the folder's quantization was made for so many (`kv_cache_scheme`)."""
+    settings = checkpoint.metadata.get("quantization_config")
+    scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
+    if scheme is None:
+        return 0
+    source = checkpoint.path / "config.json"
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"{source}: kv_cache_scheme is {str(scheme)[:50]!r}, not a table.")
+    bits: int = required(scheme, "num_bits", int, source)
+    return bits
 
 
 def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, source: object) -> Any:

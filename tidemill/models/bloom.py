@@ -9,7 +9,7 @@ import torch
 from tidemill.errors import CheckpointError
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
-from tidemill.models.base import optional, required, stored_values
+from tidemill.models.base import optional, required, stored_kv_bits, stored_values
 from tidemill.models.gpt2 import Block
 from tidemill.models.llama import Llama, check_numbers
 from tidemill.quant import WeightPlan
@@ -78,6 +78,7 @@ class Bloom(Llama):
             attention_out_bias=True,
             mlp_bias=True,
             stored=stored_values(checkpoint),
+            kv_bits=stored_kv_bits(checkpoint),
         )
         check_numbers(config, source)
         return config

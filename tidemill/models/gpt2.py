@@ -14,7 +14,7 @@ from tidemill.layers.embedding import Embedding
 from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
-from tidemill.models.base import optional, required, stored_values
+from tidemill.models.base import optional, required, stored_kv_bits, stored_values
 from tidemill.models.llama import ACTS, Llama, check_numbers, table_rows
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
@@ -111,6 +111,7 @@ class GPT2(Llama):
             attention_out_bias=True,
             mlp_bias=True,
             stored=stored_values(checkpoint),
+            kv_bits=stored_kv_bits(checkpoint),
         )
         config = _of_gguf(config, checkpoint) if is_gguf else _of_hf(config, data, source)
         check_numbers(config, source)

@@ -15,7 +15,7 @@ from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.layers.stage import ResidualSum, StageBlocks
 from tidemill.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
-from tidemill.models.base import CausalLM, optional, required, stored_values
+from tidemill.models.base import CausalLM, optional, required, stored_kv_bits, stored_values
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
@@ -140,10 +140,16 @@ class SmolLM3(Llama):
 
 def _notes(config: ModelConfig) -> tuple[str, ...]:
     scalings = {spec.rotation.scaling for spec in config.attention_layers if spec.rotation is not None}
-    for one in scalings:
-        if one is not None and one.kind == "longrope" and one.original_context < config.max_context:
-            return (f"--max-context decides the rope factors: above {one.original_context} the long ones, else the short ones.",)
-    return ()
+    made = [
+        f"--max-context decides the rope factors: above {one.original_context} the long ones, else the short ones."
+        for one in scalings
+        if one is not None and one.kind == "longrope" and one.original_context < config.max_context
+    ][:1]
+    if config.kv_bits == 8:
+        made.append("k_scale and v_scale are not used: in the 8-bit KV cache each token and head has a scale of its own.")
+    elif config.kv_bits:
+        made.append(f"A KV cache of {config.kv_bits} bits (kv_cache_scheme) is not followed: --kv-dtype decides.")
+    return tuple(made)
 
 
 def check_numbers(config: ModelConfig, source: object) -> None:
@@ -222,6 +228,7 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         attention_out_bias=bool(data.get("attention_bias", False)),
         mlp_bias=bool(data.get("mlp_bias", False)),
         stored=stored_values(checkpoint),
+        kv_bits=stored_kv_bits(checkpoint),
     )
 
 

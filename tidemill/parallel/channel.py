@@ -137,10 +137,10 @@ class Door:
             time.sleep(_PAUSE_S)
             return None
 
-    def prove(self, accepted: socket.socket, peer: str) -> Channel | None:
+    def prove(self, accepted: socket.socket, peer: str, within_s: float | None = None) -> Channel | None:
         """None: it does not know the key. The socket remains the caller's, who may shut it down meanwhile."""
         try:
-            return _proven(accepted, self._key, peer, is_door=True)
+            return _proven(accepted, self._key, peer, is_door=True, within_s=within_s)
         except (AuthenticationError, EOFError, OSError):
             return None
 
@@ -183,7 +183,7 @@ def _words(address: Address) -> str:
     return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
 
 
-def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool) -> Channel:
+def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool, within_s: float | None = None) -> Channel:
     """Once both ends have shown that they know the key, within a few seconds. The channel has a socket of its own."""
     own.setblocking(True)
     if own.family != socket.AF_UNIX:
@@ -194,7 +194,7 @@ def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool) -> Channel
                 own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection = Connection(os.dup(own.fileno()))
     try:
-        with _cut_after(own, _HANDSHAKE_S):
+        with _cut_after(own, _HANDSHAKE_S if within_s is None else within_s):
             for prove in (deliver_challenge, answer_challenge) if is_door else (answer_challenge, deliver_challenge):
                 prove(connection, key)
     except BaseException:

@@ -40,12 +40,12 @@ class Repeats:
         running = table.running
         if not self._is_possible or len(plan.items) != len(running) or not running:
             return 0, 0.0
-        num, prompt = self._most_by_window, None
+        num, prompt, requests = self._most_by_window, None, table._requests
         for item in plan.items:
             if item.count > 1 and prompt is None:
                 prompt, left = item, self._num_chunks(item)
             else:
-                left = self._num_left(item)
+                left = _num_left(item, requests.get(item.seq))
             if left < num:
                 num = left
                 if num < _LEAST:
@@ -55,17 +55,6 @@ class Repeats:
             until_s = min(until_s, self._queue_rests_until(plan, prompt))
         num = min(num, self._num_by_pages(num))
         return (num, until_s) if num >= _LEAST and self._is_one_class() else (0, 0.0)
-
-    def _num_left(self, item: StepItem) -> int:
-        """Steps in which it goes on as in this one: it does not end, and its tokens are not waited for."""
-        request = self._scheduler._requests.get(item.seq)
-        if request is None or request.epoch != item.epoch or item.count != 1 or not item.samples:
-            return 0
-        if request.first_token_s is None or request.is_held or request.children or request.cache is not None:
-            return 0
-        if request.writable_end < request.num_computed or request.drafts or request.params.waits_for_tokens:
-            return 0
-        return request.max_tokens - (len(request.tokens) - request.num_prompt) - 1
 
     def _num_chunks(self, item: StepItem) -> int:
         """Of a prompt: steps that compute as much of it as this one, and none of them the last."""
@@ -201,6 +190,25 @@ class Repeats:
                 kv.trim(request.seq, at)
                 done = kv.extend(request.seq, at + 1)  # the plans that told the runner of it are over
                 assert done is not None, "there were enough pages"
+
+
+def _num_left(item: StepItem, request: Request | None) -> int:
+    """Steps in which it goes on as in this one: it does not end, and its tokens are not waited for."""
+    if (
+        request is None
+        or request.epoch != item.epoch
+        or item.count != 1
+        or not item.samples
+        or request.first_token_s is None
+        or request.is_held
+        or request.children
+        or request.cache is not None
+        or request.writable_end < request.num_computed
+        or request.drafts
+        or request.params.waits_for_tokens
+    ):
+        return 0
+    return request.max_tokens - (len(request.tokens) - request.num_prompt) - 1
 
 
 def _by_step(entry: tuple[int, int, Request]) -> tuple[int, int]:

@@ -23,9 +23,12 @@ from tidemill.wire import Submit
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _CONTEXTS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PROMPTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
-_DECODE_STEPS = 10
-_SIZED = 4  # prompts of a size
+_EACH = 4  # steps that a batch of a size decodes
+_SIZED = 3  # prompts of a size
+_LEAST_TOKENS = 256
 _LEAST_LOADS = 16  # of those in any order, that are measured even if it takes longer
+
+_Load = list[tuple[int, list[int], int]]  # of requests: the step before which it comes, its prompt, its output tokens
 
 
 class StepTimer:
@@ -33,7 +36,7 @@ class StepTimer:
 
     def __init__(self, runner: Any, shapes: Shapes, now: Callable[[], float] = time.perf_counter) -> None:
         self._runner, self._now, self._shape_of = runner, now, shapes.of
-        self._shapes: list[tuple[StepShape, float]] = []  # launched and not collected: when the host began with it
+        self._shapes: list[tuple[StepShape, float, float]] = []  # in flight: when the host began, how long it took
         self._begin_s = self._now()  # of the planning of the next step
         self._end_s: float | None = None  # of the step before, if the next follows at once
         self.samples: list[Sample] = []
@@ -42,14 +45,16 @@ class StepTimer:
         return getattr(self._runner, name)
 
     def launch(self, plan: StepPlan) -> Any:
-        self._shapes.append((self._shape_of(plan), self._begin_s))
-        return self._runner.launch(plan)
+        shape = self._shape_of(plan)
+        launched = self._runner.launch(plan)
+        self._shapes.append((shape, self._begin_s, self._now() - self._begin_s))
+        return launched
 
     def collect(self, launched: Any) -> StepResult:
         result = self._runner.collect(launched)
-        now, (shape, begin_s) = self._now(), self._shapes.pop(0)
+        now, (shape, begin_s, host_s) = self._now(), self._shapes.pop(0)
         since = begin_s if self._end_s is None else self._end_s
-        self.samples.append(Sample(shape, now - since, follows=self._end_s is not None))
+        self.samples.append(Sample(shape, now - since, self._end_s is not None, host_s))
         self._end_s = now
         return result
 
@@ -112,15 +117,13 @@ class Calibration:
         self._core.scheduler.kv.clear_prefixes()
         self._measure([(0, self._prompt(0, min(config.token_budget, config.max_context - 8)), 4)], keep=False)
         rate = self._rate()
-        most = int(rate * self._seconds / 10)  # prompt tokens of one load
-        loads = [*self._decode_loads(most), *self._alone_loads(most), *self._mixed_loads(most), *self._sized_loads()]
-        if getattr(self._core.runner, "shared_unit", 0):
-            loads += self._shared_loads(most)
-        shuffled = sorted(range(len(loads)), key=lambda _: self._draw.random())
-        for number, at in enumerate(shuffled):
+        most = max(int(rate * self._seconds / 10), _LEAST_TOKENS)  # prompt tokens of one load
+        kinds = [self._decode_loads, self._alone_loads, self._mixed_loads, self._sized_loads, self._shared_loads]
+        loads = self._in_turn([kind(most) for kind in kinds])
+        for number, load in enumerate(loads):
             if self._now() - begin > 1.5 * self._seconds and number >= _LEAST_LOADS:
                 break
-            self._measure(loads[at])
+            self._measure(load)
             self._progress((number + 1) / len(loads))
         self._core.scheduler.kv.clear_prefixes()
         return self.samples
@@ -141,28 +144,46 @@ class Calibration:
 
     # ---- what is measured
 
-    def _decode_loads(self, most: int) -> Iterator[list[tuple[int, list[int], int]]]:
-        """Batches that decode, at contexts of about the same length."""
-        config = self._core.config
-        for context in _CONTEXTS:
-            for batch in dict.fromkeys([*(b for b in _BATCHES if b < config.max_requests), config.max_requests]):
-                fits = context + 2 * _DECODE_STEPS <= config.max_context and batch * (context + 32) < 0.8 * config.num_kv_tokens
-                if fits and batch * context <= most:
-                    yield [(0, self._prompt(i, context), _DECODE_STEPS) for i in range(batch)]
+    def _in_turn(self, kinds: Sequence[Iterator[_Load]]) -> list[_Load]:
+        """Each kind in any order, and evenly among the others: whatever the time ends before is missing of all of them."""
+        placed = []
+        for loads in map(list, kinds):
+            self._draw.shuffle(loads)
+            placed += [((i + 0.5) / len(loads), load) for i, load in enumerate(loads)]
+        return [load for _, load in sorted(placed, key=lambda one: one[0])]
 
-    def _alone_loads(self, most: int) -> Iterator[list[tuple[int, list[int], int]]]:
+    def _decode_loads(self, most: int) -> Iterator[_Load]:
+        """Batches that decode, at contexts of about the same length, and become smaller: some steps of every size."""
+        config = self._core.config
+        given, _ = getattr(self._core.runner, "graph_sizes", ((), ()))
+        sizes = sorted({1, *(size for size in given or _BATCHES if size < config.max_requests), config.max_requests})
+        for context in _CONTEXTS:
+            own = [size for size in sizes if size * context <= most]
+            while own and own[-1] * (context + self._num_output(0, context, own)) > 0.8 * config.num_kv_tokens:
+                own.pop()
+            if own and context + self._num_output(0, context, own) < config.max_context:
+                yield [(0, self._prompt(i, context), self._num_output(i, context, own)) for i in range(own[-1])]
+
+    def _num_output(self, number: int, context: int, sizes: Sequence[int]) -> int:
+        """Of the sequence of this number, so that as many are left as each size says, the largest first. Those that come first
+        decode while the others' prompts are computed."""
+        waits = (sizes[-1] - number) * context // self._core.config.token_budget + 2
+        return waits + _EACH * sum(1 for size in sizes if size > number)
+
+    def _alone_loads(self, most: int) -> Iterator[_Load]:
         """A prompt that comes while nothing else is computed, as the first of several; and several at once."""
-        longest = min(self._core.config.max_context - 8, most)
-        for length in (*_PROMPTS, 4096, 8192, 16384, 32768):
+        longest = min(self._core.config.max_context - 8, most // 4)
+        _, sizes = getattr(self._core.runner, "graph_sizes", ((), ()))
+        for length in (*(_PROMPTS[::4] if sizes else _PROMPTS), 4096, 8192, 16384, 32768):  # others measure each of the sizes
             if length <= longest:
                 yield [(0, self._fresh(length), 3)]
                 yield [(0, self._fresh(length), 3) for _ in range(max(2, min(4, most // length // 4)))]
 
-    def _mixed_loads(self, most: int) -> Iterator[list[tuple[int, list[int], int]]]:
+    def _mixed_loads(self, most: int) -> Iterator[_Load]:
         """Prompts of all lengths that come while a batch decodes."""
         config = self._core.config
         longest = min(2 * config.token_budget, config.max_context // 2)
-        for batch in (1, 4, 16, 64, 128, 192):
+        for batch in (1, 4, 16, 64, 192):
             for context in (32, 512, 2048):
                 room = context + 96 < config.max_context and batch * (context + 128) < 0.6 * config.num_kv_tokens
                 if batch >= config.max_requests or batch * context > most or not room:
@@ -176,24 +197,30 @@ class Calibration:
                     left -= length
                 yield load
 
-    def _sized_loads(self) -> Iterator[list[tuple[int, list[int], int]]]:
-        """Steps of every size that they are padded to: a few sequences decode, and one prompt after the other fills the rest."""
-        _, sizes = getattr(self._core.runner, "graph_sizes", ((), ()))
-        for size in sizes:
-            for batch in (2, 24):
-                if size > batch + 8:
-                    load = [(0, self._prompt(i, 32), 3 * _SIZED + 6) for i in range(batch)]
-                    length = size - batch - 4  # the prompt before may decode meanwhile
-                    yield load + [(4 + 3 * i, self._fresh(length), 2) for i in range(_SIZED)]
-
-    def _shared_loads(self, most: int) -> Iterator[list[tuple[int, list[int], int]]]:
-        """Batches that decode after a common prefix."""
+    def _sized_loads(self, most: int) -> Iterator[_Load]:
+        """Steps of every size that they are padded to: some sequences decode, and one prompt after the other fills the rest, from
+        its begin or after a part that is cached."""
         config = self._core.config
-        for shared in (1024, 2048, 8192):
+        _, sizes = getattr(self._core.runner, "graph_sizes", ((), ()))
+        for number, size in enumerate(sizes):
+            for batch, context, cached in ((2, 32, 0), (24, 512, 0), (8, 128, 8192 if number % 2 else 2048)):
+                length = size - batch - 4  # the prompt before may decode meanwhile
+                if length <= 4 or cached + size > min(most, config.max_context - 8) or batch > config.max_requests:
+                    continue
+                begin = self._prompt(config.max_requests, cached)
+                first = 4 + (batch * context + cached) // config.token_budget
+                load = [(0, self._prompt(i, context), first + 3 * _SIZED + 2) for i in range(batch)]
+                load += [(0, begin, 1)] if cached else []
+                yield load + [(first + 3 * i, begin + self._fresh(length), 2) for i in range(_SIZED)]
+
+    def _shared_loads(self, most: int) -> Iterator[_Load]:
+        """Batches that decode after a common prefix, if that is read once for all."""
+        config = self._core.config
+        for shared in (1024, 2048, 8192) if getattr(self._core.runner, "shared_unit", 0) else ():
             prefix = self._fresh(shared)
-            for batch in (2, 8, 32, 64, 128):
+            for batch in (2, 4, 8, 16, 32, 64, 128):
                 if batch <= config.max_requests and shared + 256 < config.max_context and shared + 64 * batch <= most:
-                    first = [(0, prefix + self._fresh(64), 2 * _DECODE_STEPS)]
+                    first = [(0, prefix + self._fresh(64), 20)]
                     yield first + [(4 + shared // config.token_budget, prefix + self._fresh(64), 16) for _ in range(batch - 1)]
 
     def _prompt(self, number: int, length: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +16,15 @@ from tidemill.sched.plan import StepPlan
 # What a file may hold. Nothing takes as long as ten days.
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e6)]
 Amount = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Rise = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class CostModel(Protocol):
     """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides; and
     `decode_line`: of a step in which so many sequences decode, the fixed part, and what is added per token of all contexts and
     per token of the longest. With it, steps that only repeat each other need not be simulated one by one; with `shape_s`, the
-    time of a step by its shape, neither need those that go on with a prompt."""
+    time of a step by its shape, and `rest_s`, the part of it that `decode_line` leaves out, neither need those that go on with
+    a prompt. `heat`: of a Heat, its decay, and what it adds to steps in which all decode and to those with prompts."""
 
     def step_s(self, plan: StepPlan) -> float: ...
 
@@ -37,12 +40,14 @@ class StepShape(NamedTuple):
     num_draws: int  # tokens that are drawn
     num_new: int  # tokens of requests that start in this step
     num_shared: int = 0  # of the context, what was counted once though more than one sees it: as often as it is seen
+    longest_prompt: int = 0  # the most that a token of a prompt sees
 
     def next(self) -> StepShape:
         """Of the next step with the same sequences, of which at most one has a prompt that goes on."""
         num, prompt = self.num_decoding, self.num_prompt
         context, longest = self.decode_context + num, self.longest + (num > 0)
-        return StepShape(num, context, longest, prompt, self.pairs + prompt * prompt, self.num_draws, 0, self.num_shared)
+        pairs, longest_prompt = self.pairs + prompt * prompt, self.longest_prompt + prompt
+        return StepShape(num, context, longest, prompt, pairs, self.num_draws, 0, self.num_shared, longest_prompt)
 
 
 class Shapes:
@@ -54,7 +59,7 @@ class Shapes:
         self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt
 
     def of(self, plan: StepPlan) -> StepShape:
-        num_decoding = decode_context = longest = num_prompt = pairs = num_draws = num_new = 0
+        num_decoding = decode_context = longest = num_prompt = pairs = num_draws = num_new = longest_prompt = 0
         if plan.new_rows:
             num_new = sum(len(row.token_ids) for row in plan.new_rows)
         if self._pages and (plan.new_rows or plan.row_copies):
@@ -69,12 +74,13 @@ class Shapes:
             else:
                 num_prompt += item.count
                 pairs += item.count * (item.start + end + 1) // 2
+                longest_prompt = end if end > longest_prompt else longest_prompt
                 num_draws += item.num_draws
         num_shared = num_again = 0
         if self._marks:
             num_shared, num_again = self._shared(plan)
         return StepShape(
-            num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared
+            num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared, longest_prompt
         )  # fmt: skip
 
     def _follow(self, plan: StepPlan) -> None:
@@ -130,6 +136,28 @@ class Curve(msgspec.Struct, frozen=True):
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
+_HOT_TOKENS = 1024  # of a step that draws all the power there is
+_COLD = 12  # times the decay: after that, nothing is left
+
+
+class Heat:
+    """What steps with many tokens leave behind: a GPU at the limit of its power lowers its clock, and raises it again when there
+    is less to do. A level from 0 to 1 that falls by itself and rises in steps with prompts."""
+
+    def __init__(self, decay_s: float) -> None:
+        self._decay_s, self._level, self._at_s = decay_s, 0.0, 0.0
+
+    def level(self, now: float) -> float:
+        age = (now - self._at_s) / self._decay_s
+        return self._level * math.exp(-age) if age < _COLD else 0.0
+
+    def add(self, begin_s: float, end_s: float, num_tokens: int) -> None:
+        """A step with a prompt."""
+        kept = math.exp((begin_s - end_s) / self._decay_s)
+        self._level = self.level(begin_s) * kept + min(1.0, num_tokens / _HOT_TOKENS) * (1 - kept)
+        self._at_s = end_s
+
+
 class FittedCost(msgspec.Struct, frozen=True):
     """What `fit` made of measured steps. Steps in which every sequence decodes have a curve of their own, since they run as other
     code does: on a GPU as one CUDA graph."""
@@ -147,19 +175,32 @@ class FittedCost(msgspec.Struct, frozen=True):
     shared_unit: Amount = 0  # tokens that are read once if they are the same; 0: all are read for each
     decode_sizes: list[Amount] = []  # numbers of tokens that a step is padded to; none: it is not
     mixed_sizes: list[Amount] = []
+    longest_prompt_s: Seconds = 0.0  # per token of the longest context of a prompt: one tile of it takes all keys in turn
+    sharing_s: Seconds = 0.0  # of a step in which all decode and some share their context: one more kernel
+    heat_decay_s: Seconds = 0.0  # see Heat; 0: steps do not depend on those before
+    decode_rise: Rise = 0.0  # of a step's time, what full heat adds
+    mixed_rise: Rise = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
         """If no rows share pages."""
         return self.shape_s(Shapes(1).of(plan))
 
     def shape_s(self, shape: StepShape) -> float:
-        rest = self.new_token_s * shape.num_new + self.shared_s * shape.num_shared
+        rest = self.rest_s(shape)
         if not shape.num_prompt:
             fixed, context_s, longest_s = self.decode_line(shape.num_decoding)
             return fixed + context_s * shape.decode_context + longest_s * shape.longest + rest
         fixed = self.mixed.value(padded(shape.num_decoding + shape.num_prompt, self.mixed_sizes))
         attention = self.mixed_context_s * shape.decode_context + self.pair_s * shape.pairs
-        return fixed + attention + self.draw_s * shape.num_draws + rest
+        return fixed + attention + self.longest_prompt_s * shape.longest_prompt + self.draw_s * shape.num_draws + rest
+
+    def rest_s(self, shape: StepShape) -> float:
+        sharing_s = self.sharing_s if shape.num_shared and not shape.num_prompt else 0.0
+        return self.new_token_s * shape.num_new + self.shared_s * shape.num_shared + sharing_s
+
+    @property
+    def heat(self) -> tuple[float, float, float]:
+        return self.heat_decay_s, self.decode_rise, self.mixed_rise
 
     def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
         return self.decode.value(padded(num_decoding, self.decode_sizes)), self.decode_context_s, self.longest_s

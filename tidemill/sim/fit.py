@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from tidemill.errors import ConfigError
-from tidemill.sim.cost import Curve, FittedCost, StepShape, padded
+from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape, padded
 
 _LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
-_ROUNDS = 4  # of leaving out what the others contradict
+_ROUNDS = 6  # of leaving out what the others contradict
 _OUTLIER = 5.0  # times the median error
 _LEAST = 3  # samples of a point
+_DECAY_S = 0.05  # of heat, as seen on an H200; 0.03 to 0.1 fit its steps about as well
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A step that was measured. `follows`: directly after another, so that its time is from that one's end to its own; else it
-    is from where the host began to plan it."""
+    is from where the host began to plan it. `host_s`: until it was launched."""
 
     shape: StepShape
     seconds: float
     follows: bool = True
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,59 +47,116 @@ def fit(
     steps_ahead: int = 0,
     shared_unit: int = 0,
 ) -> tuple[FittedCost, Errors]:
-    """`decode_sizes`, `mixed_sizes`: what steps are padded to. `steps_ahead`: of the runner; without, the host's time is part of
-    every step's. `shared_unit`: of attention, see `Shapes`."""
-    steady = [sample for sample in samples if sample.follows]
-    decode = [sample for sample in steady if not sample.shape.num_prompt]
-    mixed = [sample for sample in steady if sample.shape.num_prompt]
-    if len(decode) < 2 * _LEAST or len(mixed) < 2 * _LEAST:
+    """`samples`: in the order in which they were measured. `decode_sizes`, `mixed_sizes`: what steps are padded to.
+    `steps_ahead`: of the runner; without, the host's time is part of every step's. `shared_unit`: of attention, see `Shapes`."""
+    if not steps_ahead:
+        samples = [replace(one, follows=True) for one in samples]
+    num_mixed = sum(1 for one in samples if one.follows and one.shape.num_prompt)
+    num_decode = sum(1 for one in samples if one.follows and not one.shape.num_prompt)
+    if num_decode < 2 * _LEAST or num_mixed < 2 * _LEAST:
         raise ConfigError("There are too few measured steps to fit a profile.", fix="Measure for longer: --seconds.")
-    d_curve, (d_context, d_longest, d_new, d_shared) = _fit_kind(
-        [padded(one.shape.num_decoding, decode_sizes) for one in decode],
-        [[one.shape.decode_context, one.shape.longest, one.shape.num_new, one.shape.num_shared] for one in decode],
-        [one.seconds for one in decode],
+    # On a GPU steps depend on those before. Elsewhere noise would be taken for it.
+    cost = _fit_with(samples, [*decode_sizes], [*mixed_sizes], shared_unit, _DECAY_S if mixed_sizes else 0.0)
+    waits = [one.host_s for one in samples if not one.follows]
+    if steps_ahead and waits:
+        cost = msgspec.structs.replace(cost, host_s=statistics.median(waits))
+    return cost, errors_of(cost, samples)
+
+
+def _fit_with(
+    samples: Sequence[Sample], decode_sizes: list[int], mixed_sizes: list[int], shared_unit: int, decay_s: float
+) -> FittedCost:
+    steady = [(one, level) for one, level in zip(samples, _levels(samples, decay_s), strict=True) if one.follows]
+    decode = [(one.shape, one.seconds, level) for one, level in steady if not one.shape.num_prompt]
+    mixed = [(one.shape, one.seconds, level) for one, level in steady if one.shape.num_prompt]
+    d_curve, (d_context, d_longest, d_new, d_shared, d_sharing), d_rise = _fit_kind(
+        [padded(shape.num_decoding, decode_sizes) for shape, _, _ in decode],
+        [[one.decode_context, one.longest, one.num_new, one.num_shared, one.num_shared > 0] for one, _, _ in decode],
+        [seconds for _, seconds, _ in decode],
+        [level for _, _, level in decode],
         decode_sizes,
     )
-    m_curve, (m_context, m_pairs, m_draws, m_new) = _fit_kind(
-        [padded(one.shape.num_decoding + one.shape.num_prompt, mixed_sizes) for one in mixed],
-        [[one.shape.decode_context, one.shape.pairs, one.shape.num_draws, one.shape.num_new] for one in mixed],
-        [one.seconds - d_shared * one.shape.num_shared for one in mixed],
+    m_curve, (m_context, m_pairs, m_draws, m_new, m_longest), m_rise = _fit_kind(
+        [padded(shape.num_decoding + shape.num_prompt, mixed_sizes) for shape, _, _ in mixed],
+        [[one.decode_context, one.pairs, one.num_draws, one.num_new, one.longest_prompt] for one, _, _ in mixed],
+        [seconds - d_shared * shape.num_shared for shape, seconds, _ in mixed],
+        [level for _, _, level in mixed],
         mixed_sizes,
     )
-    rates = (d_context, d_longest, m_context, m_pairs, m_draws, m_new or d_new)
-    cost = FittedCost(d_curve, m_curve, *rates, 0.0, d_shared, shared_unit, [*decode_sizes], [*mixed_sizes])
-    waits = [one.seconds - cost.shape_s(one.shape) for one in samples if not one.follows]
-    if steps_ahead and waits:
-        cost = msgspec.structs.replace(cost, host_s=max(statistics.median(waits), 0.0))
-    return cost, errors_of(cost, steady)
+    return FittedCost(
+        d_curve,
+        m_curve,
+        d_context,
+        d_longest,
+        m_context,
+        m_pairs,
+        m_draws,
+        m_new or d_new,
+        shared_s=d_shared,
+        shared_unit=shared_unit,
+        decode_sizes=decode_sizes,
+        mixed_sizes=mixed_sizes,
+        longest_prompt_s=m_longest,
+        sharing_s=d_sharing,
+        heat_decay_s=decay_s,
+        decode_rise=d_rise,
+        mixed_rise=m_rise,
+    )
+
+
+def _levels(samples: Sequence[Sample], decay_s: float) -> list[float]:
+    """How hot the machine was when each of them began."""
+    if not decay_s:
+        return [0.0] * len(samples)
+    heat, now, levels = Heat(decay_s), 0.0, []
+    for one in samples:
+        if not one.follows:  # how long the device was idle is not known; those steps are not fitted
+            heat = Heat(decay_s)
+        levels.append(heat.level(now))
+        if one.shape.num_prompt:
+            heat.add(now, now + one.seconds, one.shape.num_decoding + one.shape.num_prompt)
+        now += one.seconds
+    return levels
 
 
 def errors_of(cost: FittedCost, samples: Sequence[Sample]) -> Errors:
-    said = [cost.shape_s(one.shape) for one in samples]
-    off = sorted(abs(own / one.seconds - 1) for own, one in zip(said, samples, strict=True))
-    total = sum(said) / sum(one.seconds for one in samples) - 1
-    return Errors(len(off), off[len(off) // 2], off[len(off) * 9 // 10], total)
+    """Of those that follow another."""
+    said, took = [], []
+    for one, level in zip(samples, _levels(samples, cost.heat_decay_s), strict=True):
+        if one.follows:
+            rise = cost.mixed_rise if one.shape.num_prompt else cost.decode_rise
+            said.append(cost.shape_s(one.shape) * (1 + rise * level))
+            took.append(one.seconds)
+    off = sorted(abs(own / seconds - 1) for own, seconds in zip(said, took, strict=True))
+    return Errors(len(off), off[len(off) // 2], off[len(off) * 9 // 10], sum(said) / sum(took) - 1)
 
 
 def _fit_kind(
-    sizes: Sequence[int], more: Sequence[Sequence[int]], seconds: Sequence[float], ladder: Sequence[int]
-) -> tuple[Curve, list[float]]:
-    """A curve over the sizes, and a rate for each other column; none is negative. `ladder`: sizes that there are, if they are
-    few: for each of them other code may run, so the curve may fall. Else it never does."""
+    sizes: Sequence[int], more: Sequence[Sequence[int]], seconds: Sequence[float], levels: Sequence[float], ladder: Sequence[int]
+) -> tuple[Curve, list[float], float]:
+    """A curve over the sizes, a rate for each other column, and what full heat adds; none is negative. `ladder`: sizes that there
+    are, if they are few: for each of them other code may run, so the curve may fall. Else it never does."""
     knots = _knots(sizes, ladder)
     hats = np.array([_hat(knots, size) for size in sizes])
     # A point is the sum of the rises up to it, each of them 0 or more.
     points = np.eye(len(knots)) if ladder else np.tril(np.ones((len(knots), len(knots))))
     matrix = np.hstack([hats @ points, np.array(more, float)])
-    measured = np.array(seconds)
+    measured, heat, rise = np.array(seconds), np.array(levels), 0.0
     kept = np.ones(len(measured), bool)
     found = np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
-        found = _least_squares(matrix[kept] / measured[kept, None])
-        off = np.abs(matrix @ found / measured - 1)
+        cold = measured / (1 + rise * heat)
+        found = _least_squares(matrix[kept] / cold[kept, None])
+        ratio = matrix @ found / cold
+        off = np.abs(ratio - 1)
         kept = off <= max(_OUTLIER * float(np.median(off[kept])), 0.02)
+        if heat.any():
+            base, slope = np.linalg.lstsq(
+                np.stack([np.ones(kept.sum()), heat[kept]], 1), measured[kept] / (matrix[kept] @ found), rcond=None
+            )[0]
+            rise = min(max(slope / base, 0.0), 1.0)
     curve = points @ found[: len(knots)]
-    return Curve(knots, [float(value) for value in curve]), [float(rate) for rate in found[len(knots) :]]
+    return Curve(knots, [float(value) for value in curve]), [float(rate) for rate in found[len(knots) :]], float(rise)
 
 
 def _least_squares(matrix: np.ndarray) -> np.ndarray:

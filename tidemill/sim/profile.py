@@ -11,7 +11,7 @@ import msgspec
 
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.sim.cost import Amount, FittedCost, Seconds, StepShape
+from tidemill.sim.cost import Amount, FittedCost, StepShape
 
 FORMAT = 1  # of the file; raised when its fields mean something else
 _MAX_BYTES = 1 << 20
@@ -88,15 +88,14 @@ class Profile(msgspec.Struct, frozen=True):
     cost: FittedCost
     errors: FitErrors
     is_estimated: bool = False  # not measured, but scaled from another model's
-    request_s: Seconds = 0.0  # what a server adds to a request's time to first token; 0: the engine alone
 
     @property
     def host_s(self) -> float:
         return self.cost.host_s
 
     @property
-    def shared_s(self) -> float:
-        return self.cost.shared_s
+    def heat(self) -> tuple[float, float, float]:
+        return self.cost.heat
 
     @property
     def shared_unit(self) -> int:
@@ -110,6 +109,9 @@ class Profile(msgspec.Struct, frozen=True):
 
     def shape_s(self, shape: StepShape) -> float:
         return self.cost.shape_s(shape)
+
+    def rest_s(self, shape: StepShape) -> float:
+        return self.cost.rest_s(shape)
 
     def save(self, path: Path) -> None:
         check_target(path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepItem, StepPlan
-from tidemill.sim.cost import CostModel, Shapes, StepShape
+from tidemill.sim.cost import CostModel, Heat, Shapes, StepShape
 from tidemill.sim.drafter import FIRST_TOKEN, drawn, token_of
 from tidemill.sim.moves import SimMover
 
@@ -35,7 +35,10 @@ class SimRunner:
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
         self._host_s: float = getattr(cost, "host_s", 0.0)
         self._shape_s: Callable[[StepShape], float] | None = getattr(cost, "shape_s", None)
-        self._shared_s: float = getattr(cost, "shared_s", 0.0)
+        self._rest_s: Callable[[StepShape], float] = getattr(cost, "rest_s", _nothing)
+        heat: tuple[float, float, float] = getattr(cost, "heat", (0.0, 0.0, 0.0))
+        decay_s, self._decode_rise, self._mixed_rise = heat
+        self._heat = Heat(decay_s) if decay_s else None
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
         self.free_s = 0.0  # when all that was launched is done
         self.last_plan: StepPlan | None = None  # that was launched
@@ -51,7 +54,7 @@ class SimRunner:
         begin = max(self._clock.now(), self.free_s)
         if self._shape_s is not None:
             self._shape = self._shapes.of(plan)
-            self.free_s = begin + self._shape_s(self._shape)
+            self.free_s = begin + self._warm_s(begin, self._shape, self._shape_s(self._shape))
         else:
             self.free_s = begin + self._cost.step_s(plan)
         self.times.append((begin, self.free_s, 0))
@@ -70,17 +73,29 @@ class SimRunner:
             return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
         return StepResult({item.row: [token_of(item.seq)] for item in plan.items if item.samples})
 
+    def _warm_s(self, begin_s: float, shape: StepShape, seconds: float) -> float:
+        """What a step takes that would take so long in a cold machine."""
+        if self._heat is None:
+            return seconds
+        if not shape.num_prompt:
+            return seconds * (1 + self._decode_rise * self._heat.level(begin_s))
+        seconds *= 1 + self._mixed_rise * self._heat.level(begin_s)
+        self._heat.add(begin_s, begin_s + seconds, shape.num_decoding + shape.num_prompt)
+        return seconds
+
     def repeat(self, plan: StepPlan, most: int, until_s: float) -> tuple[list[float], float]:
         """Launch and collect the steps that follow this one and are like it, at most so many and as long as they are planned
         before some time. Returns when the tokens of each came, and when the last was planned."""
-        following = self._following_s(plan)
+        goes_on = self._shape_s is not None and self._shape.num_prompt > 0
+        takes_s = self._goes_on_s if goes_on else self._decodes_s(plan)
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
         first_s, times, host_s, is_ahead = free_s, list[float](), self._host_s, self.steps_ahead > 0
         while len(times) < most and now < until_s:
             planned_s = now
             now += host_s
-            free_s = (now if now > free_s else free_s) + next(following)
+            begin_s = now if now > free_s else free_s
+            free_s = begin_s + takes_s(begin_s)
             if not is_ahead:
                 done_s = free_s
             if done_s > now:
@@ -93,24 +108,31 @@ class SimRunner:
             self.times.append((first_s, free_s, len(times)))
         return times, planned_s
 
-    def _following_s(self, plan: StepPlan) -> Iterator[float]:
-        """Of the steps that follow this one and are like it, how long each takes."""
-        shape = self._shape
-        if self._shape_s is not None and shape.num_prompt:
-            while True:
-                shape = shape.next()
-                yield self._shape_s(shape)
+    def _goes_on_s(self, begin_s: float) -> float:
+        """How long the next step takes, if it goes on with a prompt."""
+        assert self._shape_s is not None
+        self._shape = self._shape.next()
+        return self._warm_s(begin_s, self._shape, self._shape_s(self._shape))
+
+    def _decodes_s(self, plan: StepPlan) -> Callable[[float], float]:
+        """How long the next step takes, and the one after it, in which all of these decode, by when it begins."""
         assert self._line is not None
-        num, rest_s = len(plan.items), 0.0
+        num, rest_s, shape = len(plan.items), 0.0, self._shape
         if self._shape_s is not None:
-            context, longest, rest_s = shape.decode_context, shape.longest, self._shared_s * shape.num_shared
+            context, longest, rest_s = shape.decode_context, shape.longest, self._rest_s(shape.next())
         else:
             context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
         fixed_s, context_s, longest_s = self._line(num)
-        while True:
+        heat, rise = self._heat, self._decode_rise
+
+        def takes_s(begin_s: float) -> float:
+            nonlocal context, longest
             context += num
             longest += 1
-            yield fixed_s + context_s * context + longest_s * longest + rest_s
+            seconds = fixed_s + context_s * context + longest_s * longest + rest_s
+            return seconds if heat is None else seconds * (1 + rise * heat.level(begin_s))
+
+        return takes_s
 
     def can_repeat(self, plan: StepPlan) -> bool:
         """The cost model tells how such steps differ from each other."""
@@ -120,3 +142,7 @@ class SimRunner:
         """The last of so many steps after this one."""
         self.last_plan = StepPlan(plan.step + num, items)
         return self.last_plan
+
+
+def _nothing(shape: StepShape) -> float:
+    return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
@@ -32,6 +32,8 @@ from tidemill.transfer.base import (
 )
 
 _MOST_READERS = 64  # connections, two of each engine; also those that have not shown yet that they know the key
+_MOST_UNPROVEN = 8  # of those, from one other host
+_PROVE_S = 2.0  # for a handshake
 _MOST_ERASED = 1024  # contents that are remembered as worthless
 _QUIET_S = 5.0  # then there is a message without news: who is gone is noticed
 _GATHER_S = 0.0005  # after a change, for others that come with it
@@ -102,6 +104,7 @@ class Exporter:
         self._source, self._door, self._identity, self._on_close = source, door, dict(identity), on_close
         self._journal = Journal()
         self._readers: set[socket.socket] = set()
+        self._unproven: Counter[str] = Counter()  # by host: connections that have not shown yet that they know the key
         self._lock = threading.Lock()
         self._acceptor = threading.Thread(target=self._accept, name="kv-door", daemon=True)
         self._acceptor.start()
@@ -141,16 +144,23 @@ class Exporter:
             reader = self._door.answer(_LOOK_S)
             if reader is None:
                 continue
+            host = _host(reader)
             with self._lock:
-                if len(self._readers) >= _MOST_READERS:
+                if len(self._readers) >= _MOST_READERS or (host and self._unproven[host] >= _MOST_UNPROVEN):
                     reader.close()
                     continue
                 self._readers.add(reader)
-            threading.Thread(target=self._let_in, args=(reader,), name="kv-export", daemon=True).start()
+                self._unproven[host] += 1
+            threading.Thread(target=self._let_in, args=(reader, host), name="kv-export", daemon=True).start()
 
-    def _let_in(self, reader: socket.socket) -> None:
+    def _let_in(self, reader: socket.socket, host: str) -> None:
         try:
-            channel = self._door.prove(reader, "an engine that imports")
+            try:
+                channel = self._door.prove(reader, "an engine that imports", _PROVE_S)
+            finally:
+                with self._lock:
+                    self._unproven[host] -= 1
+                    self._unproven += Counter()  # without those that are 0
             if channel is not None:
                 self._serve(channel)
         finally:
@@ -186,3 +196,10 @@ class Exporter:
             ask = msgspec.msgpack.decode(channel.receive(64), type=Ask)
             self._journal.knows(channel, ask.since)
             channel.send_now(msgspec.msgpack.encode(self._journal.after(ask.since, _QUIET_S)))
+
+
+def _host(reader: socket.socket) -> str:
+    """Empty: this one, through a socket that only its user can open; or nobody is there any more."""
+    with suppress(OSError):
+        return reader.getpeername()[0] if reader.family == socket.AF_INET else ""
+    return ""

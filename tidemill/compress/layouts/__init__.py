@@ -16,6 +16,7 @@ LAYOUTS = {
     "bitnet": "bitnet:BitNet",
     "gobo": "gobo:GOBOLayout",
 }
+WITH_KV_SCALES = "compressed-tensors"
 GGUF = "gguf"  # a file, not a folder: see gguf.py
 
 

@@ -1,7 +1,11 @@
-"""A GGUF file like the one a model was read from, with quantized matrices: Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
+"""A GGUF file of quantized matrices: like the one a model was read from, or of a Hugging Face folder."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,99 +13,164 @@ import numpy as np
 import torch
 
 from tidemill.compress.decoder import Decoder
+from tidemill.compress.folder import DTYPES, names_outside
+from tidemill.compress.gguf_keys import Described, describe
+from tidemill.compress.gguf_vocab import vocabulary
+from tidemill.compress.layouts.gguf_blocks import block_type, blocks
 from tidemill.compress.stored import IntWeight, Stored, from_state
 from tidemill.compress.walk import Reporter
 from tidemill.compress.work import Work
-from tidemill.errors import ConfigError
+from tidemill.errors import CheckpointError, ConfigError
 from tidemill.weights.choose import parts
-from tidemill.weights.gguf import GGUFFile
+from tidemill.weights.gguf import GGUFFile, GGUFTensor
 
-GROUP = 32  # values of a block
-_TYPES = {(4, True): "Q4_0", (4, False): "Q4_1", (5, True): "Q5_0", (5, False): "Q5_1", (8, True): "Q8_0"}  # bits, symmetric
-
-
-def block_type(name: str, stored: Stored) -> str:
-    """Of a matrix; refuses what no type holds."""
-    why = ""
-    if not isinstance(stored, IntWeight):
-        why = "it is not made of integers"
-    elif (stored.bits, stored.zeros_NG is None) not in _TYPES:
-        why = f"no type has {stored.bits} bits {'without' if stored.zeros_NG is None else 'with'} an offset"
-    elif stored.groups_K is not None or stored.act_per is not None:
-        why = "its columns are not in order" if stored.groups_K is not None else "its activations are quantized"
-    elif stored.codes_NK.shape[1] % GROUP or (stored.group % GROUP and stored.group < stored.codes_NK.shape[1]):
-        why = f"its {stored.codes_NK.shape[1]} columns in groups of {stored.group} are no whole blocks of {GROUP}"
-    if why:
-        fix = "Choose --bits 4, 5 or 8 (8: --symmetric) and a --group that is a multiple of 32, or another --format."
-        raise ConfigError(f"{name} cannot be written as GGUF: {why}.", fix=fix, param="format")
-    assert isinstance(stored, IntWeight)
-    return _TYPES[stored.bits, stored.zeros_NG is None]
+_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FILE_TYPES = {"Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S"}
 
 
-def blocks(stored: IntWeight) -> np.ndarray:
-    """uint8 [N, bytes of a row]. Scales of larger groups are repeated."""
-    num_out, width = stored.codes_NK.shape
-    index = torch.arange(0, width, GROUP) // stored.group
-    scales = stored.scales_NG[:, index].to(torch.float16)
-    pieces: list[np.ndarray] = [scales.numpy().view(np.uint8).reshape(num_out, -1, 2)]
-    codes = stored.codes_NK
-    if stored.zeros_NG is not None:
-        offsets = (-stored.zeros_NG[:, index].float() * scales.float()).to(torch.float16)
-        pieces.append(offsets.numpy().view(np.uint8).reshape(num_out, -1, 2))
-    elif stored.bits < 8:
-        codes = codes + 2 ** (stored.bits - 1)
-    numbers = codes.to(torch.int8 if stored.bits == 8 else torch.uint8).numpy().view(np.uint8).reshape(num_out, -1, GROUP)
-    if stored.bits == 8:
-        return np.concatenate([*pieces, numbers], axis=2).reshape(num_out, -1)
-    if stored.bits == 5:
-        pieces.append(np.packbits(numbers >> 4, axis=2, bitorder="little"))
-    low = numbers & 15
-    pieces.append(low[:, :, : GROUP // 2] | low[:, :, GROUP // 2 :] << 4)
-    return np.concatenate(pieces, axis=2).reshape(num_out, -1)
+@dataclass(slots=True)
+class _Entry:
+    """A tensor of the file. `make`: its bytes, or its values in float32."""
+
+    name: str
+    kind: str  # of GGUF
+    shape: tuple[int, ...]  # of values
+    make: Callable[[], np.ndarray]
 
 
-def write_gguf(decoder: Decoder, work: Work, report: Reporter) -> tuple[int, int]:
-    """How many values were quantized, and the bytes they take. Everything else is copied as it is stored."""
-    import gguf
+class GGUFLayout:
+    """Made before a run, so that what the format cannot hold is refused; written after it, one layer in memory at a time."""
 
-    source = decoder.source
-    files = [GGUFFile(part) for part in parts(source.path)]
-    writer = gguf.GGUFWriter(work.result, files[0].metadata["general.architecture"])
-    _copy_keys(writer, source.path)
-    report.stage("Writing", decoder.num_layers)
-    num_values = num_bytes = 0
-    layers = {name: number for number in range(decoder.num_layers) for name in decoder.tensor_names(number)}
-    at, stored, changed = -1, dict[str, Stored](), dict[str, torch.Tensor]()
-    for tensor in (one for file in files for one in file.tensors.values()):
-        name = source.hf_name(tensor.name) or ""
-        number = layers.get(name, -1)
-        if number >= 0 and number != at:
-            at, (stored, changed) = number, from_state(work.tensors(number))
-            report.at(number + 1)
-        matrix = stored.get(name.removesuffix(".weight")) if number >= 0 and name.endswith(".weight") else None
-        if matrix is not None:
-            kind = block_type(name, matrix)
-            assert isinstance(matrix, IntWeight)
-            raw, rows = blocks(matrix), source.gguf_rows(tensor.name)
-            writer.add_tensor(tensor.name, raw if rows is None else raw[rows.numpy()], raw_dtype=gguf.GGMLQuantizationType[kind])
-            num_values, num_bytes = num_values + matrix.codes_NK.numel(), num_bytes + raw.nbytes
-        elif number >= 0 and name in changed:
-            writer.add_tensor(tensor.name, source.as_gguf(tensor.name, changed[name]).numpy())
+    def __init__(self, decoder: Decoder, dtype: str) -> None:
+        """`dtype`: of what a folder has as floats; of a GGUF file, that is copied as it is stored."""
+        self._decoder, self._source, self._dtype = decoder, decoder.source, dtype
+        self._files = [GGUFFile(part) for part in parts(self._source.path)] if self._source.is_gguf else []
+        self._layers = {name: number for number in range(decoder.num_layers) for name in decoder.tensor_names(number)}
+        self._described: Described | None = None
+        if not self._source.is_gguf:
+            names = self._folder_names().items()
+            shapes = {stored: self._source.gguf_shape(stored, decoder.shape_of(own)) for own, stored in names}
+            self._described = describe(self._source.model_config, self._source.path, shapes)
+            self._described.keys |= vocabulary(self._source.path, self._source.model_config.vocab_size)
+
+    def _folder_names(self) -> dict[str, str]:
+        """Hugging Face's names to GGUF's."""
+        found: dict[str, str] = {}
+        for own in [*names_outside(self._decoder), *self._layers]:
+            stored = self._source.gguf_name(own)
+            if stored is None:
+                raise CheckpointError(f"GGUF has no name for the tensor {own}.", fix="Choose another --format.")
+            found[own] = stored
+        return found
+
+    def write(self, work: Work, report: Reporter) -> tuple[int, int]:
+        """How many values were quantized, and the bytes they take."""
+        import gguf
+
+        kinds: Counter[str] = Counter()
+        num_values = num_bytes = 0
+        arch = self._described.architecture if self._described else self._files[0].metadata["general.architecture"]
+        writer = gguf.GGUFWriter(work.result, arch)
+        for entry in self._entries(work):
+            kind = gguf.GGMLQuantizationType[entry.kind]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            nbytes = int(np.prod(entry.shape)) // block * size
+            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+            if entry.kind.startswith("Q") and entry.name.startswith("blk."):
+                kinds[entry.kind] += int(np.prod(entry.shape))
+        self._write_keys(writer, kinds)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        report.stage("Writing", self._decoder.num_layers)
+        for entry in self._entries(work, report):
+            values = entry.make()
+            writer.write_tensor_data(values)
+            if entry.kind in kinds and entry.name.startswith("blk."):
+                num_values, num_bytes = num_values + int(np.prod(entry.shape)), num_bytes + values.nbytes
+        writer.close()
+        return num_values, num_bytes
+
+    def _entries(self, work: Work, report: Reporter | None = None) -> Iterator[_Entry]:
+        """In the file's order, so that a layer's results are read once."""
+        given: list[tuple[str, str, GGUFTensor | None]]
+        if self._described is None:
+            tensors = [tensor for file in self._files for tensor in file.tensors.values()]
+            given = [(tensor.name, self._source.hf_name(tensor.name) or "", tensor) for tensor in tensors]
         else:
-            raw = np.ascontiguousarray(tensor.raw).reshape(*tensor.shape[:-1], -1)
-            writer.add_tensor(tensor.name, raw, raw_dtype=gguf.GGMLQuantizationType(tensor.qtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return num_values, num_bytes
+            given = [(stored, own, None) for own, stored in self._folder_names().items()]
+            for name, values in self._described.tensors.items():
+                yield _Entry(name, "F32", tuple(values.shape), values.float().numpy)
+        at, stored, changed = -1, dict[str, Stored](), dict[str, torch.Tensor]()
+        for name, own, copied in given:
+            number = self._layers.get(own, -1)
+            if number >= 0 and number != at:
+                at, (stored, changed) = number, from_state(work.tensors(number))
+                if report is not None:
+                    report.at(number + 1)
+            matrix = stored.get(own.removesuffix(".weight")) if number >= 0 and own.endswith(".weight") else None
+            if matrix is not None:
+                yield self._quantized(name, own, matrix)
+            elif number >= 0 and own in changed:
+                yield self._plain(name, tuple(changed[own].shape), partial(changed.__getitem__, own))
+            elif copied is not None:
+                yield _Entry(name, copied.type_name, copied.shape, partial(np.ascontiguousarray, copied.raw))
+            else:
+                yield self._plain(name, self._decoder.shape_of(own), partial(self._read, own))
+
+    def _read(self, own: str) -> torch.Tensor:
+        return self._decoder.read([own])[own]
+
+    def _quantized(self, name: str, own: str, matrix: Stored) -> _Entry:
+        kind = block_type(own, matrix)
+        assert isinstance(matrix, IntWeight)
+        rows = self._source.gguf_rows(name)
+
+        def make() -> np.ndarray:
+            raw = blocks(matrix)
+            return raw if rows is None else raw[rows.numpy()]
+
+        return _Entry(name, kind, tuple(matrix.codes_NK.shape), make)
+
+    def _plain(self, name: str, shape: tuple[int, ...], read: Callable[[], torch.Tensor]) -> _Entry:
+        """Vectors stay float32, as llama.cpp expects them."""
+        kind = "F32" if len(shape) < 2 else _FLOATS[self._dtype]
+
+        def make() -> np.ndarray:
+            made = self._source.as_gguf(name, read())
+            typed = made if kind == "F32" else made.to(DTYPES[self._dtype])
+            if not bool(typed.isfinite().all()):
+                fix = "Give --out-dtype bfloat16 or float32."
+                raise ConfigError(f"Tensor {name} holds values that {self._dtype} does not.", fix=fix, param="out-dtype")
+            return typed.contiguous().view(torch.uint8).numpy()
+
+        return _Entry(name, kind, self._source.gguf_shape(name, shape), make)
+
+    def _write_keys(self, writer: Any, kinds: Counter[str]) -> None:
+        import gguf
+
+        kind = kinds.most_common(1)[0][0] if kinds else "F16"
+        writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind}")])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        if self._described is None:
+            _copy_keys(writer, self._source.path)
+            return
+        writer.add_name(self._source.path.resolve().name)
+        for name, value in self._described.keys.items():
+            is_list = isinstance(value, list)
+            found = gguf.GGUFValueType.get_type(value[0] if is_list else value)
+            if found == gguf.GGUFValueType.INT32 and not is_list:
+                found = gguf.GGUFValueType.UINT32  # what readers expect of sizes and ids
+            writer.add_key_value(name, value, gguf.GGUFValueType.ARRAY if is_list else found, found if is_list else None)
 
 
 def _copy_keys(writer: Any, path: Path) -> None:
     import gguf
 
     for name, field in gguf.GGUFReader(path).fields.items():
-        if name.startswith(("GGUF.", "split.")) or name in ("general.architecture", "general.file_type"):
+        if name.startswith(("GGUF.", "split.")) or name in (
+            "general.architecture", "general.file_type", "general.quantization_version",
+        ):  # fmt: skip
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None

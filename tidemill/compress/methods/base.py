@@ -66,6 +66,8 @@ class Method(ABC):
                 raise ConfigError(f"{_flag(key)} is {value}.", fix=f"It must be {allowed}.", param=key)
         self.options: dict[str, Any] = self.defaults | given
         self.bits_of = bits_of or {}
+        self.grids: dict[str, Grid] = {}  # of matrices that options do not decide
+        self.has_offsets = False  # whether groups that are not symmetric begin anywhere, not at a multiple of their scale
 
     def __getitem__(self, option: str) -> Any:
         return self.options[option]
@@ -80,10 +82,13 @@ class Method(ABC):
 
     def grid(self, name: str) -> Grid:
         """Of a matrix."""
+        if name in self.grids:
+            return self.grids[name]
         per = self.options.get("weights", GROUP)
         group = {TENSOR: -1, CHANNEL: 0}.get(per, self.options.get("group", 0))
         bits = self.bits_of.get(name, self.options.get("bits", 8))
-        return Grid(bits, group, self.options.get("symmetric", True))
+        symmetric = self.options.get("symmetric", True)
+        return Grid(bits, group, symmetric, offsets=self.has_offsets and not symmetric)
 
     def planned(self, name: str, shape: tuple[int, int]) -> IntWeight | None:
         """The matrix as it will be stored, without values; None: the method makes no integers."""
@@ -94,7 +99,7 @@ class Method(ABC):
         empty = torch.empty(shape, device="meta")
         one = IntWeight(grid.bits, empty, empty, width, zeros_NG=None if grid.symmetric else empty)
         one.groups_K = empty if self.options.get("act_order") == "group" and grid.group > 0 else None
-        one.threshold = self.options.get("threshold")
+        one.threshold, one.steps = self.options.get("threshold"), grid.steps or None
         with_activations(one, how, 1.0 if self.options.get("static") else None, 127)
         return one
 

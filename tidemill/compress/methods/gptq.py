@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from tidemill.compress.decoder import matrix_of
-from tidemill.compress.grid import GROUP, Grid, fit, round_to
+from tidemill.compress.grid import GROUP, Grid, as_stored, fit, round_to
 from tidemill.compress.methods.base import Method
 from tidemill.compress.methods.inputs import collect
 from tidemill.compress.stored import IntWeight, Stored
@@ -74,7 +75,8 @@ def gptq(matrix_NK: torch.Tensor, order_K: torch.Tensor, upper_KK: torch.Tensor,
     by_order = act_order == "group" and grid.group > 0
     place_of = torch.arange(num_in, device=rest.device) if by_order else order_K
     groups = place_of // width  # of each column, as it is taken
-    is_running = by_order or (act_order == "off" and grid.group > 0)  # groups are taken whole: scales see corrected values
+    # Groups are taken whole: scales see corrected values. Those in steps are of several groups.
+    is_running = by_order or (act_order == "off" and grid.group > 0 and not grid.steps)
     scales, zeros = fit(matrix_NK[:, order_K] if by_order else matrix_NK, grid)
     for begin in range(0, num_in, _BLOCK):
         end = min(begin + _BLOCK, num_in)
@@ -90,7 +92,7 @@ def gptq(matrix_NK: torch.Tensor, order_K: torch.Tensor, upper_KK: torch.Tensor,
                 if at + width > end > at:  # nor have those of columns beyond the block
                     ahead = ahead.clone()
                     ahead[:, end - at :] -= errors[:, :i] @ upper_KK[begin:at, end : at + width]
-                of_group = fit(ahead, Grid(grid.bits, 0, grid.symmetric))
+                of_group = fit(ahead, replace(grid, group=0))
                 scales[:, group] = of_group[0][:, 0]
                 if zeros is not None and of_group[1] is not None:
                     zeros[:, group] = of_group[1][:, 0]
@@ -104,11 +106,6 @@ def gptq(matrix_NK: torch.Tensor, order_K: torch.Tensor, upper_KK: torch.Tensor,
             errors[:, i] = error
         rest[:, end:] -= errors @ upper_KK[begin:end, end:]
     inverse = torch.argsort(order_K)
-    return IntWeight(
-        grid.bits,
-        codes[:, inverse].short(),
-        scales,
-        width,
-        None if zeros is None else zeros.short(),
-        groups_K=groups[inverse].int() if by_order else None,
-    )
+    made = as_stored(codes[:, inverse], scales, zeros, width, grid)
+    made.groups_K = groups[inverse].int() if by_order else None
+    return made

@@ -1,6 +1,7 @@
 """`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four multiply. A group takes codes from
 shared memory to registers, makes bfloat16 of them and multiplies from there, and unpacks the next ones meanwhile.
 
+Where a weight has too few rows for all multiprocessors, a program has one chunk of K, and a second kernel adds the chunks' sums.
 The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
 """
 
@@ -12,18 +13,20 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import glu
-from tidemill.kernels.cuda.hopper_attention import _done_with, fetch
-from tidemill.kernels.cuda.launch import IS_INTERPRETED, launch
-from tidemill.kernels.cuda.packed_gemm import Packed, _assembly
+from tidemill.kernels.cuda.hopper_attention import barrier, fetch
+from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _workspace
 
 FUSED = "silu"  # the activation that the kernel has built in
-FROM_ROWS = 64  # with fewer, the other kernel is as fast
+FROM_ROWS = 64  # up to there the other kernel is as fast
+MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +35,41 @@ class RolesTile:
     outs: int  # 128: each group has 64 of them; 64: each has half of the rows
     buffers: int  # of rows
     ahead: int  # blocks of words
+    split: int = 0  # a program has one chunk
 
 
 @gluon.jit
 def _fetch_words(
-    words_desc, n, block, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
+    words_desc, n, first, block, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
 ):  # fmt: skip
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     i, phase = block % num_ahead, (block // num_ahead) & 1
     mbarrier.wait(words_free.index(i), phase ^ 1)
     mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
-    fetch(words_desc, [n * OUTS, block * PLANE], words_full.index(i), words_bufs.index(i))
+    fetch(words_desc, [n * OUTS, (first + block) * PLANE], words_full.index(i), words_bufs.index(i))
 
 
 @gluon.jit
 def _fetch(
-    x_desc, words_desc, m, n, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
 ):  # fmt: skip
+    """`num_blocks` from `first` on."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     count = 0
     for block in range(gl.minimum(num_ahead - 1, num_blocks)):
-        _fetch_words(words_desc, n, block, words_bufs, words_full, words_free, OUTS, PLANE)
+        _fetch_words(words_desc, n, first, block, words_bufs, words_full, words_free, OUTS, PLANE)
     # Weights were there long before; activations are what the kernel before writes.
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     for block in range(num_blocks):
         if block + num_ahead - 1 < num_blocks:
-            _fetch_words(words_desc, n, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
+            _fetch_words(words_desc, n, first, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
         for plane in gl.static_range(PLANES):
             i, phase = count % num_buffers, (count // num_buffers) & 1
             mbarrier.wait(free.index(i), phase ^ 1)
             mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
-            fetch(x_desc, [m * ROWS, (block * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
+            fetch(x_desc, [m * ROWS, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
             count += 1
 
 
@@ -89,11 +94,12 @@ def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr)
 
 @gluon.jit
 def _multiply(
-    scales_ptr, bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-    PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr,
-    SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
+    x_bufs, x_full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
+    KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk."""
+    """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     planes: gl.constexpr = 16 // BITS
@@ -109,17 +115,16 @@ def _multiply(
     scales_ptr += gl.minimum(outs, num_out - 1)
     acc = gl.zeros((64, rows), gl.float32, layout)
     total = acc
-    found = _scales(scales_ptr, 0, num_out, size, SIZE)
+    found = _scales(scales_ptr, first, num_out, size, SIZE)
     mbarrier.wait(words_full.index(0), 0)
     words = words_bufs.index(0).slice(first_out, 64, dim=0).load(operand)
-    _done_with(words_free.index(0))
     values = _unpack(words, found[0], 0, BITS, KIND)
     count = 0
     block = 0
-    for _ in range(CHUNKS):
+    for _ in range(1 if SPLIT else CHUNKS):
         for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
             block += 1
-            following = _scales(scales_ptr, gl.minimum(block, num_blocks - 1), num_out, size, SIZE)
+            following = _scales(scales_ptr, first + gl.minimum(block, num_blocks - 1), num_out, size, SIZE)
             for plane in gl.static_range(planes):
                 i = count % num_buffers
                 mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
@@ -132,18 +137,29 @@ def _multiply(
                     if block < num_blocks:  # else what is there is not used
                         mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
                     words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
-                    _done_with(words_free.index(block % num_ahead))
                     more = _unpack(words, following[0], 0, BITS, KIND)
                 acc, values = warpgroup_mma_wait(0, (soon, values))
-                _done_with(free.index(i))
+                barrier()
+                mbarrier.arrive(free.index(i), count=1)
+                # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been multiplied
+                # was made of all words.
+                if plane == 0:
+                    mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
                 values = more
                 count += 1
             found = following
-        if CHUNKS > 1:
+        if CHUNKS > 1 and not SPLIT:
             total += acc
             acc = gl.zeros((64, rows), gl.float32, layout)
         else:
             total = acc
+    if SPLIT:  # [chunk, out, row], as the registers hold them
+        height = gl.cdiv(num_rows, ROWS) * ROWS
+        outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
+        at = ((first // BLOCKS).to(gl.int64) * num_out + outs)[:, None] * height + lines[None, :]
+        gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
+        return
     if HAS_BIAS:
         columns = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
@@ -162,14 +178,17 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _gemm_packed_by_roles(
-    x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, num_blocks,
+    x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_out, num_blocks,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
-    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    ACT: gl.constexpr,
+    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
     tiles_m = gl.cdiv(num_rows, ROWS)
     m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
+    first = gl.program_id(1) * BLOCKS
+    if SPLIT:
+        num_blocks = gl.minimum(BLOCKS, num_blocks - first)
     words_bufs = gl.allocate_shared_memory(gl.int16, [WORD_BUFFERS, OUTS, PLANE], words_desc.layout)
     x_bufs = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, ROWS, PLANE], x_desc.layout)
     words_full = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -187,21 +206,23 @@ def _gemm_packed_by_roles(
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
-                    x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE, CHUNKS, BLOCKS, HAS_BIAS, ACT,
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
+                    words_full, words_free, x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
+                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
-                    x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE, CHUNKS, BLOCKS, HAS_BIAS, ACT,
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
+                    words_full, words_free, x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
+                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _fetch,
                 (
-                    x_desc, words_desc, m, n, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+                    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
                     ROWS, OUTS, PLANE, gl.constexpr(16 // BITS),
                 ),
             ),
@@ -211,12 +232,34 @@ def _gemm_packed_by_roles(
     )  # fmt: skip
 
 
-def own_tile(num_rows: int, num_out: int, num_chunks: int, plane: int) -> RolesTile:
-    """It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers that more rows would need."""
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_chunks(
+    partial_ptr, bias_ptr, out_ptr, num_rows, num_out, HEIGHT: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Sums [chunk, out, row], whose rows are filled up to multiples of `HEIGHT`."""
+    begin(AHEAD)
+    n, m = tl.program_id(0), tl.program_id(1)
+    outs, rows = n * OUTS + tl.arange(0, OUTS), m * ROWS + tl.arange(0, ROWS)
+    height = tl.cdiv(num_rows, HEIGHT) * HEIGHT
+    at = outs[:, None].to(tl.int64) * height + rows[None, :]
+    there = (outs < num_out)[:, None] & (rows < num_rows)[None, :]
+    total = tl.zeros((OUTS, ROWS), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        where = partial_ptr + chunk * num_out.to(tl.int64) * height + at
+        total += tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
+    _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+
+
+def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int) -> RolesTile:
+    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers
+    that more rows would need."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
+    if num_chunks > 1 and num_in > MANY_INS and num_rows <= 256:
+        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 2 + 2 * more, 1)
     if num_rows <= 64:
-        return RolesTile(64, 64 if num_chunks > 1 else 128, 8, 4)
-    if num_chunks > 1 and num_out <= 4096 and num_rows <= 256:
+        return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
+    if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
         return RolesTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
         return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
@@ -229,33 +272,38 @@ def is_there() -> bool:
 
 
 def covers(weight: Packed, num_rows: int) -> bool:
-    return (
-        is_there()
-        and weight.kind != "table"
-        and num_rows > FROM_ROWS
-        and weight.num_in % 8 == 0
-        and weight.words_NW.shape[1] % 8 == 0
-    )
+    few = FROM_ROWS if weight.num_chunks > 1 or weight.plane == 32 else FROM_ROWS // 2
+    is_aligned = weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+    return is_there() and weight.kind != "table" and num_rows > few and is_aligned
 
 
 def gemm_by_roles(
     x_TK: torch.Tensor, weight: Packed, tile: RolesTile | None = None, *, bias_N: torch.Tensor | None = None, act: str = ""
 ) -> torch.Tensor:
     """`act`: as `gemm` has it."""
-    num_rows, num_out = x_TK.shape[0], weight.num_out
-    tile = tile or own_tile(num_rows, num_out, weight.num_chunks, weight.plane)
-    is_fused = act == FUSED
-    out = x_TK.new_empty(num_rows, num_out // 2 if is_fused else num_out)
+    num_rows, num_out, chunks = x_TK.shape[0], weight.num_out, weight.num_chunks
+    tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane)
+    split = bool(tile.split) and chunks > 1
+    is_fused = act == FUSED and not split
+    out = x_TK.new_empty(num_rows, num_out // 2 if act and (is_fused or split) else num_out)
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
-    how: dict[str, Any] = {"PLANE": plane, "BITS": weight.bits, "KIND": weight.kind, "SIZE": weight.group}
+    tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
+    partial, _ = _workspace(x_TK.device, chunks * num_out * tiles_m * tile.rows if split else 1, 1)
+    bias = weight.scales_GN if bias_N is None else bias_N
     launch(
-        _gemm_packed_by_roles, (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),),
+        _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
         _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
-        weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, num_rows, num_out, num_blocks,
-        ROWS=tile.rows, OUTS=tile.outs, CHUNKS=weight.num_chunks, BLOCKS=weight.chunk // weight.block, BUFFERS=tile.buffers,
-        WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
-        launch_pdl=True, **how,
+        weight.scales_GN, bias, out, partial, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
+        SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
+        BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
+        launch_pdl=True,
     )  # fmt: skip
+    if split:
+        launch(
+            _add_chunks, (triton.cdiv(num_out, 64), triton.cdiv(num_rows, 32)), partial, bias, out, num_rows, num_out,
+            HEIGHT=tile.rows, CHUNKS=chunks, ROWS=32, OUTS=64, HAS_BIAS=bias_N is not None, ACT=act, num_warps=4, **HOW,
+        )  # fmt: skip
+        return out
     return glu(out, act) if act and not is_fused else out
 
 

@@ -29,7 +29,8 @@ from tidemill.kernels.cuda.lanes import lane
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 WORD = 16  # bits
-MANY_OUTS = 8192  # from there on a weight is multiplied in one chunk, and in planes of 32
+SMALL = 2.0**130  # a code's bits in the upper mantissa of a bfloat16 without exponent are that code over this number
+MANY_OUTS = 8192  # from there on a weight is multiplied in one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class PackedTile:
 class Packed:
     """A matrix [N, K]. `kind`: what a code and the two halves of its group's word of scales mean.
 
-    zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; e2m1 and nf4: numbers of values;
-    table: of 16 values that lie behind the scales, in float32, of which a row has one.
-    Codes of 8 bits are signed; of zeros they have none.
+    zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; small: the same with the scale
+    times 2**130; e2m1 and nf4: numbers of values; table: of 16 values that lie behind the scales, in float32, of which a row has
+    one. Codes of 8 bits are signed; of zeros they have none.
     """
 
     bits: int
@@ -113,7 +114,7 @@ def pack(
     assert group % 32 == 0 or scales_NG.shape[1] == 1
     if scales_NG.shape[1] == 1:
         group = 1 << 30
-    plane = plane or (32 if codes_NK.shape[0] > MANY_OUTS else 64)
+    plane = plane or 64  # memory reads 128 bytes of a row at a time faster than 64
     plane = plane if group % plane == 0 and bits > 2 else 32
     planes = WORD // bits
     block = plane * planes
@@ -124,10 +125,7 @@ def pack(
     codes = (codes & ((1 << bits) - 1)).unflatten(1, (-1, planes, plane))
     shifts = torch.arange(planes, device=codes.device, dtype=torch.int32) * bits
     words = (codes << shifts[:, None]).sum(2, dtype=torch.int32).to(torch.int16).flatten(1)
-    if others_NG is None:
-        others_NG = torch.zeros_like(scales_NG)
-    if kind == "zeros":
-        others_NG = others_NG.float() + 128
+    kind, scales_NG, others_NG = _cheapest(bits, kind, scales_NG, others_NG)
     halves = _bfloat16_bits(scales_NG) | (_bfloat16_bits(others_NG) << 16)
     halves = torch.nn.functional.pad(halves, (0, triton.cdiv(num_in + missing, group) - halves.shape[1]))
     chunk = chunk or chunk_of(codes_NK.shape[0], num_in, block)
@@ -137,6 +135,27 @@ def pack(
         behind = torch.nn.functional.pad(table.float().to(scales_GN.device).view(torch.int32), (0, -16 % scales_GN.shape[1]))
         scales_GN = torch.cat([scales_GN, behind.view(-1, scales_GN.shape[1])])
     return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), scales_GN)
+
+
+def _cheapest(
+    bits: int, kind: str, scales_NG: torch.Tensor, others_NG: torch.Tensor | None
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The kind, scales and others to store: the same weights in the form that takes the fewest instructions."""
+    scales = _rounded(scales_NG)
+    others = torch.zeros_like(scales) if others_NG is None else others_NG.float()
+    if bits == 8 or kind not in ("zeros", "offsets"):
+        return kind, scales, others + 128 if kind == "zeros" else others
+    if kind == "zeros":
+        offsets = -others * scales
+        if not torch.equal(_rounded(offsets), offsets):  # a zero in the middle is a power of two, whose products are exact
+            return kind, scales, others + 128
+        others = offsets
+    large = (scales.double() * SMALL).float()
+    return ("small", large, others) if bool(large.isfinite().all()) else ("offsets", scales, others)
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    return (_bfloat16_bits(values) << 16).view(torch.float32)
 
 
 def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
@@ -160,7 +179,11 @@ def unpack_reference(weight: Packed) -> torch.Tensor:
         codes = (codes ^ 128) - 128
     if weight.kind in ("nf4", "e2m1"):
         return torch.tensor(NF4 if weight.kind == "nf4" else E2M1, device=codes.device)[codes] * scale
-    return codes * scale + other if weight.kind == "offsets" else (codes - (other - 128)) * scale
+    if weight.kind == "zeros":
+        return (codes - (other - 128)) * scale
+    if weight.kind == "small":
+        scale = (scale.double() / SMALL).float()
+    return codes * scale + other
 
 
 # ---- from words to bfloat16: two words in $1, a scale in both halves of $2 (and $3), zeros or offsets likewise in $4 (and $5)
@@ -169,6 +192,8 @@ _ZEROS = """{{.reg .b32 a; shr.u32 a, $1, {shift}; lop3.b32 a, a, {mask}, 0x4300
 sub.rn.bf16x2 a, a, $4; mul.rn.bf16x2 $0, a, $2;}}"""
 _OFFSETS = """{{.reg .b32 a, c; mov.b32 c, 0x43004300; shr.u32 a, $1, {shift}; lop3.b32 a, a, {mask}, 0x43004300, 0xEA;
 sub.rn.bf16x2 a, a, c; fma.rn.bf16x2 $0, a, $2, $4;}}"""
+# Bits of a code without an exponent are a subnormal number; its scale brings it back.
+_SMALL = """{{.reg .b32 a; {shift_up} a, $1, {by}; and.b32 a, a, {mask_up}; fma.rn.bf16x2 $0, a, $2, $4;}}"""
 # The lower seven bits of an int8 added to 128 are the bits of a bfloat16; the upper one makes a -128 of it or a -256.
 _BYTES = """{{.reg .b32 a, b; shr.u32 a, $1, {shift}; lop3.b32 b, a, 0x00800080, 0x43004300, 0xEA;
 lop3.b32 a, a, 0x007f007f, 0x43004300, 0xEA; sub.rn.bf16x2 a, a, b; """
@@ -200,6 +225,8 @@ _TEXTS = {
     (2, "zeros"): _ZEROS,
     (4, "offsets"): _OFFSETS,
     (2, "offsets"): _OFFSETS,
+    (4, "small"): _SMALL,
+    (2, "small"): _SMALL,
     (8, "zeros"): _BYTES_PLAIN,
     (8, "offsets"): _BYTES_OFFSETS,
     (4, "e2m1"): _E2M1,
@@ -209,8 +236,11 @@ _TEXTS = {
 
 @triton.constexpr_function
 def _assembly(bits: int, kind: str, plane: int) -> str:
-    mask = (1 << bits) - 1
-    return _TEXTS[bits, kind].format(shift=bits * plane, mask=f"0x{mask << 16 | mask:08x}")
+    mask, up = (1 << bits) - 1, 3 - bits * plane
+    return _TEXTS[bits, kind].format(
+        shift=bits * plane, mask=f"0x{mask << 16 | mask:08x}",
+        shift_up="shl.b32" if up > 0 else "shr.u32", by=abs(up), mask_up=f"0x{(mask << 16 | mask) << 3:08x}",
+    )  # fmt: skip
 
 
 @triton.jit
@@ -243,11 +273,14 @@ def _unpack(words, scales, table_ptr, PLANE: tl.constexpr, BITS: tl.constexpr, K
             return value * scale
         elif KIND == "offsets":
             return code.to(tl.float32) * scale + other
+        elif KIND == "small":
+            return code.to(tl.float32) * (scale * _TO_SCALE) + other
         else:
             return (code.to(tl.float32) - (other - 128.0) * (BITS < 8)) * scale
 
 
 _NF4 = tl.constexpr(NF4)
+_TO_SCALE = tl.constexpr(1 / SMALL)
 
 
 # ---- the matmul
@@ -405,26 +438,28 @@ def dequantize(
     return out
 
 
-def own_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
+def own_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) -> PackedTile:
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
     if num_out > MANY_OUTS:
         if num_rows <= 16:
-            return PackedTile(16, 64, 5, 2)
+            return PackedTile(8 if num_rows <= 4 else 16, 64, 4, 2)
+        if num_rows <= 32 and plane > 32:
+            return PackedTile(32, 64, 3, 4)
         if num_rows <= 64:
-            return PackedTile(64, 128, 3, 4)
-        return PackedTile(256, 128, 3, 8, 1) if bits > 2 else PackedTile(128, 128, 2, 8, 1)
+            return PackedTile(64, 128 if plane == 32 else 64, 3, 4)
+        return PackedTile(256, 128, 3, 8, 1) if bits > 2 and plane == 32 else PackedTile(128, 128, 2, 8, 1)
     if num_rows <= 4:
         return PackedTile(8, 64, 3, 4, 0, 1)
-    if num_rows <= 16:
-        return PackedTile(16, 64, 3, 4, 0, 1)
+    if num_rows <= 32:
+        return PackedTile(16 if num_rows <= 16 else 32, 64, 3, 4, 0, 1)
     if num_rows <= 64:
         return PackedTile(64, 64, 3, 4, 0, 1)
     return PackedTile(128, 128, 2, 8, 1, 1) if num_in > 8192 else PackedTile(128, 64, 3, 4, 1)
 
 
 @cache
-def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
-    return own_tile(num_rows, num_out, num_in, bits)
+def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) -> PackedTile:
+    return own_tile(num_rows, num_out, num_in, bits, plane)
 
 
 # By device and lane: sums of chunks, and how many of a tile are there.
@@ -477,7 +512,7 @@ def gemm_packed(
     """`act`, `out`: as `gemm` has them."""
     num_rows, num_in = x_TK.shape
     num_out = weight.num_out
-    tile = tile or choose_tile(num_rows, num_out, num_in, weight.bits)
+    tile = tile or choose_tile(num_rows, num_out, num_in, weight.bits, weight.plane)
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     num_tiles, chunks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs), weight.num_chunks

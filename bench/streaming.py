@@ -172,6 +172,7 @@ def child(folder: Path, budget: int | None, rounds: int, by_layer: bool) -> dict
     if model.streaming is not None:
         figures = model.streaming.stream.figures
         result |= {"asked": figures.num_asked, "read": figures.num_read}
+        result |= {"missed": figures.num_missed, "foreseen": figures.num_foreseen}
     return result
 
 
@@ -215,7 +216,7 @@ def report(whole: dict[str, Any], half: dict[str, Any], again: dict[str, Any], b
             f"{mid(again['speed'][num]):14.2f}  {mid(whole['speed'][num]):15.2f}"
         )
     print(f"read in a step: {again['step']['1'] / 1e6:.1f} MB with 1 request, {again['step']['32'] / 1e6:.1f} MB with 32")
-    print(f"units asked for {again['asked']}, read {again['read']}")
+    print(f"units asked for {again['asked']}, read {again['read']}; in no slot {again['missed']}, foreseen {again['foreseen']}")
 
 
 def main() -> None:

@@ -317,12 +317,14 @@ class ExpertsUsed(_Event, frozen=True):
 
 
 class WeightsStreamed(_Event, frozen=True):
-    """Of a model whose weights are not all in memory, now and then: what was read from disk since the last time."""
+    """Of a model whose weights are not all in memory, now and then: what was read from disk or host memory since the
+    last time."""
 
     num_bytes: int
     waited_s: float  # for which steps waited
     num_asked: int  # layers or experts that steps used
     num_read: int  # those of them, and those ahead of use, that were not in memory
+    num_foreseen: int = 0  # experts that were read ahead by a guess, and then used
 
 
 class MasksMade(_Event, frozen=True):

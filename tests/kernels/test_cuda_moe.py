@@ -3,6 +3,7 @@ bfloat16 arithmetic is wrong; bench/gpu_moe.py checks them in bfloat16 on a GPU.
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ pytest.importorskip("triton")
 from tidemill.kernels.cuda import expert_blocks, moe
 from tidemill.kernels.cuda.gemm import Tile
 from tidemill.kernels.glu import glu_reference
+from tidemill.layers.host_experts import ExpertSlots, HostStacks
+from tidemill.layers.host_experts import Layer as HostLayer
+from tidemill.model_config import MoESpec
+from tidemill.quant.base import ExpertStacks
 
 HIDDEN, INNER = 40, 24
 PLAIN, BULK = Tile(16, 32, 32, 2, 4), Tile(16, 32, 16, 2, 4, bulk=1)
@@ -121,6 +126,32 @@ def test_tokens_of_experts_are_counted(num_tokens, live, tiles):
     chosen = torch.argsort(logits[:live], dim=1, descending=True)[:, :2]
     assert (tally.totals_E - 100).tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
     assert torch.equal(out, moe.moe(x, logits, *weights, 2, True, "silu"))
+
+
+def test_experts_in_slots_have_the_same_bits(tiles):
+    """Of two layers that share slots: with biases, in any order, with tokens that only fill the step up."""
+    tiles(PLAIN, BULK)
+    num_experts, spec = 5, MoESpec(num_experts=5, top_k=2, expert_size=INNER, renormalise=False)
+    whole, layers = [], []
+    for number in range(2):
+        x, logits, gate_up, down = given(5, num_experts, number)
+        biases = torch.randn(num_experts, 2 * INNER), torch.randn(num_experts, HIDDEN)
+        stacks = HostStacks(num_experts, ExpertStacks(torch.empty_like(gate_up[:1]), torch.empty_like(down[:1])))
+        stacks.gate_up_E2IH.copy_(gate_up)
+        stacks.down_EHI.copy_(down)
+        router = torch.randn(num_experts, HIDDEN)
+        layers.append(HostLayer(num_experts * number, spec, stacks, biases, lambda x, router=router: x @ router.t()))
+        whole.append((x, logits, gate_up, down, biases))
+    slots, live = ExpertSlots(6, layers, torch.device("cpu")), torch.tensor([3], dtype=torch.int32)
+    for number in (0, 1, 0):
+        x, logits, gate_up, down, biases = whole[number]
+        expected = moe.moe(x, logits, gate_up, down, 2, False, "silu", *biases)
+        found = moe.moe_in_slots(x, logits, partial(slots.find, number, x, live), (2 * INNER, HIDDEN), 2, False, "silu")
+        assert torch.equal(found[:3], expected[:3])
+        assert found.isfinite().all()
+    assert slots.places.num_asked > slots.places.num_read > 6
+    assert slots.places.num_foreseen > 0
+    assert slots.num_bytes == slots.places.num_read * layers[0].stacks.expert_bytes
 
 
 def test_choices_end_where_those_of_matmuls_do():

@@ -69,7 +69,7 @@ class ByHand:
         for page in range(1, last):
             keys = torch.stack([self.key(one, one) for one in range(page * PAGE, (page + 1) * PAGE)])
             bounds.append((-float(torch.maximum(queries * keys.amin(0), queries * keys.amax(0)).sum()), page))
-        num = -(-3 * (last + 1) // 10)
+        num = self.policy.num_pages_read(last + 1, PAGE)
         pages = {0, last, *(page for _, page in sorted(bounds)[: num - 2])}
         return [one for one in self.tokens if one // PAGE in pages]
 

@@ -26,6 +26,7 @@ from tidemill.kernels import flex_attention, machine
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
+from tidemill.layers.host_streamed import HostStreaming
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
@@ -88,6 +89,11 @@ class Again:
         self.out = self.step()
 
 
+def captured(step, pool, run_first):
+    assert torch.is_inference_mode_enabled()  # tensors of the runner may be changed in it alone
+    return Again(step.run, step.size, step.programs, step.second)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda")
@@ -114,9 +120,7 @@ def on_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
-    monkeypatch.setattr(
-        cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs, step.second)
-    )
+    monkeypatch.setattr(cuda_runner, "capture", captured)
     for module, name, value in (
         (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),
@@ -142,8 +146,10 @@ def on_gpu(folder, monkeypatch):
             } | options  # fmt: skip
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
             settled = resolve(EngineOptions(**options), shape, here, shape)
-            model = cls.load(checkpoint, shape, WeightPlan(settled.scheme, "cuda", settled.fast_math))
-            return core_of(model, settled, draft=model)  # drafts for itself
+            streaming = HostStreaming(settled.weight_memory) if settled.weight_memory else None
+            plan = WeightPlan(settled.scheme, "cuda", settled.fast_math)
+            model = cls.load(checkpoint, shape, plan, streaming=streaming)
+            return core_of(model, settled, draft=None if streaming else model)  # drafts for itself
 
         yield make
 

@@ -16,9 +16,7 @@ def decide_kv_policies(
 ) -> Decision[tuple[str, ...]]:
     """The kinds that requests may ask for, or why they may not."""
     specs, why = model.attention_layers, ""
-    if device != "cpu":
-        why = "KV policies are computed on a CPU only"
-    elif model.pooler is not None:
+    if model.pooler is not None:
         why = "an encoder keeps no tokens"
     elif model.state_layers:
         why = "this model's states of constant size keep no tokens that could be given up"

@@ -24,7 +24,7 @@ def decide_weight_memory(
     if asked is None:
         return 0, "all weights are in memory"
     wrong = {
-        "a GPU": device == "cuda",
+        "--kv-layout virtual on a GPU": device == "cuda" and options.kv_layout == "virtual",
         "several ranks": num_ranks > 1,
         "an encoder": model.pooler is not None,
     }
@@ -33,7 +33,7 @@ def decide_weight_memory(
             raise ConfigError(
                 f"weight_memory cannot be combined with {what}.", fix="Leave --weight-memory out.", param="weight_memory_bytes"
             )
-    if not machine.kernels:
+    if device == "cpu" and not machine.kernels:
         raise ConfigError(
             "weight_memory needs the compiled kernels, which are not there.",
             fix="Install again with a C compiler, or leave --weight-memory out.",
@@ -48,7 +48,18 @@ def decide_weight_memory(
             fix=f"Give at least about {-(-least // MIB)}M with --weight-memory.",
             param="weight_memory_bytes",
         )
-    return asked, f"of {fmt_bytes(total)}; what does not fit is read from disk as it is needed"
+    if device == "cpu":
+        return asked, f"of {fmt_bytes(total)}; what does not fit is read from disk as it is needed"
+    needed = options.data_parallel * (total + (options.kv_host_memory_bytes or 0))
+    if needed > machine.available_bytes:
+        beside = " beside the KV cache's" if options.kv_host_memory_bytes else ""
+        raise ConfigError(
+            f"Weights are streamed to a GPU from host memory: they need {fmt_bytes(total)} there for each engine{beside}, "
+            f"and {fmt_bytes(machine.available_bytes)} are free.",
+            fix="Use a smaller or quantized model, free host memory, or use --device cpu, which streams from disk.",
+            param="weight_memory_bytes",
+        )
+    return asked, f"of {fmt_bytes(total)}; what does not fit is copied from host memory as it is needed"
 
 
 def least_weight_memory(model: ModelConfig, total: int) -> int:

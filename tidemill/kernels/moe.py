@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -199,6 +199,7 @@ class NativeExperts(ExpertWeights):
     ) -> None:
         assert native.lib is not None
         self._lib, self.stacks = native.lib, (gate_up, down, *(shared or ()))
+        self._following: tuple[NativeExperts, Callable[[torch.Tensor], torch.Tensor]] | None = None
         self.counts: np.ndarray = np.zeros(spec.num_experts, np.int64)
         structs = [stack.struct() for stack in self.stacks]
         self._struct = native.MoE(
@@ -215,8 +216,15 @@ class NativeExperts(ExpertWeights):
         """Experts are in slots of a stream (its address), the first as this unit."""
         self._struct.stream, self._struct.first_unit = stream, first_unit
 
+    def foresee(self, following: NativeExperts, router: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """What the next layer's router would choose for the same rows is read while this layer computes."""
+        self._following = following, router
+
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
-        return self._lib.moe(ctypes.addressof(self._struct), x_TH, logits_TL)
+        if self._following is None:
+            return self._lib.moe(ctypes.addressof(self._struct), x_TH, logits_TL)
+        following, router = self._following
+        return self._lib.moe(ctypes.addressof(self._struct), x_TH, logits_TL, ctypes.addressof(following._struct), router(x_TH))
 
 
 class TorchExperts(ExpertWeights):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.trees import Paths
@@ -26,9 +27,11 @@ class RowPolicy:
     policy: CachePolicy
     memory_LGX: np.ndarray  # float32
     num_summed: int = 0  # Quest: leading pages whose lowest and highest keys are known
+    on_device: torch.Tensor | None = None  # a GPU's, instead of `memory_LGX`
 
     @staticmethod
     def new(policy: CachePolicy, kv: PagedKV) -> RowPolicy:
+        """With the memory that kernels on a CPU take."""
         size = 1
         if policy.kind in ("h2o", "snapkv"):
             size = RowPolicy.num_slots(policy)
@@ -90,8 +93,8 @@ class _Open:
 class Policies:
     """Of all rows that have one."""
 
-    def __init__(self, kv: PagedKV | None) -> None:
-        self._kv = kv
+    def __init__(self, kv: PagedKV | None, keeps_memory: bool = True) -> None:
+        self._kv, self._keeps_memory = kv, keeps_memory
         self._rows: dict[int, RowPolicy] = {}
 
     @property
@@ -103,7 +106,8 @@ class Policies:
         self._rows.pop(row, None)
         if policy is not None:
             assert self._kv is not None
-            self._rows[row] = RowPolicy.new(policy, self._kv)
+            made = RowPolicy.new(policy, self._kv) if self._keeps_memory else RowPolicy(policy, np.empty((0, 0, 0), np.float32))
+            self._rows[row] = made
 
     def rounds(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[Round]:
         """Of a step; none if no row in it has a policy. Rows with a policy have one entry."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.attention import AttentionPlan, paged_attention, plan_attention, rotate_heads
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, write_kv
+from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV, write_kv
 from tidemill.kernels.policies import Placed, Round
 from tidemill.kernels.trees import Paths
 
@@ -138,11 +138,11 @@ class _Segment:
         if policy.kind in ("window", "streaming"):
             return torch.cat([torch.arange(num_best), recent])
         if policy.kind == "random":
-            scores = _noise(self.layer * self.kv.num_kv_heads + head, self.segment.position + self.segment.count, older)
+            scores = random_scores(self.layer * self.kv.num_kv_heads + head, self.segment.position + self.segment.count, older)
         else:
             scores = self.memory[head, :older]
         if policy.kind == "snapkv":
-            scores = torch.nn.functional.max_pool1d(scores[None], 2 * _POOLED + 1, 1, _POOLED)[0]
+            scores = pooled(scores[None])[0]
         best = torch.sort(scores, descending=True, stable=True).indices[:num_best]
         return torch.cat([best.sort().values, recent])
 
@@ -155,10 +155,7 @@ class _Segment:
         first = self.memory[:, : policy.sinks * dim].view(-1, policy.sinks, dim)
         if end == policy.capacity:
             first.copy_(self._rows(0, slots).transpose(0, 1).float())
-        half = angles.cos.shape[1]
-        cos, sin = (table[end - policy.kept] / angles.cos[0] for table in (angles.cos, angles.sin))
-        a, b = first[..., :half], first[..., half : 2 * half]
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin, first[..., 2 * half :]], dim=-1)
+        turned = turn_on(first, angles, end - policy.kept)
         pages, offsets = self._where(slots)
         cache = self.kv.cache
         cache[pages, self.kv.places[self.layer].index, 0, :, offsets] = turned.transpose(0, 1).to(cache.dtype)
@@ -196,7 +193,20 @@ class _Segment:
         return torch.cat([scores, sinks], -1).softmax(-1)[:, :-1]
 
 
-def _noise(place: int, position: int, num: int) -> torch.Tensor:
+def pooled(scores_GK: torch.Tensor) -> torch.Tensor:
+    """SnapKV: a slot counts as the best of its neighbours."""
+    return torch.nn.functional.max_pool1d(scores_GK[None], 2 * _POOLED + 1, 1, _POOLED)[0]
+
+
+def turn_on(first: torch.Tensor, angles: Angles, by: int) -> torch.Tensor:
+    """Keys of sinks [.., D] as they were in the beginning, turned so many positions on."""
+    half = angles.cos.shape[1]
+    cos, sin = (table[by] / angles.cos[0] for table in (angles.cos, angles.sin))  # tables may be scaled
+    a, b = first[..., :half], first[..., half : 2 * half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, first[..., 2 * half :]], dim=-1)
+
+
+def random_scores(place: int, position: int, num: int) -> torch.Tensor:
     """As in C."""
 
     def mixed(x: np.ndarray) -> np.ndarray:

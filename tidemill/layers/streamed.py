@@ -12,6 +12,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +27,11 @@ from tidemill.kernels.moe import ExpertWeights, NativeExperts
 from tidemill.kernels.native.streams import StreamFigures, StreamSpec
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
-from tidemill.layers.moe import Experts
+from tidemill.layers.moe import Experts, MoE
 from tidemill.quant.base import Gated
 from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
-from tidemill.weights.prepared import Item, PreparedFile, memory
+from tidemill.weights.prepared import Item, PreparedFile, WeightFile, memory
 
 _PIECE = 2**20
 _NUM_READERS = 4
@@ -78,7 +80,7 @@ class Stream:
     """Units of a file, each of some items, and slots of memory that they are read into."""
 
     def __init__(
-        self, file: PreparedFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
+        self, file: WeightFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
     ) -> None:
         """`pieces`: [n, 3] of where in the file, how many bytes, where in a slot. `firsts`: of each unit, and the number of all.
         `slot_of`: of each unit; empty: any."""
@@ -135,7 +137,7 @@ class Stream:
         self._lib.stream_layer(self.address, layer)
 
 
-def _close(process: int, lib: native.Library, address: int, file: PreparedFile, *kept: object) -> None:
+def _close(process: int, lib: native.Library, address: int, file: WeightFile, *kept: object) -> None:
     if process == os.getpid():  # a forked child has none of the threads that read
         lib.close_stream(address)
         file.close()
@@ -143,6 +145,16 @@ def _close(process: int, lib: native.Library, address: int, file: PreparedFile, 
 
 def size_of(items: Sequence[Item]) -> int:
     return sum(item.num_bytes for item in items)
+
+
+class Reads(NamedTuple):
+    """What was read, as `events.WeightsStreamed` has it."""
+
+    num_bytes: int
+    waited_s: float
+    num_asked: int
+    num_read: int
+    num_foreseen: int = 0
 
 
 class Streaming(ABC):
@@ -154,6 +166,8 @@ class Streaming(ABC):
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
         self.streamed_bytes = 0  # not always in memory
+        self.stream: Stream | None = None  # None: all is in memory after all, or other streams than those of the C library
+        self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
     @abstractmethod
     def attach(self, blocks: nn.ModuleList) -> None: ...
@@ -161,10 +175,18 @@ class Streaming(ABC):
     @abstractmethod
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None: ...
 
-    def take_reads(self) -> tuple[int, float, int, int] | None:
-        """Since the last call: bytes that were read, seconds for which steps waited, layers or experts that they used, and those
-        that were read. None where that is not counted."""
-        return None
+    def take_reads(self) -> Reads:
+        """Since the last call."""
+        now, before = self._figures(), self._taken
+        self._taken = now
+        return Reads(*(mine - other for mine, other in zip(now, before, strict=True)))  # type: ignore[arg-type]
+
+    def _figures(self) -> Reads:
+        """Since the start."""
+        if self.stream is None:
+            return Reads(0, 0.0, 0, 0)
+        now = self.stream.figures
+        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
@@ -190,17 +212,7 @@ class DiskStreaming(Streaming):
         super().__init__(budget)
         self.store, self._by_neuron = store, by_neuron
         self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
-        self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
-        self._taken = (0, 0.0, 0, 0)  # figures when they were last asked for
-
-    def take_reads(self) -> tuple[int, float, int, int] | None:
-        if self.stream is None:
-            return None
-        now, before = self.stream.figures, self._taken
-        self._taken = (now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read)
-        num_bytes, waited_s, num_asked, num_read = self._taken
-        return num_bytes - before[0], waited_s - before[1], num_asked - before[2], num_read - before[3]
 
     def attach(self, blocks: nn.ModuleList) -> None:
         if self._by_neuron:
@@ -221,7 +233,7 @@ class DiskStreaming(Streaming):
         if self._by_neuron:
             self._stream_neurons(file)
         elif any(isinstance(module, Experts) for module in blocks.modules()):
-            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, Experts)])
+            self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, MoE)])
         else:
             self._stream_layers(file, blocks)
 
@@ -255,7 +267,8 @@ class DiskStreaming(Streaming):
 
     # ---- experts
 
-    def _stream_experts(self, file: PreparedFile, layers: list[Experts]) -> None:
+    def _stream_experts(self, file: PreparedFile, modules: list[MoE]) -> None:
+        layers = [module.experts for module in modules]
         names = [[_method_of(layer).expert(number) for number in range(layer.num_experts)] for layer in layers]
         items = [file.items[name] for of_layer in names for name in of_layer]
         largest, most = max(item.num_bytes for item in items), max(layer.num_experts for layer in layers)
@@ -270,6 +283,10 @@ class DiskStreaming(Streaming):
             assert isinstance(layer.weights, NativeExperts)
             layer.weights.read_from(self.stream.address, first)
             first += layer.num_experts
+        for one, following in pairwise(modules):
+            assert isinstance(one.experts.weights, NativeExperts)
+            assert isinstance(following.experts.weights, NativeExperts)
+            one.experts.weights.foresee(following.experts.weights, following.router)
         self.held_bytes = self.fixed_bytes + self.stream.num_bytes
 
     # ---- neurons

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,10 @@ from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:
     from tidemill.kernels.cuda.expert_blocks import Tally
+    from tidemill.kernels.cuda.moe import InSlots
+
+    # From a step's hidden states, how many of its tokens do not only fill it up ([1], None: all), and their chosen experts.
+    FindExperts = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], InSlots]
 
 
 class CudaMatrix(Weight):
@@ -90,9 +95,26 @@ class CudaExperts(ExpertWeights):
         down_bias: torch.Tensor | None,
         shared: tuple[Weight, Weight] | None,
     ) -> None:
-        self._spec, self._stacks, self._shared = spec, stacks, shared
+        self._spec, self._shared = spec, shared
+        self._stacks: ExpertStacks | None = stacks
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._tally: Tally | None = None
+        self._find: FindExperts | None = None  # where they are, if they are in slots
+        self._sizes = stacks.gate_up_E2IH.shape[1], stacks.gate_up_E2IH.shape[2]
+
+    def read_from(self, find: FindExperts) -> None:
+        """Experts are in slots from now on. `find`: as `FindExperts`."""
+        self._find, self._stacks = find, None
+
+    @property
+    def stacks(self) -> ExpertStacks:
+        assert self._stacks is not None
+        return self._stacks
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of gate and up, and of down."""
+        return self._gate_up_bias, self._down_bias
 
     def count(self, live: torch.Tensor) -> None:
         from tidemill.kernels.cuda.expert_blocks import Tally
@@ -101,20 +123,23 @@ class CudaExperts(ExpertWeights):
         self._tally = Tally(self.counts, live)
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
-        from tidemill.kernels.cuda.moe import moe
+        from tidemill.kernels.cuda.moe import moe, moe_in_slots
 
-        spec, stacks, shared_TH = self._spec, self._stacks, None
+        spec, shared_TH, logits_TE = self._spec, None, logits_TL[:, : self._spec.num_experts].contiguous()
         if self._shared is not None:
             gate_up, down = self._shared
             shared_TH = (torch.sigmoid(logits_TL[:, spec.num_experts :]) * down(gate_up(x_TH))).to(x_TH.dtype)
+        how = spec.top_k, spec.renormalise, spec.act
+        if self._find is not None:
+            live = None if self._tally is None else self._tally.live
+            find = partial(self._find, x_TH, live)
+            return moe_in_slots(x_TH, logits_TE, find, self._sizes, *how, spec.scoring, shared_TH, self._tally)
         return moe(
             x_TH,
-            logits_TL[:, : spec.num_experts].contiguous(),
-            stacks.gate_up_E2IH,
-            stacks.down_EHI,
-            spec.top_k,
-            spec.renormalise,
-            spec.act,
+            logits_TE,
+            self.stacks.gate_up_E2IH,
+            self.stacks.down_EHI,
+            *how,
             self._gate_up_bias,
             self._down_bias,
             spec.scoring,

@@ -220,7 +220,7 @@ class CudaEncoder:
         table = self.state.tables[0].numpy()[batch.rows]
         end = self._words_of(graph.size).write(batch, table, tiles, graph.programs[2], staging.numpy())
         self._words[:end].copy_(staging[:end], non_blocking=True)
-        graph.graph.replay()
+        graph.replay()
 
     def _spans(self, batch: Batch) -> np.ndarray:
         """Of each input, the tokens whose states are added up: all, or one."""

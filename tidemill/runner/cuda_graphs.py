@@ -1,4 +1,4 @@
-"""CUDA graphs: for which numbers of tokens there is one, and how it is captured."""
+"""CUDA graphs: for which numbers of tokens there is one, how it is captured, and what stands in its place where none can be."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ T = TypeVar("T")
 Programs = tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
 
 
-@dataclass(slots=True)
-class Graph:
-    """A captured step of so many tokens: fill the words, replay, read the output."""
-
-    graph: torch.cuda.CUDAGraph
-    size: int
-    programs: Programs
-    out: torch.Tensor  # tokens of a decode step, hidden states of another
-    second: Programs | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """What is captured: of how many tokens, with how many programs of the kernels, and the work itself."""
@@ -33,6 +22,28 @@ class Step:
     programs: Programs
     run: Callable[[], torch.Tensor]
     second: Programs | None = None  # of a step in two halves, those of the second one
+
+
+@dataclass(slots=True)
+class Graph:
+    """A step of so many tokens, captured, or launched kernel by kernel: fill the words, replay, read the output."""
+
+    graph: torch.cuda.CUDAGraph | Step
+    size: int
+    programs: Programs
+    out: torch.Tensor  # tokens of a decode step, hidden states of another
+    second: Programs | None = None
+
+    def replay(self) -> None:
+        if isinstance(self.graph, Step):
+            self.out = self.graph.run()
+        else:
+            self.graph.replay()
+
+
+def uncaptured(step: Step, out: torch.Tensor) -> Graph:
+    """A step in the place of a graph. `out`: what stands for its output until it has run."""
+    return Graph(step, step.size, step.programs, out, step.second)
 
 
 def capture(step: Step, pool: Any, run_first: bool) -> Graph:

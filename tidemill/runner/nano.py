@@ -63,6 +63,8 @@ def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
     """Why steps cannot be cut, or empty."""
     if config.kv_layout == "virtual" or by_flex:
         return "attention is not by our kernels"
+    if config.weight_memory:
+        return "weights are streamed"
     if model.experts or model.state_layers:
         return "experts and states are counted and kept for a whole step"
     if config.layout.num_kv_groups != 1:

@@ -6,9 +6,6 @@ op by op, since the kernel wants to know their number and lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -17,7 +14,7 @@ from tidemill.kernels.cuda.contiguous import ContiguousStep, Sequences
 from tidemill.kernels.cuda.elementwise import look_up
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
-from tidemill.runner.cuda_graphs import Graph, Step
+from tidemill.runner.cuda_graphs import Graph, Step, uncaptured
 from tidemill.runner.cuda_runner import CudaRunner, Launched
 from tidemill.runner.cuda_work import Work
 from tidemill.runner.state import upload
@@ -25,16 +22,6 @@ from tidemill.runner.virtual import rows_changed
 from tidemill.sched.plan import StepItem, StepPlan
 
 _NONE = np.zeros((0, 4), np.int32)
-
-
-@dataclass(slots=True)
-class _Eager:
-    """In the place of a CUDA graph."""
-
-    step: Step
-
-    def replay(self) -> None:
-        self.step.run()
 
 
 class VirtualCudaRunner(CudaRunner):
@@ -69,8 +56,7 @@ class VirtualCudaRunner(CudaRunner):
         return (False,)
 
     def _capture_mixed(self, step: Step, pool: object, run_first: bool) -> Graph:
-        eager: Any = _Eager(step)
-        return Graph(eager, step.size, step.programs, self._hidden)
+        return uncaptured(step, self._hidden)
 
     # ---- a step
 
@@ -125,7 +111,7 @@ class VirtualCudaRunner(CudaRunner):
         ), False
 
     def _replay(self, graph: Graph, work: Work, has_lora: bool = False) -> tuple[int, int]:
-        if not isinstance(graph.graph, _Eager):
+        if not isinstance(graph.graph, Step):
             return super()._replay(graph, work, has_lora)
         self._sequences = self._find_sequences(work)
         try:

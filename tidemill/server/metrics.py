@@ -56,6 +56,7 @@ class Metrics:
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
         self.weight_bytes = self._counter("weights_read_bytes", "Bytes of weights read from disk while requests were computed")
         self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for weights from disk")
+        self.weights_foreseen = self._counter("weights_foreseen", "Experts that were read ahead by a guess, and then used")
         self.weight_units = self._counter("weights_used", "Streamed layers or experts that steps used", ("from",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
         self.expert_imbalance = self._gauge(
@@ -148,6 +149,7 @@ class Metrics:
             case events.WeightsStreamed():
                 self.weight_bytes.inc(event.num_bytes)
                 self.weight_wait_s.inc(event.waited_s)
+                self.weights_foreseen.inc(event.num_foreseen)
                 self.weight_units.labels("disk").inc(event.num_read)
                 self.weight_units.labels("memory").inc(max(0, event.num_asked - event.num_read))
             case events.FirstToken():

@@ -19,6 +19,7 @@ Shape letters: T tokens, H hidden, E experts, I intermediate, P pairs of token a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -391,3 +392,40 @@ def moe(
     routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
     return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing.weights_P, top_k, shared_TH)
+
+
+@dataclass(frozen=True, slots=True)
+class InSlots:
+    """Experts that lie in slots. `slot_of`: of each expert, and of numbers past them up to a power of two and itself."""
+
+    slot_of: torch.Tensor  # int32
+    gate_up_S2IH: torch.Tensor
+    down_SHI: torch.Tensor
+    gate_up_bias_S2I: torch.Tensor | None = None
+    down_bias_SH: torch.Tensor | None = None
+
+
+def moe_in_slots(
+    x_TH: torch.Tensor,
+    router_logits_TE: torch.Tensor,
+    find: Callable[[torch.Tensor], InSlots],
+    sizes: tuple[int, int],
+    top_k: int,
+    renormalise: bool,
+    act: str,
+    scoring: str = "softmax_then_topk",
+    shared_TH: torch.Tensor | None = None,
+    tally: Tally | None = None,
+) -> torch.Tensor:
+    """As `moe`, bit for bit. `find` takes the chosen experts, by token and rank, and says where they are. `sizes`: 2 I and H."""
+    (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, sizes
+    of_all = scoring == "softmax_then_topk" and not renormalise
+    up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
+    down_tile = choose_tile(num_tokens, top_k, num_experts, num_in, num_gate_up // 2)
+    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, tally=tally)
+    there = find(routing.experts_P)
+    for blocks in {id(one): one for one in (routing.up_blocks, routing.down_blocks)}.values():
+        blocks[:, 0] = there.slot_of.index_select(0, blocks[:, 0])
+    rows = multiply_gated(x_TH, there.gate_up_S2IH, routing, up_tile, top_k, act, there.gate_up_bias_S2I)
+    pairs = multiply(rows, there.down_SHI, routing, down_tile, there.down_bias_SH)
+    return combine(pairs, routing.weights_P, top_k, shared_TH)

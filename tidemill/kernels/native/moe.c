@@ -118,7 +118,7 @@ static float sum_exp(const float *x, long num, float top) {
 }
 
 /* The highest logit first; of equal ones the lowest number. A NaN chooses some expert, and gets a weight that is one. */
-static void route(const tm_moe *m, const float *logits, long *chosen, float *weights) {
+static void choose(const tm_moe *m, const float *logits, long *chosen) {
     for (long rank = 0; rank < m->top_k; rank++) {
         long best = -1;
         for (long e = 0; e < m->num_experts; e++) {
@@ -129,6 +129,10 @@ static void route(const tm_moe *m, const float *logits, long *chosen, float *wei
         }
         chosen[rank] = best;
     }
+}
+
+static void route(const tm_moe *m, const float *logits, long *chosen, float *weights) {
+    choose(m, logits, chosen);
     int among_chosen = m->topk_first || m->renormalise; /* which is the same: the softmax's own sum is divided out again */
     float top = logits[chosen[0]], total = among_chosen ? 0 : sum_exp(logits, m->num_experts, top);
     for (long rank = 0; rank < m->top_k; rank++) weights[rank] = exp1(logits[chosen[rank]] - top);
@@ -181,6 +185,21 @@ static int find_experts(moe_job *j) {
     int failed = stream_experts(m->stream, j->units, num, j->places);
     for (long i = num - 1; i >= 0 && !failed; i--) j->places[j->units[i] - m->first_unit] = j->places[i]; /* never to the left of i */
     return failed;
+}
+
+/* Begins to read the experts that the logits of another layer's router choose. */
+static void foresee(moe_job *j, const tm_moe *ahead, const float *logits) {
+    const long k = ahead->top_k + has_shared(ahead);
+    long num = 0, *chosen = j->chosen; /* which, as what follows, is not read any more */
+    if (ahead->num_experts != j->moe->num_experts || k != j->moe->top_k + has_shared(j->moe)) return;
+    memset(j->units, 0, ahead->num_experts * sizeof(long));
+    for (long row = 0; row < j->num_rows; row++) {
+        choose(ahead, logits + row * (ahead->num_experts + has_shared(ahead)), chosen);
+        for (long rank = 0; rank < ahead->top_k; rank++) j->units[chosen[rank]] = 1;
+    }
+    for (long e = 0; e < ahead->num_experts; e++)
+        if (j->units[e]) j->units[num++] = ahead->first_unit + e; /* never to the right of e */
+    stream_ahead(ahead->stream, j->units, num);
 }
 
 static void gather_row(void *arg, long at, int thread) {
@@ -291,7 +310,7 @@ static void for_rows(long num_rows, long values, tm_task task, void *arg) {
     tm_parallel(num_rows, (SERIAL_VALUES + values - 1) / values, task, arg);
 }
 
-int moe_op(const tm_moe *m, const float *x, const float *logits, long num_rows, float *out) {
+int moe_op(const tm_moe *m, const float *x, const float *logits, const tm_moe *ahead, const float *ahead_logits, long num_rows, float *out) {
     moe_job j = {.moe = m, .x = x, .logits = logits, .out = out, .num_rows = num_rows, .is_gathered = num_rows > 1, .given.x = x};
     if (num_rows == 0) return 0;
     j.num_pairs = num_rows * (m->top_k + has_shared(m));
@@ -303,6 +322,7 @@ int moe_op(const tm_moe *m, const float *x, const float *logits, long num_rows, 
     sort_pairs(&j);
     int failed = find_experts(&j);
     if (failed) return failed;
+    if (ahead) foresee(&j, ahead, ahead_logits);
     if (j.is_gathered) for_rows(num_rows * m->top_k, width, gather_row, &j);
     run_experts(&j, 0);
     for_rows(j.num_pairs, 4 * m->down.num_in, activate_row, &j);
@@ -311,9 +331,10 @@ int moe_op(const tm_moe *m, const float *x, const float *logits, long num_rows, 
     return 0;
 }
 
-TM_API int tm_run_moe(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out) {
+TM_API int tm_run_moe(const tm_moe *moe, const float *x, const float *logits, const tm_moe *ahead, const float *ahead_logits,
+                      long num_rows, float *out) {
     tm_lock();
-    int failed = moe_op(moe, x, logits, num_rows, out);
+    int failed = moe_op(moe, x, logits, ahead, ahead_logits, num_rows, out);
     tm_unlock();
     return failed;
 }

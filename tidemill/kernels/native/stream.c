@@ -17,6 +17,8 @@ units by the thread that computes, when it asks for one: what it asked for befor
 #define MAX_READERS 16
 #define CANDIDATES 256
 #define FEW_CANDIDATES 4
+#define GUESSES 128 /* after so many, less than half of them right, there are none for a while */
+#define PAUSE 1024  /* requests */
 #define HALVE_AFTER 64 /* uses of an expert, on average, after which all counts are halved: what was hot long ago may cool down */
 
 struct tm_stream {
@@ -25,9 +27,12 @@ struct tm_stream {
     long *left;    /* pieces of it that are still to come */
     long *where;   /* of each unit: its slot; -1: in none */
     long *uses, *used_at; /* of each unit: how often, and the number of the last request that used it */
+    long *is_foreseen;    /* of each unit: it was read ahead by a guess, and not asked for since */
     long *queue;   /* slots to fill, in order: a ring */
     long first, num_queued, next_piece; /* of the first */
     long num_requests, num_uses, hand; /* hand: the last slot that was looked at */
+    long most_missed;      /* by one request */
+    long num_guessed, num_right, pause_until; /* guesses since they were last judged; the number of a request */
     long num_filled;       /* slots that were ever used, of experts */
     long *transients;      /* slots whose units do not stay */
     long *transient;       /* of each slot: its place among them; -1: its unit stays */
@@ -96,7 +101,7 @@ static void *reader(void *arg) {
 /* ---- the thread that computes; all with the lock */
 
 static void fill(tm_stream *s, long slot, long unit) {
-    if (s->in_slot[slot] >= 0) s->where[s->in_slot[slot]] = -1;
+    if (s->in_slot[slot] >= 0) s->where[s->in_slot[slot]] = -1, s->is_foreseen[s->in_slot[slot]] = 0;
     s->in_slot[slot] = unit;
     s->where[unit] = slot;
     s->left[slot] = s->spec.first_piece[unit + 1] - s->spec.first_piece[unit];
@@ -156,19 +161,32 @@ static long coldest(tm_stream *s, long num_candidates) {
     return best;
 }
 
-/* For a unit that is in none. -1: all are needed now. */
-static long find_slot(tm_stream *s) {
+/* For a unit that is in none. -1: all are needed now, or stay. One that stays makes room while there are fewer transient slots than
+   so many. */
+static long find_slot(tm_stream *s, long most_transients) {
     if (s->num_filled < s->spec.num_slots) return s->num_filled++;
     for (long i = 0; i < s->num_transients; i++) {
         s->next_transient = (s->next_transient + 1) % s->num_transients;
         if (is_free(s, s->transients[s->next_transient])) return s->transients[s->next_transient];
     }
-    const long slot = coldest(s, CANDIDATES);
+    const long slot = s->num_transients < most_transients ? coldest(s, CANDIDATES) : -1;
     if (slot >= 0) {
         s->transient[slot] = s->num_transients;
         s->transients[s->num_transients++] = slot;
     }
     return slot;
+}
+
+/* Waits for reads ahead if there is no other slot. */
+static long find_slot_at_last(tm_stream *s) {
+    for (;;) {
+        const long slot = find_slot(s, s->spec.num_slots);
+        int is_on_its_way = 0;
+        for (long i = 0; i < s->spec.num_slots && slot < 0; i++) is_on_its_way |= s->left[i] && s->used_at[s->in_slot[i]] != s->num_requests;
+        if (slot >= 0 || !is_on_its_way || s->failed) return slot;
+        pthread_cond_broadcast(&s->work);
+        pthread_cond_wait(&s->arrived, &s->lock);
+    }
 }
 
 /* A unit in a transient slot that is used clearly more often than one that stays changes places with it. */
@@ -190,18 +208,26 @@ static void count_use(tm_stream *s, long unit) {
 }
 
 int stream_experts(tm_stream *s, const long *units, long num, const char **places) {
+    long num_missed = 0;
     pthread_mutex_lock(&s->lock);
     s->num_requests++;
     s->figures.num_asked += num;
-    for (long i = 0; i < num; i++) count_use(s, units[i]);
+    for (long i = 0; i < num; i++) {
+        count_use(s, units[i]);
+        s->figures.num_foreseen += s->is_foreseen[units[i]];
+        s->num_right += s->is_foreseen[units[i]];
+        s->is_foreseen[units[i]] = 0;
+    }
     for (long i = 0; i < num && !s->failed; i++) {
         if (s->where[units[i]] >= 0) {
             promote(s, units[i]);
             continue;
         }
-        const long slot = find_slot(s);
-        if (slot < 0) s->failed = TM_STREAM_FAILED; /* there are slots for all experts of a layer */
-        else fill(s, slot, units[i]);
+        const long slot = find_slot_at_last(s);
+        s->figures.num_missed++;
+        if (++num_missed > s->most_missed) s->most_missed = num_missed;
+        if (slot < 0 && !s->failed) s->failed = TM_STREAM_FAILED; /* there are slots for all experts of a layer */
+        else if (slot >= 0) fill(s, slot, units[i]);
     }
     pthread_cond_broadcast(&s->work);
     for (long i = 0; i < num && !s->failed; i++) {
@@ -211,6 +237,29 @@ int stream_experts(tm_stream *s, const long *units, long num, const char **place
     const int failed = s->failed;
     pthread_mutex_unlock(&s->lock);
     return failed;
+}
+
+/* Reading what nobody needs takes the disk from what is needed. */
+static int guesses_well(tm_stream *s) {
+    if (s->num_guessed >= GUESSES) {
+        if (2 * s->num_right < s->num_guessed) s->pause_until = s->num_requests + PAUSE;
+        s->num_guessed = s->num_right = 0;
+    }
+    return s->num_requests >= s->pause_until;
+}
+
+void stream_ahead(tm_stream *s, const long *units, long num) {
+    pthread_mutex_lock(&s->lock);
+    if (!guesses_well(s)) num = 0;
+    const long twice = 2 * s->most_missed, half = s->spec.num_slots / 2, most_transients = twice < half ? twice : half;
+    for (long i = 0; i < num; i++) s->used_at[units[i]] = s->num_requests;
+    for (long i = 0; i < num && !s->failed; i++) {
+        const long slot = s->where[units[i]] < 0 ? find_slot(s, most_transients) : -1;
+        if (s->where[units[i]] < 0 && slot < 0) break;
+        if (slot >= 0) fill(s, slot, units[i]), s->is_foreseen[units[i]] = 1, s->num_guessed++;
+    }
+    pthread_cond_broadcast(&s->work);
+    pthread_mutex_unlock(&s->lock);
 }
 
 /* ---- for Python */
@@ -239,7 +288,7 @@ TM_API void tm_stream_close(tm_stream *s) {
     pthread_mutex_destroy(&s->lock);
     pthread_cond_destroy(&s->work);
     pthread_cond_destroy(&s->arrived);
-    free(s->in_slot), free(s->left), free(s->where), free(s->uses), free(s->used_at), free(s->queue), free(s->transients), free(s->transient);
+    free(s->in_slot), free(s->left), free(s->where), free(s->uses), free(s->used_at), free(s->is_foreseen), free(s->queue), free(s->transients), free(s->transient);
     free(s);
 }
 
@@ -250,11 +299,12 @@ TM_API tm_stream *tm_stream_open(const tm_stream_spec *spec, long num_readers) {
     s->spec = *spec;
     s->in_slot = numbers(spec->num_slots, -1), s->left = numbers(spec->num_slots, 0), s->queue = numbers(spec->num_slots, 0);
     s->where = numbers(spec->num_units, -1), s->uses = numbers(spec->num_units, 0), s->used_at = numbers(spec->num_units, -1);
+    s->is_foreseen = numbers(spec->num_units, 0);
     s->transients = numbers(spec->num_slots, 0), s->transient = numbers(spec->num_slots, -1);
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->work, NULL);
     pthread_cond_init(&s->arrived, NULL);
-    const int has_memory = s->in_slot && s->left && s->queue && s->where && s->uses && s->used_at && s->transients && s->transient;
+    const int has_memory = s->in_slot && s->left && s->queue && s->where && s->uses && s->used_at && s->is_foreseen && s->transients && s->transient;
     while (has_memory && s->num_readers < num_readers && s->num_readers < MAX_READERS &&
            !pthread_create(&s->readers[s->num_readers], NULL, reader, s))
         s->num_readers++;

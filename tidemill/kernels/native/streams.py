@@ -25,7 +25,9 @@ class StreamSpec(ctypes.Structure):
 class StreamFigures(ctypes.Structure):
     """tm_stream_figures of tidemill.h."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("num_bytes", "waited_ns", "num_asked", "num_read")]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("num_bytes", "waited_ns", "num_asked", "num_read", "num_missed", "num_foreseen")
+    ]
 
 
 class Neurons(ctypes.Structure):

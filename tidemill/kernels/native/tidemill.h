@@ -45,7 +45,7 @@ typedef struct {
     long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
     const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
-    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. KVQuant: [4] of each */
+    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. int4: [2] of each, KVQuant: [4] */
     const tm_kvquant *quant;               /* NULL: another format */
     long number;            /* among attention layers */
     float scale, softcap;   /* softcap: 0: none */
@@ -165,6 +165,7 @@ typedef struct {
 typedef struct {
     int64_t num_bytes, waited_ns; /* read; for which computing waited */
     int64_t num_asked, num_read;  /* units */
+    int64_t num_missed, num_foreseen; /* of those that were asked for: in no slot; read ahead by a guess */
 } tm_stream_figures;
 
 typedef struct tm_stream tm_stream;
@@ -173,6 +174,9 @@ typedef struct tm_stream tm_stream;
 int stream_layer_op(tm_stream *stream, long layer);
 /* Until these experts are in slots: where. The ones of the call before are no longer needed. */
 int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
+/* These experts may be asked for next: those that are in no slot are read, as far as there are slots that the last call does not need. For
+   guesses, there may be twice as many transient slots as were needed, but no more than half of all. */
+void stream_ahead(tm_stream *stream, const long *units, long num);
 
 /* A feed-forward of which few neurons are computed (neurons.c). In a stream: of each neuron a row of up, and from `down_place` bytes on a
    column of down. In memory: a row of gate, from `up_place` on one of up, then down. Rows are followed by zeros, to a multiple of 8
@@ -260,6 +264,21 @@ int all_reduce_op(const tm_group *group, float *x, long num_rows, long width);
 /* The ranks' columns side by side, which need not be as many from each. */
 int all_gather_op(const tm_group *group, const float *x, float *out, long num_rows, long width, long num_out);
 
+/* Of a matrix whose rows are divided among ranks, `width` columns: the columns that this rank has of all rows, in runs; or how many
+   each rank has, one after the other. Row i of `all` is rank r's from all * r / size on. */
+typedef struct {
+    const tm_group *group;
+    long width, num_runs, own_width;
+    const long *firsts, *lens, *widths;
+} tm_exchange;
+
+/* From own rows [.][width] to all rows [all][own_width]; and from these to own rows, all columns. */
+int to_columns_op(const tm_exchange *exchange, const float *x, float *out, long all);
+int to_rows_op(const tm_exchange *exchange, const float *x, float *out, long all);
+void own_rows_op(const float *x, long all, long width, long rank, long size, float *out);
+void columns_op(const float *x, long num_rows, long width, long first, long num, float *out);
+static inline long first_row(long all, long rank, long size) { return all * rank / size; }
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -274,8 +293,9 @@ typedef struct {
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
     float *in, *in_out, *out, *in_2, *in_3;
-    long num_rows;
+    long num_rows; /* of them: all, or those of this rank */
     const tm_step *step;
+    long all_rows;
 } tm_buffers;
 
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
@@ -307,7 +327,8 @@ int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learn
 void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
 void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
 /* logits: [row][num_experts, and one for the shared expert]. */
-int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);
+/* `ahead`: the next layer's, whose experts are read by guess, or NULL; `ahead_logits`: by its router. */
+int moe_op(const tm_moe *moe, const float *x, const float *logits, const tm_moe *ahead, const float *ahead_logits, long num_rows, float *out);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

@@ -1,0 +1,133 @@
+"""Weights that are streamed to a GPU, without a GPU: host memory and the device's are both the CPU's."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.test_streamed_weights import SHAPE, answers
+from tests.helpers import greedy, make_core, make_llama, run
+from tests.models.test_moe import make as make_experts
+from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
+from tidemill.config import EngineOptions
+from tidemill.config.streaming import decide_weight_memory
+from tidemill.errors import ConfigError
+from tidemill.events import KernelsFellBack, WeightsStreamed
+from tidemill.kernels import machine, native
+from tidemill.layers import host_streamed
+from tidemill.layers.host_streamed import HostStreaming
+from tidemill.layers.streamed import resident_bytes
+from tidemill.models.registry import model_class
+from tidemill.quant import PLAIN
+from tidemill.runner import cuda_runner
+from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.wire import Submit
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_hidden_layers": 6,
+}  # fmt: skip
+
+
+def ids(num, seed):
+    draw = random.Random(seed)
+    return [draw.randrange(2, 64) for _ in range(num)]
+
+
+REQUESTS = {
+    "greedy": (ids(5, 1), greedy(3, logprobs=2)),
+    "prompt of two steps": (ids(40, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_move(monkeypatch):
+    monkeypatch.setattr(host_streamed, "_SMALL", 2**10)
+
+
+def loaded(path, streaming=None):
+    checkpoint = open_checkpoint(path)
+    cls = model_class(checkpoint)
+    return cls.load(checkpoint, cls.read_config(checkpoint), PLAIN, streaming=streaming)
+
+
+def test_layers_from_host_memory_give_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "lib", None)  # weights as plain tensors, like a GPU's
+    make_llama(tmp_path, **SHAPE)
+    whole, streaming = loaded(tmp_path), HostStreaming(450_000)
+    half = loaded(tmp_path, streaming)
+    assert streaming.fixed_bytes < streaming.held_bytes <= 450_000 < resident_bytes(whole)
+    expected = answers(make_core(whole))
+    core, before = make_core(half), streaming.num_bytes
+    assert answers(core) == expected
+    assert streaming.num_bytes > before
+    assert (streaming.num_bytes - before) % streaming.streamed_bytes == 0  # each layer once a step
+    for layers in ([6, 0, 2],):  # in any order
+        with whole.only_layers(layers), half.only_layers(layers):
+            assert answers(make_core(half)) == answers(make_core(whole))
+    streaming.take_reads()
+    core.submit(Submit("a", [3, 4], SamplingParams(max_tokens=2)))
+    said = []
+    while core.has_work:
+        said += [event for event in core.step()[0].events if isinstance(event, WeightsStreamed)]
+    (event,) = said
+    assert event.num_bytes >= 2 * streaming.streamed_bytes
+    assert event.num_read >= event.num_asked > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kv_layout": "virtual"}, "--kv-layout virtual"),
+        ({"weight_memory_bytes": 10_000}, "too few"),
+        ({"available_bytes": 200_000}, "host memory"),
+        ({"available_bytes": 400_000, "data_parallel": 2}, "host memory"),
+        ({"available_bytes": 400_000, "kv_host_memory_bytes": 200_000}, "beside the KV cache's"),
+        ({"num_ranks": 2}, "several ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder, given, says):  # noqa: F811
+    checkpoint = open_checkpoint(folder)
+    shape = model_class(checkpoint).read_config(checkpoint)
+    here = replace(machine.detect(), available_bytes=given.pop("available_bytes", 2**36), kernels="")
+    num_ranks = given.pop("num_ranks", 1)
+    options = EngineOptions(**{"device": "cuda", "weight_memory_bytes": 250_000} | given)
+    with pytest.raises(ConfigError, match=says) as error:
+        decide_weight_memory(options, "cuda", num_ranks, 2**18, shape, here)
+    assert error.value.fix
+    assert error.value.param == "weight_memory_bytes"
+
+
+@pytest.mark.slow  # kernels are interpreted
+def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # noqa: F811
+    make_llama(tmp_path, **SMALL)
+    given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
+    expected = run(on_gpu(**given), REQUESTS)
+    monkeypatch.setattr(cuda_runner, "capture", None)  # nothing is captured
+    core = on_gpu(**given, weight_memory_bytes=100_000)  # two layers of six, in the float32 that stands for bfloat16
+    streaming = core.runner.model.streaming
+    assert streaming.fixed_bytes < streaming.held_bytes <= 100_000 < streaming.streamed_bytes
+    (event,) = (event for event in core.take_events() if isinstance(event, KernelsFellBack))
+    assert "without CUDA graphs" in event.reason
+    assert run(core, REQUESTS) == expected
+    with pytest.raises(ConfigError, match="weights are streamed"):
+        on_gpu(**given, weight_memory_bytes=100_000, nano_batching="on")
+
+
+@pytest.mark.slow  # kernels are interpreted
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "GptOss"])
+def test_experts_give_the_same_bits(on_gpu, tmp_path, family):  # noqa: F811
+    """A shared one, and biases, too."""
+    make_experts(family, vocab_size=64).save_pretrained(tmp_path)
+    given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
+    whole = on_gpu(**given)
+    expected, total = run(whole, REQUESTS), resident_bytes(whole.runner.model)
+    core = on_gpu(**given, weight_memory_bytes=whole.config.weight_bytes - 1)
+    streaming = core.runner.model.streaming
+    (size,) = {layer.stacks.expert_bytes for layer in streaming.experts._layers}
+    assert streaming.held_bytes + streaming.streamed_bytes == pytest.approx(total, rel=0.01)
+    assert run(core, REQUESTS) == expected
+    places = streaming.experts.places
+    assert places.num_read > len(places.in_slot) < len(places.where)
+    assert streaming.take_reads().num_bytes % size == 0

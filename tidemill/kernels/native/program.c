@@ -73,7 +73,7 @@ TM_API const field *tm_layout(void) {
         LORA_STEP(num_tokens), LORA_STEP(num_tiles), LORA_STEP(order), LORA_STEP(tiles),
         LORA(num_in), LORA(num_parts), LORA(max_rank), LORA(columns), LORA(sizes), LORA(pairs), LORA(step),
         {"tm_policy", sizeof(tm_policy)}, {"tm_segment", sizeof(tm_segment)}, {"tm_round", sizeof(tm_round)},
-        POLICY(kind), POLICY(capacity), POLICY(kept), POLICY(recent), POLICY(sinks), POLICY(first_observed), POLICY(dense_layers),
+        POLICY(kind), POLICY(capacity), POLICY(kept), POLICY(recent), POLICY(sinks), POLICY(first_observed), POLICY(dense_layers), POLICY(channels),
         POLICY(stride), POLICY(memory), SEGMENT(policy), SEGMENT(row), SEGMENT(token), SEGMENT(count), SEGMENT(position), SEGMENT(slot),
         SEGMENT(evicts), SEGMENT(num_read), SEGMENT(first_page), SEGMENT(num_pages), ROUND(num_segments), ROUND(segments), ROUND(tiles),
         {"tm_group", sizeof(tm_group)}, GROUP(rank), GROUP(size), GROUP(slot_bytes), GROUP(deadline_ns), GROUP(shared), GROUP(call),

@@ -191,6 +191,9 @@ if __name__ == "__main__":
     few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False, RANKS=8)
     build(moe_direct._up_direct, **shape | {"ACT": "swiglu_clamped"}, **few)
     build(moe_direct._down_direct, **shape, **few)
+    listed = dict(ROWS=16, OUTS=32, INS=256, BULK=False)  # few tokens whose experts are in slots
+    build(moe._up, **shape | {"HALVES": False}, **listed | {"OUTS": 16})
+    build(moe._down, **shape | {"HALVES": False}, **listed)
     many = dict(ROWS=128, OUTS=32, INS=64, BULK=True)
     desc = "tensordesc<bf16[32, 64]>"
     build(moe._up, 8, descs=dict(weight=desc), **shape, **many)

@@ -33,7 +33,7 @@ def test_many_tokens_gather_weights_few_move_activations(size):
     best = [rank_costs(MODEL, size, Phase("x", tokens, tokens, 1), LINK)[0].layout for tokens in (64, 16384, 2**22)]
     assert best[0].gathered == 1
     assert best[0].grid > 1
-    assert 1 < best[1].gathered <= best[2].gathered == size
+    assert 1 < best[1].gathered < best[2].gathered
 
 
 def test_the_choice_is_one_that_the_engine_has():

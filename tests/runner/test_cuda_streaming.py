@@ -119,15 +119,15 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "GptOss"])
 def test_experts_give_the_same_bits(on_gpu, tmp_path, family):  # noqa: F811
     """A shared one, and biases, too."""
-    make_experts(family, vocab_size=64).save_pretrained(tmp_path)
+    make_experts(family, **SMALL | {"num_hidden_layers": 4, "intermediate_size": 32}).save_pretrained(tmp_path)
     given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
-    whole = on_gpu(**given)
-    expected, total = run(whole, REQUESTS), resident_bytes(whole.runner.model)
-    core = on_gpu(**given, weight_memory_bytes=whole.config.weight_bytes - 1)
+    whole, requests = on_gpu(**given), {"greedy": REQUESTS["greedy"]}
+    expected, total = run(whole, requests), resident_bytes(whole.runner.model)
+    core = on_gpu(**given, weight_memory_bytes=whole.config.weight_bytes - 1)  # half, in the float32 that stands for bfloat16
     streaming = core.runner.model.streaming
     (size,) = {layer.stacks.expert_bytes for layer in streaming.experts._layers}
-    assert streaming.held_bytes + streaming.streamed_bytes == pytest.approx(total, rel=0.01)
-    assert run(core, REQUESTS) == expected
+    assert streaming.held_bytes + streaming.streamed_bytes == pytest.approx(total, rel=0.02)
+    assert run(core, requests) == expected
     places = streaming.experts.places
     assert places.num_read > len(places.in_slot) < len(places.where)
-    assert streaming.take_reads().num_bytes % size == 0
+    assert streaming.experts.num_bytes % size == 0

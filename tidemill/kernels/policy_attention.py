@@ -10,7 +10,7 @@ import torch
 
 from tidemill.kernels.attention import AttentionPlan, paged_attention, plan_attention, rotate_heads
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV, write_kv
-from tidemill.kernels.policies import Placed, Round
+from tidemill.kernels.policies import Placed, Round, num_channels
 from tidemill.kernels.trees import Paths
 
 _POOLED = 3  # SnapKV: slots before and after, whose attention counts for a slot, too
@@ -84,6 +84,9 @@ class _Segment:
     def run(self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights) -> None:
         if self.policy.kind == "quest":
             self._attend_sparse(queries, out, learned)
+            return
+        if self.policy.kind == "double":
+            self._attend_tokens(queries, out, learned)
             return
         if self.policy.kind in ("h2o", "snapkv"):
             self._accumulate(queries)
@@ -182,6 +185,30 @@ class _Segment:
                 read = torch.cat([torch.tensor([0]), best.sort().values, torch.tensor([last])])
             slots = (read[:, None] * size + torch.arange(size)).flatten()
             slots = slots[slots <= part.position]
+            probs, values = self._scores(query[head], head, slots, learned), self._rows(1, slots)[:, head].float()
+            out[part.token].view(self.kv.num_kv_heads, -1, dim)[head] = probs @ values
+
+    # ---- Double Sparsity
+
+    def _attend_tokens(self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights) -> None:
+        part, dim = self.segment, self.kv.head_dim
+        width = num_channels(self.policy, dim)
+        memory = self.memory.view(self.kv.num_kv_heads, -1, width)  # which channels, then those of each token
+        if part.num_pages:
+            if not part.first_page:
+                before = self._rows(0, torch.arange(part.position)).float()
+                order = torch.sort((before - before.mean(0)).square().sum(0), dim=-1, descending=True, stable=True).indices
+                memory[:, 0] = order[:, :width].sort(dim=-1).values.float()
+            new = self._rows(0, torch.arange(part.first_page, part.first_page + part.num_pages)).float()
+            channels = memory[:, 0].long().expand(len(new), -1, -1)
+            memory[:, part.first_page + 1 : part.first_page + part.num_pages + 1] = new.gather(2, channels).transpose(0, 1)
+        query = queries[part.token].view(self.kv.num_kv_heads, -1, dim)
+        for head in range(self.kv.num_kv_heads):
+            slots = torch.arange(part.position + 1)
+            if self.layer >= self.policy.dense_layers and part.num_read <= part.position:
+                scores = (query[head][:, memory[head, 0].long()] @ memory[head, 1 : part.position + 1].T).amax(0)
+                best = torch.sort(scores, descending=True, stable=True).indices[: part.num_read - 1]
+                slots = torch.cat([best.sort().values, slots[-1:]])
             probs, values = self._scores(query[head], head, slots, learned), self._rows(1, slots)[:, head].float()
             out[part.token].view(self.kv.num_kv_heads, -1, dim)[head] = probs @ values
 

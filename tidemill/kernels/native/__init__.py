@@ -83,7 +83,10 @@ class Policy(ctypes.Structure):
     """tm_policy of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("kind", "capacity", "kept", "recent", "sinks", "first_observed", "dense_layers", "stride")),
+        *(
+            (name, _LONG)
+            for name in ("kind", "capacity", "kept", "recent", "sinks", "first_observed", "dense_layers", "channels", "stride")
+        ),
         ("memory", _POINTER),
     ]
 

@@ -115,9 +115,9 @@ void attention_tile(const tm_attention_job *j, long token, long len, long start,
 
 /* What a row keeps beside its pages. */
 typedef struct {
-    long kind, capacity, kept, recent, sinks, first_observed, dense_layers; /* capacity: slots; kind: as in policies.py */
+    long kind, capacity, kept, recent, sinks, first_observed, dense_layers, channels; /* capacity: slots; kind: as in policies.py */
     long stride;   /* values from a KV head's memory to the next's */
-    float *memory; /* [layer][kv head]: accumulated attention of slots; keys of sinks; lowest and highest keys of pages */
+    float *memory; /* [layer][kv head]: accumulated attention of slots; keys of sinks; lowest and highest keys of pages; channels, and those of tokens' keys */
 } tm_policy;
 
 /* Tokens of a row in slots that follow each other. */
@@ -125,8 +125,8 @@ typedef struct {
     const tm_policy *policy;
     long row, token, count, position, slot;
     long evicts;                  /* after these tokens, slots are given up */
-    long num_read;                /* pages that the query reads; 0: all */
-    long first_page, num_pages;   /* that are full now, and whose keys are to be summed up */
+    long num_read;                /* pages, or of Double Sparsity tokens, that the query reads; 0: all */
+    long first_page, num_pages;   /* that are full now, or tokens that are new, whose keys are to be summed up */
 } tm_segment;
 
 /* Segments that can be computed together, and the tiles of their queries. */

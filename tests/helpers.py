@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def llama_of_gguf(path: Path) -> Any:
-    """A Llama of a GGUF file, as Transformers has it, with the values of the gguf package. There, rows of queries and keys are
+    """A Llama of a GGUF file, for Transformers to save, with the values of the gguf package. There, rows of queries and keys are
     in pairs; here, the two halves of a head follow each other."""
     import gguf
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,8 +69,9 @@ def llama_of_gguf(path: Path) -> Any:
         if kind in heads:
             value = value.view(heads[kind], -1, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
         values["model." + (f"layers.{place[1]}." if place else "") + f"{names[kind]}.weight"] = value
-    made = LlamaForCausalLM(config)
-    missing, unknown = made.load_state_dict(values, strict=False)
+    with torch.device("meta"):  # random values would take longer than all the rest
+        made = LlamaForCausalLM(config)
+    missing, unknown = made.load_state_dict(values, strict=False, assign=True)
     assert (missing, unknown) == (["lm_head.weight"], [])  # which is tied
     made.tie_weights()
     return made

@@ -25,12 +25,56 @@ from tidemill.runner.spec import Ask, Drafter
 from tidemill.sampling import SamplingParams
 from tidemill.sched.tree import Tree, ancestors_of
 from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.weights.gguf import GGUFFile
 from tidemill.wire import Delta, Submit
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def llama_of_gguf(path: Path) -> Any:
+    """A Llama of a GGUF file, for Transformers to save, with the values of the gguf package. There, rows of queries and keys are
+    in pairs; here, the two halves of a head follow each other."""
+    import gguf
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    told = {name.removeprefix("llama."): value for name, value in GGUFFile(path).metadata.items()}
+    heads = {"attn_q": told["attention.head_count"], "attn_k": told["attention.head_count_kv"]}
+    config = LlamaConfig(
+        vocab_size=told["vocab_size"],
+        hidden_size=told["embedding_length"],
+        intermediate_size=told["feed_forward_length"],
+        num_hidden_layers=told["block_count"],
+        num_attention_heads=heads["attn_q"],
+        num_key_value_heads=heads["attn_k"],
+        max_position_embeddings=told["context_length"],
+        rms_norm_eps=told["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_theta": told["rope.freq_base"], "rope_type": "default"},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    names = {
+        "token_embd": "embed_tokens", "output_norm": "norm", "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
+        **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
+        **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+    }  # fmt: skip
+    values = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        *place, kind, _ = tensor.name.split(".")  # blk, number, kind, weight
+        value = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        if kind in heads:
+            value = value.view(heads[kind], -1, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
+        values["model." + (f"layers.{place[1]}." if place else "") + f"{names[kind]}.weight"] = value
+    with torch.device("meta"):  # random values would take longer than all the rest
+        made = LlamaForCausalLM(config)
+    missing, unknown = made.load_state_dict(values, strict=False, assign=True)
+    assert (missing, unknown) == (["lm_head.weight"], [])  # which is tied
+    made.tie_weights()
+    return made
 
 
 def make_llama(path: Path | None = None, seed: int = 0, **config: Any):

@@ -28,6 +28,7 @@ from tidemill.kernels import native
 from tidemill.kernels.linear import pack_linear
 from tidemill.kernels.neurons import ChosenNeurons
 from tidemill.quant.base import Gated
+from tidemill.weights.predictors import read_settings
 
 
 def load(model: str, predictors: Path | None, context: int) -> LLM:
@@ -71,14 +72,13 @@ def run(given: argparse.Namespace, folder: Path) -> None:
     models, heads = {"all neurons": original}, {"all neurons": 1.0}
     for asked in given.rows.split(","):
         units, _, keep = asked.partition(":")
-        begin, name = time.perf_counter(), f"{units}, keeping {float(keep):.0%}"
+        begin, name = time.perf_counter(), f"{units}, keeping {float(keep):.1%}"
         out = folder / name
-        made = train_predictors(
-            PredictorOptions(
-                model=given.model, out=out, units=units, keep=float(keep), rank=given.rank, steps=given.steps,
-                calibration=calibration,
-            )
+        options = PredictorOptions(
+            model=given.model, out=out, units=units, keep=float(keep), rank=given.rank, steps=given.steps,
+            calibration=calibration,
         )  # fmt: skip
+        made = read_settings(out) if out.exists() else train_predictors(options)
         print(f"{name}: trained in {time.perf_counter() - begin:.0f} s", flush=True)
         models[name] = load(given.model, out, given.context)
         heads[name] = statistics.mean(made["heads"]["share"]) if "heads" in made else 1.0
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decoded", type=int, default=32)
+    parser.add_argument("--folder", type=Path, help="where predictors stay, and are taken from if they are there")
     parser.add_argument("--kernel", action="store_true")
     given = parser.parse_args()
     if given.kernel:
@@ -139,6 +140,10 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for shape in ((576, 1536), (2048, 5632)):
                 kernel(*shape, dtype, given.rounds * 4)
+        return
+    if given.folder is not None:
+        given.folder.mkdir(exist_ok=True)
+        run(given, given.folder)
         return
     with tempfile.TemporaryDirectory(prefix="contextual-") as folder:
         run(given, Path(folder))

@@ -2,7 +2,11 @@
 
 .venv/bin/python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
 .venv/bin/python -m bench.disaggregation --seconds 120 --rounds 3
-.venv/bin/python -m bench.disaggregation --load heavy   more of both, so that most tokens of chats come while a document is computed
+.venv/bin/python -m bench.disaggregation --load heavy         twice of both: prompts and decoding meet often
+.venv/bin/python -m bench.disaggregation --simulate FILE      the same in the simulator, with a profile of one thread
+
+FILE is of `tidemill calibrate smollm2 --threads 1 --max-context 1024 [--clock cpu]`. Two threads are taken to be `--speedup`
+times as fast as one.
 
 The load: chats, with short prompts and long answers, decode while documents arrive, with long prompts and short answers. Arrivals
 are random (one seed, so the same for both), and nobody waits for an answer before the next request. All requests are greedy, and
@@ -19,6 +23,8 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
@@ -26,9 +32,14 @@ from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import Roles
 from tidemill.events import Event
 from tidemill.sampling import SamplingParams
+from tidemill.sim.cluster import DECODE, PREFILL, Cluster, EngineSpec, Job
+from tidemill.sim.cost import Curve, FittedCost
+from tidemill.sim.profile import Profile
+from tidemill.sim.simulator import SimConfig
 from tidemill.wire import Submit
 
-LOADS = {"light": (0.1, 0.08), "heavy": (0.4, 0.25)}  # chats and documents a second
+_COPY_RATE = 5e9  # bytes a second by which pages move between engines, in the simulator
+LOADS = {"light": (0.1, 0.08), "heavy": (0.2, 0.15)}  # chats and documents a second
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,33 @@ def show_transfer(seen: list[Event]) -> None:
     )
 
 
+def simulate(given: argparse.Namespace) -> None:
+    profile = Profile.load(given.simulate)
+    own, one = profile.engine, profile.cost
+    config = SimConfig(num_rows=own.max_requests, token_budget=own.token_budget, num_pages=own.num_pages, max_context=2048)
+    sent = {"kv_token_bytes": profile.model.kv_bytes_per_token, "link": _COPY_RATE}
+    layouts = {
+        "one engine": [EngineSpec(config, _faster(one, given.speedup))],
+        "1 prefill + 1 decode": [EngineSpec(config, one, PREFILL, **sent), EngineSpec(config, one, DECODE, **sent)],
+    }
+    jobs = [Job(number, asked.at_s, len(asked.prompt), asked.num_output) for number, asked in enumerate(load(given))]
+    told: list[dict[str, float]] = []
+    for name, specs in layouts.items():
+        served = Cluster(specs).run(jobs) or []
+        gaps, firsts = [gap for each in served for gap in each.gaps_s], [each.ttft_s for each in served]
+        parts = {"p50": (gaps, 0.5), "p99": (gaps, 0.99), "ttft p50": (firsts, 0.5), "ttft p99": (firsts, 0.99)}
+        told.append({part: percentile(*values) for part, values in parts.items()})
+        figures = ", ".join(f"{part} {1000 * value:.1f} ms" for part, value in told[-1].items())
+        print(f"{name:20}: simulated, {len(jobs)} requests: {figures}")
+    print("one engine / roles: " + ", ".join(f"{part} {told[0][part] / told[1][part]:.2f}" for part in told[0]))
+
+
+def _faster(cost: FittedCost, times: float) -> FittedCost:
+    rates = {name: getattr(cost, name) / times for name in cost.__struct_fields__ if name.endswith("_s")}
+    decode, mixed = (Curve(one.at, [s / times for s in one.seconds]) for one in (cost.decode, cost.mixed))
+    return msgspec.structs.replace(cost, decode=decode, mixed=mixed, **rates)
+
+
 async def main(given: argparse.Namespace) -> None:
     seen: list[Event] = []
     shared = {"model": given.model, "max_context": given.max_context, "speculate": "off", "token_budget": given.token_budget}
@@ -168,6 +206,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of the one engine; half of them for each of the two")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--simulate", metavar="FILE", help="with this profile, instead of running it")
+    parser.add_argument("--speedup", type=float, default=1.75, help="of two threads, in the simulator")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-context", type=int, default=2048)
     parser.add_argument("--token-budget", type=int, default=None)
@@ -187,4 +227,8 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(arguments()))
+    given = arguments()
+    if given.simulate:
+        simulate(given)
+    else:
+        asyncio.run(main(given))

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
 
@@ -95,6 +96,69 @@ def check_engine(num_ranks: int) -> None:
         print(f"engine of {num_ranks} ranks, steps in halves: right", flush=True)
 
 
+def small_core(folder: str, **options: Any) -> Any:
+    from tidemill.config import EngineOptions
+    from tidemill.engine.load import load_core
+
+    given = {"kv_memory_bytes": 2**27, "max_requests": 8, "token_budget": 256, "max_context": 512} | options
+    return load_core(EngineOptions(model=folder, **given))
+
+
+def some_requests() -> dict[str, Any]:
+    from tidemill.sampling import SamplingParams
+
+    return {
+        f"r{i}": ([(7 * i + j) % 250 + 2 for j in range(20 + 37 * i)], SamplingParams(max_tokens=16, logprobs=2, seed=i))
+        for i in range(6)
+    }
+
+
+def check_pipeline(num_ranks: int) -> None:
+    """Stages on one GPU: bit for bit what one process computes, alone and among others."""
+    from bench.gpu_engine_checks import ask, random_llama
+
+    with tempfile.TemporaryDirectory() as folder:
+        random_llama(Path(folder))
+        requests, answers = some_requests(), []
+        for layout in ({}, {"pipeline_parallel": num_ranks}):
+            start = time.perf_counter()
+            core = small_core(folder, **layout)
+            answers.append(ask(core, requests))
+            alone = ask(core, {"r3": requests["r3"]})["r3"]
+            core.close()
+            assert alone == answers[-1]["r3"], "alone and among others differ"
+            print(f"{layout or 'one process'}: {time.perf_counter() - start:.1f} s", flush=True)
+        assert answers[0] == answers[1], "stages and one process differ"
+        print(f"pipeline of {num_ranks} stages: the bits of one process", flush=True)
+
+
+def check_quantized(num_ranks: int) -> None:
+    """Quantized weights, cut among ranks: as near to float32 as in one process, and the same bits alone and among others."""
+    import torch
+
+    from bench.gpu_engine_checks import ask, random_llama
+    from tidemill.sampling import SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        reference, requests, prompt = random_llama(Path(folder)), some_requests(), list(range(2, 200))
+        targets = torch.tensor(prompt[1:], device="cuda")[:, None]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
+        exact = logits.log_softmax(-1).gather(1, targets).flatten().cpu()
+        del reference
+        for kind in ("fp8", "int4", "int8"):
+            errors = []
+            for ranks in (1, num_ranks):
+                core = small_core(folder, quantization=kind, tensor_parallel=ranks)
+                together = ask(core, requests)
+                assert ask(core, {"r3": requests["r3"]})["r3"] == together["r3"], "alone and among others differ"
+                scored = ask(core, {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
+                core.close()
+                errors.append((torch.tensor([entry.logprob for entry in scored]) - exact).pow(2).mean().sqrt().item())
+            print(f"{kind}: off by {errors[0]:.4f} in one process, {errors[1]:.4f} on {num_ranks} ranks", flush=True)
+            assert errors[1] < 1.3 * errors[0] + 0.005
+
+
 def time_engine(num_ranks: int) -> None:
     """Decode steps of the 8B shape: one process, and ranks that share the GPU."""
     from bench.gpu_workloads import MODELS
@@ -123,18 +187,21 @@ def time_engine(num_ranks: int) -> None:
             del core
 
 
+CHECKS = {"check": check_engine, "pipeline": check_pipeline, "quantized": check_quantized, "time": time_engine}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--path", type=Path)
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--engine", choices=["check", "time"])
+    parser.add_argument("--engine", choices=list(CHECKS))
     given = parser.parse_args()
     if given.rank is not None:
         measure(given.path, given.rank, given.ranks)
         return
     if given.engine:
-        (check_engine if given.engine == "check" else time_engine)(given.ranks)
+        CHECKS[given.engine](given.ranks)
         return
     from tidemill.parallel.shared import make_shared
 
@@ -150,7 +217,7 @@ def main() -> None:
         finally:
             for rank in ranks:
                 rank.kill()
-        for what in ("check", "time"):
+        for what in CHECKS:
             subprocess.run([*command, "--engine", what], timeout=240, check=False)
 
 

@@ -1,6 +1,7 @@
-"""8-bit keys and values on the GPU at hand: right, the same bits in any company, and what they save.
+"""8-bit and 4-bit keys and values on the GPU at hand: right, the same bits in any company, and what they save.
 
     python -m bench.gpu_kv [--json out.json] [--parts roles,checks,kernels,retrieval,workloads,engine] [--turns 2]
+                           [--formats fp8,int8,int4]
 
 roles: the prompt kernel made for Hopper; if it fails, the other parts run without it. checks: kernels against their references,
 and against themselves in other batches. kernels: decode attention at several settings and prompts, beside bfloat16. retrieval: a
@@ -49,7 +50,7 @@ from tidemill.runner import cuda_runner
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
-NAMES = ("fp8", "int8")
+NAMES: tuple[str, ...] = ("fp8", "int8")  # --formats
 RATE = 4.25e12  # bytes a second that an H200 reads
 SETTINGS = ((1, 3), (1, 5), (2, 3), (2, 5), (2, 7), (4, 3), (4, 5), (4, 7))  # warps and stages of the decode kernel
 LINES: list[dict[str, Any]] = []
@@ -108,7 +109,7 @@ def has_roles() -> bool:
 def check_roles() -> None:
     """The kernel made for Hopper has the bits of the other one."""
     lengths = [1, 7, 63, 64, 65, 200, 513, 1300]
-    for name in NAMES if has_roles() else ():
+    for name in [name for name in NAMES if has_roles() and name != "int4"]:  # which has none
         scene = ScaledScene(name, lengths, 32, 8, 128)
         for items in ([(5, 0, 200)], [(row, 0, length) for row, length in enumerate(lengths)], [(7, 600, 700), (6, 10, 500)]):
             out = {}
@@ -130,11 +131,34 @@ def _unpack(words_ptr, scales_ptr, out_ptr, FP8: tl.constexpr, AHEAD: tl.constex
     tl.store(out_ptr + 2 * at + 1, high)
 
 
+@triton.jit
+def _unpack_four(words_ptr, scales_ptr, offsets_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scales, offsets = tl.load(scales_ptr + at).to(tl.float32), tl.load(offsets_ptr + at).to(tl.float32)
+    parts = scaled_attention.unpack_four(tl.load(words_ptr + at), scales, offsets, True)
+    for i in tl.static_range(4):
+        tl.store(out_ptr + 4 * at + i, parts[i])
+
+
+def check_unpack_four() -> None:
+    """Every word of int4; code times scale plus offset is rounded once."""
+    words = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16)
+    scales, offsets = (torch.randn(2, words.numel(), device="cuda") * 3).bfloat16().abs().unbind()
+    out = torch.empty(words.numel(), 4, dtype=torch.bfloat16, device="cuda")
+    _unpack_four[(words.numel() // 1024,)](words, scales, offsets, out, 1024)
+    codes = torch.stack([((words.int() >> shift) & 15 ^ 8) - 8 for shift in (0, 8, 4, 12)], 1).double()
+    expected = (codes * scales.double().unsqueeze(1) + offsets.double().unsqueeze(1)).bfloat16()
+    assert torch.equal(out, expected)
+    print("  unpack int4: every value, bit for bit", flush=True)
+
+
 def check_unpack() -> None:
     """Every pair of values, with scales large and small."""
+    if "int4" in NAMES:
+        check_unpack_four()
     words = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).repeat(8)
     scales = torch.logspace(-8, 1.9, words.numel(), device="cuda").bfloat16()[torch.randperm(words.numel(), device="cuda")]
-    for name in NAMES:
+    for name in [name for name in NAMES if name != "int4"]:
         out = torch.empty(2 * words.numel(), dtype=torch.bfloat16, device="cuda")
         _unpack[(words.numel() // 1024,)](words, scales, out, name == "fp8", True, 1024)
         kinds = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -152,7 +176,7 @@ def check_store() -> None:
     cos, sin = (t.cuda() for t in rope_tables(*rope_frequencies(dim, 1e6, None), 300))
     positions, slots = torch.arange(300, dtype=torch.int32, device="cuda"), torch.randperm(10 * page, device="cuda")[:300]
     for name in NAMES:
-        pool = torch.zeros(10, 3 * 2 * kv_heads * page * (dim + 2), dtype=torch.uint8, device="cuda")
+        pool = torch.zeros(10, 3 * 2 * kv_heads * page * FORMATS[name].head_bytes(dim), dtype=torch.uint8, device="cuda")
         values, scales = views(pool, 3, kv_heads, page, dim, name)
         assert scales is not None
         elementwise.enter_heads(qkv.clone(), values, 2, positions, slots, Angles(cos, sin), heads, scales=scales)
@@ -161,6 +185,10 @@ def check_store() -> None:
         codes, expected = (one.cuda() for one in quantize(torch.stack([apply_rope(k, cos, sin), v], 1).cpu(), FORMATS[name]))
         at = slots // page, 2, slice(None), slice(None), slots % page
         written, found = values[at].view(torch.int8).int(), scales[at]
+        if name == "int4":  # whose offsets are sums that may be rounded differently
+            off = (dequantize(values[at], found, FORMATS[name]) - dequantize(codes, expected, FORMATS[name])).abs()
+            assert (off <= 1.1 * expected[..., :1].float()).all(), "int4: more than a code apart"
+            continue
         assert torch.equal(found[:, 1], expected[:, 1]), f"{name}: scales of values"
         apart = (written - codes.view(torch.int8).int())[:, 1].abs()
         # The kernel rounds once where the reference rounds twice: a value in the middle may have either code.
@@ -181,7 +209,7 @@ def check_attention() -> None:
         for heads, kv_heads, dim, more in ((32, 8, 128, {}), more_kind):
             scene = ScaledScene(name, lengths, heads, kv_heads, dim, **more)
             made = {}
-            for roles in (True, False) if has_roles() and not more and dim == 128 else (False,):
+            for roles in (True, False) if has_roles() and not more and dim == 128 and name != "int4" else (False,):
                 with prompts_by(roles):
                     whole = [scene.run([(row, 0, length)]) for row, length in enumerate(lengths)]
                     label = f"{name} {heads}/{kv_heads} heads of {dim} {'by roles' if roles else ''}"
@@ -245,21 +273,15 @@ def time_decode() -> None:
                 continue
             rate = num_values * (1 + 2 / 128) / us / 1e6
             say(
-                kernel="decode",
-                batch=batch,
-                length=length,
-                format="fp8",
-                warps=warps,
-                stages=stages,
-                us=us,
-                TBs=rate,
+                kernel="decode", batch=batch, length=length, format="fp8", warps=warps, stages=stages, us=us, TBs=rate,
                 gain=plain / us,
-            )
+            )  # fmt: skip
         del scene, quantized
-        scene = ScaledScene("int8", [length] * batch, 32, 8, 128)
-        us = timed(scene)
-        say(kernel="decode", batch=batch, length=length, format="int8", us=us, gain=plain / us)
-        del scene
+        for name in [name for name in NAMES if name != "fp8"]:
+            scene = ScaledScene(name, [length] * batch, 32, 8, 128)
+            us = timed(scene)
+            say(kernel="decode", batch=batch, length=length, format=name, us=us, gain=plain / us)
+            del scene
         torch.cuda.empty_cache()
 
 
@@ -278,7 +300,7 @@ def time_prompts() -> None:
         say(kernel="prompts", batch=batch, length=length, format="bfloat16", us=plain, TFLOPs=flops / plain / 1e6)
         for name in NAMES:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
-            for roles in (True, False):
+            for roles in (True, False) if name != "int4" else (False,):
                 try:
                     with prompts_by(roles):
                         us = timed(scene)
@@ -286,15 +308,9 @@ def time_prompts() -> None:
                     traceback.print_exc()
                     continue
                 say(
-                    kernel="prompts",
-                    batch=batch,
-                    length=length,
-                    format=name,
-                    by_roles=roles,
-                    us=us,
-                    TFLOPs=flops / us / 1e6,
+                    kernel="prompts", batch=batch, length=length, format=name, by_roles=roles, us=us, TFLOPs=flops / us / 1e6,
                     gain=plain / us,
-                )
+                )  # fmt: skip
 
 
 def time_store() -> None:
@@ -536,6 +552,7 @@ def run_part(label: str, turns: int, roles: bool) -> None:
 def spawn(label: str, turns: int, roles: bool) -> list[dict[str, Any]]:
     found = Path(tempfile.mkdtemp()) / "lines.json"
     command = [sys.executable, "-m", "bench.gpu_kv", "--part", label, "--json", str(found), "--turns", str(turns)]
+    command += ["--formats", ",".join(NAMES)]
     begin = time.perf_counter()
     try:
         code = subprocess.run(
@@ -556,7 +573,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="in this process")
     parser.add_argument("--without-roles", action="store_true")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--formats", default="fp8,int8,int4")
     given = parser.parse_args()
+    globals()["NAMES"] = tuple(given.formats.split(","))
     roles = not given.without_roles
     if given.part:
         run_part(given.part, given.turns, roles)

@@ -1,10 +1,11 @@
 """Speculative decoding on the GPU at hand: the tokens are those without it, and what it saves.
 
-    python -m bench.gpu_spec [--json out.json] [--model llama8b]
+    python -m bench.gpu_spec [--json out.json] [--model llama8b] [--weights uniform] [--only-ngram]
 
 First a drafter that is right with a given probability (it knows the answers from a run without it) for 1, 64 and 256 requests;
 then prompt lookup on prompts of 40 random tokens repeated 12 times, 256 tokens out, for 1, 8 and 64 requests. In turns with the
-same requests without drafts; every answer is compared.
+same requests without drafts; every answer is compared. With `--weights uniform` the weights are those of vLLM's
+`load_format="dummy"`, so that outputs repeat themselves as they do there, and its figures can be set beside ours.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,9 @@ from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import RandomTensor
 from tidemill.wire import Submit
 
-# vLLM 0.25.1 on an H200, llama8b, n-gram with 4 drafts: output tokens a second.
-VLLM = {1: 1000 / 1.53, 8: 3655.0, 64: 10327.0}
+# vLLM 0.25.1 on an H200, llama8b with dummy weights, n-gram with 4 drafts: output tokens a second, prompts included; and for one
+# request, milliseconds from one token to the next.
+VLLM, VLLM_MS = {1: 631.0, 8: 3655.0, 64: 10327.0}, {1: 1.53}
 
 Answers = dict[tuple[int, ...], list[int]]
 
@@ -64,50 +67,73 @@ class Oracle:
         pass
 
 
-def run(core: EngineCore, prompts: list[list[int]], num_out: int, **params: Any) -> tuple[float, Answers, int, int, int]:
-    """Seconds of decoding (from when the last prompt is done), answers, steps, drafts, drafts that were right."""
+def uniform(_: RandomTensor, out: torch.Tensor) -> torch.Tensor:
+    """A parameter as vLLM's dummy weights have it, norms included: from one seed, so that all of one shape are the same. The
+    embedding and the head are, and a greedy answer soon goes to and fro between two tokens."""
+    return out.uniform_(-1e-3, 1e-3, generator=torch.Generator(out.device).manual_seed(1234))
+
+
+@dataclass(slots=True)
+class Run:
+    """`decoding_s`: from when the last prompt is done, scaled to all tokens. `whole_s`: from the first request on."""
+
+    answers: Answers
+    whole_s: float = 0.0
+    decoding_s: float = 0.0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_right: int = 0
+
+
+def run(core: EngineCore, prompts: list[list[int]], num_out: int, **params: Any) -> Run:
     core.scheduler.kv.clear_prefixes()
-    made: Answers = {tuple(prompt): [] for prompt in prompts}
+    made = Run({tuple(prompt): [] for prompt in prompts})
+    torch.cuda.synchronize()
+    began, begin = time.perf_counter(), 0.0
     for i, prompt in enumerate(prompts):
         core.submit(Submit(str(i), prompt, SamplingParams(max_tokens=num_out, ignore_eos=True, **params)))
-    torch.cuda.synchronize()
-    begin, num_steps, num_drafts, num_right = 0.0, 0, 0, 0
     while core.has_work:
         output, failed = core.step()
         assert not failed, failed
         for delta in output.deltas:
-            made[tuple(prompts[int(delta.request_id)])] += delta.token_ids
-        if not begin and all(made.values()):
-            begin, num_before = time.perf_counter(), sum(map(len, made.values()))
+            made.answers[tuple(prompts[int(delta.request_id)])] += delta.token_ids
+        if not begin and all(made.answers.values()):
+            begin, num_before = time.perf_counter(), sum(map(len, made.answers.values()))
         for event in output.events:
-            num_steps += isinstance(event, events.StepDone)
+            made.num_steps += isinstance(event, events.StepDone)
             if isinstance(event, events.DraftsVerified):
-                num_drafts += sum(num for _, num, _ in event.of)
-                num_right += sum(num for _, _, num in event.of)
-    seconds = time.perf_counter() - begin
-    return seconds * num_out * len(prompts) / (num_out * len(prompts) - num_before), made, num_steps, num_drafts, num_right
+                made.num_drafts += sum(num for _, num, _ in event.of)
+                made.num_right += sum(num for _, _, num in event.of)
+    end, num = time.perf_counter(), num_out * len(prompts)
+    made.whole_s, made.decoding_s = end - began, (end - begin) * num / (num - num_before)
+    return made
 
 
 def compare(
     core: EngineCore, prompts: list[list[int]], num_out: int, drafter: Any, most: int, adaptive: bool, turns: int
 ) -> dict[str, Any]:
-    """Without drafts and with, in turns."""
-    times: dict[bool, list[float]] = {False: [], True: []}
-    expected: Answers = {}
-    line: dict[str, Any] = {}
+    """Without drafts and with, in turns. What is learned of steps' times in the first serves the next."""
+    best: dict[bool, Run] = {}
+    drafting: Drafting | None = None
     for _ in range(turns):
         core.drafting = None
-        seconds, expected, _, _, _ = run(core, prompts, num_out, temperature=0.0)
-        times[False].append(seconds)
-        chosen: Drafter = drafter(expected)
-        core.drafting = Drafting([chosen], most, SLOPES["cuda"], core._clock, core._events, adaptive)
-        seconds, made, num_steps, num_drafts, num_right = run(core, prompts, num_out, temperature=0.0)
-        assert made == expected, "drafts changed a token"
-        times[True].append(seconds)
-        line = {"steps": num_steps, "drafts": num_drafts, "right": num_right}
+        without = run(core, prompts, num_out, temperature=0.0)
+        if drafting is None:
+            chosen: Drafter = drafter(without.answers)
+            drafting = Drafting([chosen], most, SLOPES["cuda"], core._clock, core._events, adaptive)
+        core.drafting = drafting
+        drafted = run(core, prompts, num_out, temperature=0.0)
+        assert drafted.answers == without.answers, "drafts changed a token"
+        for is_drafted, one in ((False, without), (True, drafted)):
+            best[is_drafted] = min(best.get(is_drafted, one), one, key=lambda made: made.decoding_s)
     core.drafting = None
-    without, with_them, num = min(times[False]), min(times[True]), num_out * len(prompts)
-    return line | {"without_tok_s": num / without, "with_tok_s": num / with_them, "gain": without / with_them}
+    without, drafted, num = best[False], best[True], num_out * len(prompts)
+    return {
+        "steps": drafted.num_steps, "drafts": drafted.num_drafts, "right": drafted.num_right,
+        "without_tok_s": num / without.decoding_s, "with_tok_s": num / drafted.decoding_s,
+        "gain": without.decoding_s / drafted.decoding_s, "whole_tok_s": num / drafted.whole_s,
+        "ms_a_token": drafted.decoding_s / num_out * 1000,
+    }  # fmt: skip
 
 
 def check_sampled(core: EngineCore) -> None:
@@ -119,13 +145,13 @@ def check_sampled(core: EngineCore) -> None:
         {"temperature": 1.0, "seed": 4, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     ):
         core.drafting = None
-        _, expected, *_ = run(core, prompts, 64, **params)
+        expected = run(core, prompts, 64, **params).answers
         for chance in (0.0, 0.7):
             core.drafting = Drafting([Oracle(expected, chance)], 5, SLOPES["cuda"], core._clock, core._events, adaptive=False)
-            _, made, _, num_drafts, num_right = run(core, prompts, 64, **params)
-            assert made == expected, params
-            assert num_drafts
-            print(f"{params}: {num_right} of {num_drafts} drafts right, same tokens", flush=True)
+            made = run(core, prompts, 64, **params)
+            assert made.answers == expected, params
+            assert made.num_drafts
+            print(f"{params}: {made.num_right} of {made.num_drafts} drafts right, same tokens", flush=True)
     core.drafting = None
 
 
@@ -144,12 +170,13 @@ def check_draft_model() -> None:
         {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.2},
     ):
         core.drafting = None
-        _, expected, *_ = run(core, prompts, 64, **params)
+        expected = run(core, prompts, 64, **params).answers
         core.drafting = drafting
-        _, made, num_steps, num_drafts, num_right = run(core, prompts, 64, **params)
-        assert made == expected, params
-        assert num_drafts > 0
-        print(f"draft model, {params}: {num_right} of {num_drafts} drafts right in {num_steps} steps, same tokens", flush=True)
+        made = run(core, prompts, 64, **params)
+        assert made.answers == expected, params
+        assert made.num_drafts > 0
+        said = f"{made.num_right} of {made.num_drafts} drafts right in {made.num_steps} steps, same tokens"
+        print(f"draft model, {params}: {said}", flush=True)
 
 
 def time_oracles(core: EngineCore, draw: random.Random, turns: int) -> list[dict[str, Any]]:
@@ -163,16 +190,70 @@ def time_oracles(core: EngineCore, draw: random.Random, turns: int) -> list[dict
     return lines
 
 
+def time_ngram(core: EngineCore, draw: random.Random, turns: int, nums: Sequence[int] = (1, 8, 64)) -> list[dict[str, Any]]:
+    """Beside vLLM's figures. Not adaptive: as vLLM drafts, 4 whenever something is found."""
+    lines: list[dict[str, Any]] = []
+    prompts = [[draw.randrange(10, 120_000) for _ in range(40)] * 12 for _ in range(64)]
+    for num in nums:
+        for adaptive in (True, False):
+            line = compare(core, prompts[:num], 256, lambda _: NgramDrafter(), 8 if adaptive else 4, adaptive, turns)
+            line |= {"drafter": "ngram", "adaptive": adaptive, "requests": num, "of_vllm": line["whole_tok_s"] / VLLM[num]}
+            if num in VLLM_MS:
+                line["ms_of_vllm"] = VLLM_MS[num] / line["ms_a_token"]
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    return lines
+
+
+def time_waiting(core: EngineCore, draw: random.Random) -> list[dict[str, Any]]:
+    """How long the device has nothing to do between two steps, where each is planned when the last one's tokens are known, and
+    where it is launched before that."""
+    lines: list[dict[str, Any]] = []
+    prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(64)]
+    for num in (1, 8, 64):
+        answers = run(core, prompts[:num], 128, temperature=0.0).answers
+        for chance in (None, 1.0):
+            if chance is not None:
+                core.drafting = Drafting([Oracle(answers, chance)], 4, SLOPES["cuda"], core._clock, core._events, False)
+            lines.append({"requests": num, "drafts": chance is not None, **_idle(core, prompts[:num])})
+            print(json.dumps(lines[-1]), flush=True)
+            core.drafting = None
+    return lines
+
+
+def _idle(core: EngineCore, prompts: list[list[int]], num_steps: int = 12) -> dict[str, float]:
+    from torch.profiler import ProfilerActivity, profile
+
+    core.scheduler.kv.clear_prefixes()
+    for i, prompt in enumerate(prompts):
+        core.submit(Submit(str(i), prompt, SamplingParams(max_tokens=128, ignore_eos=True, temperature=0.0)))
+    while len(core.scheduler.waiting) or any(request.num_output < 8 for request in core.scheduler.running):
+        core.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            core.step()
+    while core.has_work:
+        core.step()
+    found = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((one.start, one.end) for one in found)
+    idle, until = list[float](), spans[0][1]
+    for start, end in spans:
+        idle.append(start - until)
+        until = max(until, end)
+    wall = (until - spans[0][0]) / num_steps
+    return {"step_us": wall, "idle_us": sum(max(gap, 0.0) for gap in idle) / num_steps, "longest_us": max(idle)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--model", default="llama8b", choices=MODELS)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--weights", default="normal", choices=("normal", "vllm"), help="vllm: as its dummy weights are")
-    parser.add_argument("--only-ngram", action="store_true")
+    parser.add_argument("--weights", default="normal", choices=("normal", "uniform"), help="uniform: as vLLM's dummy weights")
+    parser.add_argument("--only-ngram", action="store_true", help="prompt lookup, and what waiting costs")
     given = parser.parse_args()
-    if given.weights == "vllm":
-        RandomTensor.read_into = lambda _, out: out.uniform_(-1e-3, 1e-3)  # type: ignore[method-assign,assignment,misc]
+    if given.weights == "uniform":
+        RandomTensor.read_into = uniform  # type: ignore[method-assign, assignment]
     if not given.only_ngram:
         check_draft_model()
     folder = Path(tempfile.mkdtemp())
@@ -184,13 +265,8 @@ def main() -> None:
     if not given.only_ngram:
         check_sampled(core)
         lines += time_oracles(core, draw, given.turns)
-    prompts = [[draw.randrange(10, 120_000) for _ in range(40)] * 12 for _ in range(64)]
-    for num in (1, 8, 64):
-        for adaptive in (True, False):
-            line = compare(core, prompts[:num], 256, lambda _: NgramDrafter(), 4 if not adaptive else 8, adaptive, given.turns)
-            line |= {"drafter": "ngram", "adaptive": adaptive, "requests": num, "of_vllm": line["with_tok_s"] / VLLM[num]}
-            lines.append(line)
-            print(json.dumps(lines[-1]), flush=True)
+    lines += time_ngram(core, draw, given.turns)
+    lines += time_waiting(core, draw)
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

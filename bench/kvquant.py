@@ -119,7 +119,8 @@ def main() -> None:
             save_calibration(file, fit(before, name, OUTLIERS), model.config, {})
             states[name + AFTER] = simulated(runners["float32"], fit(after, name, OUTLIERS))
         options = EngineOptions(
-            model=given.model, device="cpu", kv_dtype=name, speculate="off", max_requests=given.requests, dtype=model.dtype,
+            model=given.model, device="cpu", kv_dtype=name, speculate="off", max_requests=given.requests,
+            dtype=llm.core.config.dtype,
             kv_memory_bytes=(given.requests + 1) * max(given.context, WINDOW) * model.config.kv_bytes_per_token(name),
             kv_calibration=str(file) if file.exists() else None,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
 .venv/bin/python bench/parallel.py --model smollm2 --layouts 1x1 2x1 1x2
 
-A layout is TENSORxSTAGES. Every layout has as many threads in all as --threads says. Layouts take turns, so that what else the
-machine does meets all of them; figures are medians.
+A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:2d. Every layout has as many threads in all as --threads says. Layouts
+take turns, so that what else the machine does meets all of them; figures are medians.
 """
 
 from __future__ import annotations
@@ -73,12 +73,14 @@ def show_collectives() -> None:
 
 
 def start(given: argparse.Namespace, layout: str) -> EngineCore:
-    tensor, stages = map(int, layout.split("x"))
+    ranks, _, how = layout.partition(":")
+    tensor, stages = map(int, ranks.split("x"))
     threads = max(1, given.threads // (tensor * stages))
     core = load_core(
         EngineOptions(
             model=given.model, dtype=given.dtype, device="cpu", threads=threads, max_requests=given.requests,
-            tensor_parallel=tensor, pipeline_parallel=stages, kv_memory_bytes=2**28, speculate="off", prefix_caching=False,
+            tensor_parallel=tensor, tensor_layout=how or "1d", pipeline_parallel=stages, kv_memory_bytes=2**28,
+            speculate="off", prefix_caching=False,
         )
     )  # fmt: skip
     if isinstance(core.runner, WorkerGroup):
@@ -88,6 +90,12 @@ def start(given: argparse.Namespace, layout: str) -> EngineCore:
             f"  {layout}: MiB of the checkpoint read by each rank: {each}; the most is {max(read) / sum(read):.1%} of all",
             flush=True,
         )
+        streaming = core.runner.own.model.streaming  # type: ignore[attr-defined]
+        if streaming is not None:
+            held, all_bytes = streaming.held_bytes / 2**20, streaming.streamed_bytes / 2**20
+            print(
+                f"  {layout}: rank 0 holds {held:.1f} MiB of weights; {all_bytes:.1f} MiB are gathered in each step", flush=True
+            )
     return core
 
 
@@ -111,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2"])
+    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2", "2x1:gathered"], help="ranks x stages[:layout]")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=128)

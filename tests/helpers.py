@@ -23,6 +23,7 @@ from tidemill.models.registry import model_class
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.spec import Ask, Drafter
 from tidemill.sampling import SamplingParams
+from tidemill.sched.tree import Tree, ancestors_of
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Delta, Submit
 
@@ -208,6 +209,30 @@ class Guesser:
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         pass
+
+
+@dataclass
+class Grower(Guesser):
+    """Trees of any shape. What comes is on a branch of each, as far as `chance` goes, or not at all."""
+
+    vocab_size: int = 250
+
+    def propose(self, asks: Sequence[Ask]) -> list[Any]:
+        return [self._grow(ask, chain) for ask, chain in zip(asks, super().propose(asks), strict=True)]
+
+    def _grow(self, ask: Ask, chain: list[int]) -> Tree:
+        draw, tokens, parents = random.Random(len(ask.tokens)), list[int](), list[int]()
+        right = -1  # the draft that all right ones so far end in
+        while len(tokens) < ask.most:
+            parent = draw.randrange(-1, len(tokens))
+            if draw.random() < 0.6:
+                parent, token = right, chain[len(ancestors_of(parents, right))]
+                right = len(tokens)
+            else:
+                token = draw.randrange(self.vocab_size)
+            tokens.append(token)
+            parents.append(parent)
+        return Tree(tokens, parents)
 
 
 def guess_with(core: EngineCore, drafter: Drafter) -> EngineCore:

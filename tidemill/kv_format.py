@@ -1,7 +1,7 @@
 """How keys and values are stored in the KV cache: bits of a value, and whether each token and head has a scale. Ints only.
 
 A page in a format with scales is one piece of bytes: values [layers of a page, 2, KV heads, page_size, head_dim], then scales
-[layers of a page, 2, KV heads, page_size] in bfloat16, rounded up so that no value saturates."""
+[layers of a page, 2, KV heads, page_size] in bfloat16, rounded up so that no value saturates; in int4 each with an offset."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMATS = {
         KVFormat("float16", 16),
         KVFormat("fp8", 8, 2),
         KVFormat("int8", 8, 2),
-        KVFormat("int4", 4, 2),
+        KVFormat("int4", 4, 4),
         KVFormat("kvquant4", 4, 8, is_calibrated=True),
         KVFormat("kvquant3", 3, 8, is_calibrated=True),
     )
@@ -44,5 +44,5 @@ FORMATS = {
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
 ON_DEVICE = {  # what the kernels read and write
     "cpu": ("float32", "bfloat16", "float16", "int8", "int4", "kvquant4", "kvquant3"),
-    "cuda": ("bfloat16", "fp8", "int8"),
+    "cuda": ("bfloat16", "fp8", "int8", "int4"),
 }

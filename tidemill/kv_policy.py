@@ -27,16 +27,19 @@ _FIELDS: dict[str, dict[str, float | None]] = {  # by kind: what can be said, an
     "h2o": {"budget": 0.2, "recent": None},
     "snapkv": {"budget": 1024, "observed": 32},
     "quest": {"budget": 0.25, "dense": None, "dense_layers": 2},
+    "double": {"budget": 0.125, "channels": 8, "dense": None, "dense_layers": 2},
     "random": {"budget": 0.2, "recent": None},  # to compare others with
 }
 KINDS = tuple(kind for kind in _FIELDS if kind != "random")
 UNBOUNDED = ("window", "streaming")  # they go on beyond the model's context
+SPARSE = ("quest", "double")  # they keep everything and read little of it
 _LIMITS = {
     "sinks": (0, MAX_SINKS),
     "recent": (1, MAX_SLOTS),
     "observed": (1, 1024),
     "dense": (1, 2**31 - 1),
     "dense_layers": (0, 4096),
+    "channels": (1, 64),
 }
 
 
@@ -48,8 +51,9 @@ class KVPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     recent: int | None = None  # the latest tokens, which stay
     budget: float | None = None  # up to 1: that part of the request's tokens; above: so many tokens
     observed: int | None = None  # snapkv: the last tokens of the prompt, whose attention decides
-    dense: int | None = None  # quest: positions before it see everything; not given: those of the prompt
-    dense_layers: int | None = None  # quest: the first layers, which see everything
+    dense: int | None = None  # quest, double: positions before it see everything; not given: those of the prompt
+    dense_layers: int | None = None  # quest, double: the first layers, which see everything
+    channels: int | None = None  # double: of a key, by which tokens are chosen
 
     @property
     def settled(self) -> dict[str, Any]:
@@ -126,13 +130,14 @@ class CachePolicy(msgspec.Struct, frozen=True):
     observed: int = 0
     dense: int = 0
     dense_layers: int = 0
-    share: float = 0.0  # quest: of the pages before a query, what it reads; or
+    share: float = 0.0  # quest, double: of the pages or tokens before a query, what it reads; or
     num_read: int = 0  # so many tokens
+    channels: int = 0
 
     @property
     def num_plain(self) -> int:
         """Tokens whose keys and values are the same as without the policy."""
-        return self.dense if self.kind == "quest" else self._first_eviction
+        return self.dense if self.kind in SPARSE else self._first_eviction
 
     @property
     def num_reusable(self) -> int:
@@ -141,12 +146,12 @@ class CachePolicy(msgspec.Struct, frozen=True):
             return 0
         if self.kind == "snapkv":
             return self.num_prompt - self.observed
-        return self.dense if self.kind == "quest" else self.capacity - 1  # one more, and slots would be given up
+        return self.dense if self.kind in SPARSE else self.capacity - 1  # one more, and slots would be given up
 
     @property
     def _first_eviction(self) -> int:
         """Tokens that are computed by then."""
-        if self.kind == "quest":
+        if self.kind in SPARSE:
             return _NEVER
         if self.kind == "snapkv":
             return self.num_prompt if self.capacity < self.num_prompt else _NEVER
@@ -154,7 +159,7 @@ class CachePolicy(msgspec.Struct, frozen=True):
 
     def num_recordable(self, num_computed: int) -> int:
         """Leading tokens whose pages may enter the prefix index, when so many are computed: none once they were moved."""
-        if self.kind == "quest":
+        if self.kind in SPARSE:
             return min(num_computed, self.dense)
         return num_computed if num_computed < self._first_eviction else 0
 
@@ -216,6 +221,11 @@ class CachePolicy(msgspec.Struct, frozen=True):
         wanted = math.ceil(self.share * num_pages) if self.share else -(-self.num_read // page_size)
         return min(num_pages, max(wanted, 2))
 
+    def num_tokens_read(self, position: int) -> int:
+        """Double Sparsity: of the tokens up to a query's own, which is always read."""
+        wanted = math.ceil(self.share * (position + 1)) if self.share else self.num_read
+        return min(position + 1, max(wanted, 1))
+
 
 def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: int) -> CachePolicy | None:
     """For a request of so many tokens in all. None: the policy would give up nothing. Raises what cannot be."""
@@ -228,12 +238,12 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
         capacity = sinks + have["recent"]
         kept = capacity - _interval(have["recent"])
         made = CachePolicy(policy.kind, num_prompt, capacity, kept, kept - sinks, sinks)
-    elif policy.kind == "quest":
+    elif policy.kind in SPARSE:
         share = have["budget"] if have["budget"] <= 1 else 0.0
         dense = num_prompt if have["dense"] is None else min(have["dense"], num_prompt)
         return CachePolicy(
-            "quest", num_prompt, num_all, num_all, dense=dense, dense_layers=have["dense_layers"], share=float(share),
-            num_read=0 if share else int(have["budget"]),
+            policy.kind, num_prompt, num_all, num_all, dense=dense, dense_layers=have["dense_layers"], share=float(share),
+            num_read=0 if share else int(have["budget"]), channels=have.get("channels", 0),
         )  # fmt: skip
     else:
         base = num_prompt if policy.kind == "snapkv" else num_all

@@ -119,11 +119,13 @@ def closed(schema: Any) -> Any:
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """An output may begin with reasoning, between these texts. The grammar applies to what follows it."""
+    """An output may begin with reasoning, between these texts. The grammar applies to what follows it. Reasoning of `budget`
+    tokens is ended."""
 
     opening: str
     ending: str
     is_open: bool  # the prompt has opened it
+    budget: int | None = None
 
 
 class _ByName(msgspec.StructMeta):
@@ -172,7 +174,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     repetition_penalty: float = UnsetReal(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    penalty_window: int = -1  # of how many of the latest tokens the penalties take notice; -1: all
+    penalty_window: int = UnsetInteger(-1)  # of how many of the latest tokens the penalties take notice; -1: all
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences
@@ -192,7 +194,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     prompt_logprob_token_ids: tuple[int, ...] = ()  # with prompt_logprobs: report these instead of the likeliest
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
-    reasoning: Reasoning | None = None  # before what the grammar applies to
+    reasoning: Reasoning | None = None  # before what the grammar applies to, or with a budget
     beams: Beams | None = None  # beam search, of which the n best are the output; temperature and seed have no effect
     pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
     is_normalized: bool | None = None  # with pooling: an embedding has length 1. None: as the model has it
@@ -270,7 +272,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     def is_plain(self) -> bool:
         """Greedy, or sampled from the whole vocabulary without any change of logits but temperature."""
         is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0)
-        is_masked = self.logit_bias or self.allowed_token_ids or self.bad_word_ids or self.min_tokens or self.grammar
+        is_masked = self.logit_bias or self.allowed_token_ids or self.bad_word_ids or self.min_tokens or self.has_masks
         return not (is_restricted or self.has_penalties or is_masked)
 
     @property
@@ -281,9 +283,14 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         return 2**31 - 1 if self.prompt_logprobs is None else self.prompt_logprobs_start - 1
 
     @property
+    def has_masks(self) -> bool:
+        """Which tokens may come depends on the output so far: a grammar, or a budget of reasoning."""
+        return self.grammar is not None or self.reasoning is not None
+
+    @property
     def waits_for_tokens(self) -> bool:
         """What is computed after a token depends on the host's view of it."""
-        return self.grammar is not None or self.beams is not None
+        return self.has_masks or self.beams is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -28,6 +28,7 @@ def read(command: str, *args: str) -> list[str]:
         ("-hf org/name:Q8_0 --alias x --api-key k", "--model org/name:Q8_0 --served-name x --api-key k"),
         ("--model smollm2 -c 0 -np -1", "--model smollm2"),
         ("--chat-template-file t.jinja", "--chat-template t.jinja"),
+        ("--default-chat-template-kwargs {}", "--chat-template-kwargs {}"),
         ("-ngl 0", "--device cpu"),
         ("-q awq -q fp8", "--quantization fp8"),
         ("-tp 2 --pipeline-parallel-size 3 -ep", "--tensor-parallel 2 --pipeline-parallel 3 --expert-parallel"),

@@ -11,7 +11,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tests.helpers import CHAT_TEMPLATE, load_model, make_llama
 from tests.models.test_families import make
 from tests.models.test_llama import prompt_logits
-from tidemill.compress.calibration import Calibration
 from tidemill.compress.gguf_vocab import vocabulary
 from tidemill.compress.grid import quantize as round_to_nearest
 from tidemill.compress.grid import rounded
@@ -49,21 +48,19 @@ def folder(tmp_path_factory):
         rope_scaling=scaling | {"original_max_position_embeddings": 64}, rope_theta=20000.0, num_key_value_heads=2,
     )  # fmt: skip
     write_tokenizer(path)
-    (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and 1 + 1 = 2. " * 20)
     return path
 
 
 def wish(folder, out, **given):
-    calibration = Calibration(data=folder / "text.txt", num_tokens=512, length=64)
-    return QuantizeOptions(model=str(folder), out=out, method="gptq", calibration=calibration, dtype="float32", **given)
+    return QuantizeOptions(model=str(folder), out=out, method="rtn", dtype="float32", **given)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks_are_read_as_what_they_stand_for(kind):
     torch.manual_seed(0)
-    matrix = 0.02 * torch.randn(6, 512) * torch.rand(6, 1)
+    matrix = 0.02 * torch.randn(6, 256) * torch.rand(6, 1)
     matrix[1], matrix[2] = 0, matrix[2].abs()
-    moments = torch.randn(64, 512)
+    moments = torch.randn(64, 256)
     made = round_to_nearest(matrix, TYPES[kind])
     assert torch.equal(rounded(matrix, TYPES[kind]), made.dequantize())
     fitted = gptq(matrix, *factor(moments.t() @ moments, True, 0.01), TYPES[kind], "static")
@@ -106,10 +103,8 @@ def test_k_types_where_columns_allow_it(folder, tmp_path, monkeypatch):
     load_model(tmp_path / "q.gguf")
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["Gemma2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("GPT2", "Phi3 with longrope", "Granite", "Olmo3"))],
-)
+@pytest.mark.parametrize("family", ["Gemma2", "GPT2", "Phi3 with longrope", "Granite", "Olmo3", "Qwen2", "Mistral", "SmolLM3"])
+@pytest.mark.slow
 def test_families(family, tmp_path):
     more = {"n_inner": 128} if family == "GPT2" else {"intermediate_size": 128}
     make(family, **more, **({"query_pre_attn_scalar": 16} if family == "Gemma2" else {})).save_pretrained(tmp_path / "model")

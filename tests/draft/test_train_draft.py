@@ -18,12 +18,12 @@ from tidemill.draft.run import Stopped, TrainOptions, train_draft
 from tidemill.draft.states import batch_of, hidden_states
 from tidemill.draft.text import Example, TextFile, read_text, write_text
 from tidemill.errors import ConfigError, DraftError
-from tidemill.runner.spec.choose import Chain, Chooser
+from tidemill.runner.spec.choose import Chain, Chooser, Seen
 from tidemill.runner.spec.drafters import make_drafter
-from tidemill.runner.spec.heads import KINDS, Target, new_head
-from tidemill.runner.spec.medusa import Ranks
+from tidemill.runner.spec.heads import KINDS, Cache, Target, new_head
+from tidemill.runner.spec.ranks import Ranks
 from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, load_exits, save_draft
-from tidemill.sched.tree import Tree
+from tidemill.sched.tree import Tree, ancestors_of
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -181,7 +181,7 @@ def test_a_drafter_drafts_what_its_head_guesses_along_the_text(llm, kind, settin
         runner.forward(batch_of(runner, ids))
     seen, right = 0, []
     for known in (2, 3, 5, 9, 30, *range(31, 60), 78):
-        drafter.observe(0, seen, states[seen : known - 1], ids[seen + 1 : known])
+        drafter.observe([Seen(0, seen, range(known - 1 - seen), ids[seen + 1 : known])], states[seen : known - 1])
         seen = known - 1
         chain = Chain(0, GREEDY, ids[:known], 1, 1, [])
         drafter.propose([chain])
@@ -296,6 +296,55 @@ def test_medusa_drafts_trees_where_it_may(llm, tiny_folder, tmp_path):
     assert any(drafts.parents != list(range(-1, len(drafts) - 1)) for _, drafts in made if isinstance(drafts, Tree))
 
 
+def test_an_eagle_tree_has_the_guesses_of_every_path(llm):
+    """What the head makes of a path in training is what stands after it in the tree; 8-bit weights may turn near-ties."""
+    runner, num = llm.core.runner, 30
+    torch.manual_seed(1)
+    head = new_head("eagle", 64).requires_grad_(False)
+    for value in head.parameters():
+        value += torch.randn_like(value) * 0.3
+    target = Target(runner.model, torch.arange(0, 256, 2))
+    ids, states = torch.randint(2, 250, (num,)).tolist(), torch.randn(num - 1, 64)
+    drafter = make_drafter(head, target, runner, 0.0, trees=True)
+    drafter.observe([Seen(0, 0, range(num - 1), ids[1:])], states)
+    chain = Chain(0, GREEDY, ids, 1, 10, [])
+    drafter.propose([chain])
+    tree, same = chain.tree, []
+    assert len(tree) == 10
+    assert tree.depth >= 3
+    assert len(set(tree.parents)) > 3
+    shape = drafter._ranks.shape(10)[0]
+    for draft in range(10):
+        cache, path = Cache(), ancestors_of(tree.parents, draft)[:-1]
+        made = head(target.embed(torch.tensor([ids[1:]])), states[None], cache)
+        for before in path:
+            made = head(target.embed(torch.tensor([[tree.tokens[before]] * (num - 1)])), made, cache)
+        best = target.ids_D[target.logits(made[0, -1]).topk(4).indices].tolist()
+        same.append(best[shape[draft][1]] == tree.tokens[draft])
+    assert sum(same) >= 8
+    drafter.observe([Seen(0, num - 1, [0], [tree.tokens[0]])], states)  # it was right, and is learned from
+    assert drafter._ranks.chance(0, 0) > Ranks(1).chance(0, 0)
+
+
+def test_eagle_trees_change_nothing(tiny_folder, llm, tmp_path):
+    torch.manual_seed(2)
+    head = new_head("eagle", 64).requires_grad_(False)
+    save_draft(tmp_path, head, Target(llm.core.runner.model, torch.arange(256)), {"least_probability": 0.0})
+    model = load_model(tiny_folder)
+    core = make_core(model, speculate="eagle-tree", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=6)
+    prompt = [(i * i) % 97 + 3 for i in range(40)]
+    asked = {
+        "greedy": (prompt, greedy(16, logprobs=2)),
+        "seeded": (prompt[3:], SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, seed=7)),
+        "adjusted": (prompt[5:], SamplingParams(temperature=0.5, repetition_penalty=1.3, max_tokens=16, seed=-7)),
+    }
+    drafter, made = core.drafting._drafters[0], []
+    propose = drafter.propose
+    drafter.propose = lambda asks: made.extend(propose(asks)) or made[-len(asks) :]
+    assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)
+    assert {type(drafts) is Tree for drafts in made if drafts} == {True, False}  # penalties get chains
+
+
 def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):
     model = load_model(tiny_folder)
     with pytest.raises(ConfigError, match="needs trained heads"):
@@ -309,15 +358,15 @@ def test_a_row_of_which_states_are_missing_gets_no_drafts(llm):
     target, states = Target(runner.model, torch.arange(256)), torch.randn(4, 64)
     for kind in ("medusa", "eagle"):
         drafter = make_drafter(new_head(kind, 64), target, runner, 0.0)
-        drafter.observe(0, 0, states, [5, 6, 7, 8])
+        drafter.observe([Seen(0, 0, range(4), [5, 6, 7, 8])], states)
         chains = [Chain(0, GREEDY, [1, 5, 6, 7, 8, 9], 1, 2, []), Chain(1, GREEDY, [1, 5], 1, 2, [])]
         drafter.propose(chains)
         assert [chain.drafts for chain in chains] == [[], []]
-        drafter.observe(0, 4, states[:1], [9])
+        drafter.observe([Seen(0, 4, [0], [9])], states)
         drafter.propose(chains)
         assert [len(chain.drafts) for chain in chains] == [2, 0]
         for i in range(200):  # not asked for a long time
-            drafter.observe(0, 5 + i, states[:1], [i % 250])
+            drafter.observe([Seen(0, 5 + i, [0], [i % 250])], states)
         chains[0] = Chain(0, GREEDY, [1] * 206, 1, 1, [])
         drafter.propose(chains)
         assert len(chains[0].drafts) == 1

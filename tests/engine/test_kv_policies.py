@@ -18,6 +18,7 @@ POLICIES = {
     "h2o": {"kind": "h2o", "budget": 40},
     "snapkv": {"kind": "snapkv", "budget": 50, "observed": 8},
     "quest": {"kind": "quest", "budget": 0.3, "dense_layers": 1},
+    "double": {"kind": "double", "budget": 0.3, "channels": 4, "dense_layers": 1},
     "random": {"kind": "random", "budget": 40},
 }
 LENGTH = 100
@@ -123,6 +124,9 @@ def test_all_of_it_is_no_policy(model):
     assert alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 1.0})) == plain
     long = alone(model, greedy(100, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 120}))
     assert long.logprobs[:20] == plain.logprobs
+    for kind in ("quest", "double"):
+        whole = {"kind": kind, "budget": 1.0, "dense": 1, "dense_layers": 0}
+        assert alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy=whole)) == plain
     assert settle(read_policy("snapkv"), 100, 10**6, 2000) is None  # a prompt of 1,024 tokens stays whole
 
 

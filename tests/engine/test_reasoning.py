@@ -186,3 +186,42 @@ def test_a_token_that_ends_the_reasoning_and_begins_the_answer(tmp_path, backend
         follow(matcher, tokenizer, text)
         assert matcher.is_over
         assert not matcher.error
+
+
+def test_a_budget_ends_the_reasoning(model, thinking_folder, tokenizer, backend):
+    """After so many tokens, without a grammar as well as before one, and resumed anywhere."""
+    core = structured_core(model, thinking_folder, backend)
+    (mark,) = tokenizer.encode("</think>", add_special=False)
+    for budget in (0, 5):
+        free = ask(tokenizer, Reasoning("<think>", "</think>", True, budget), bias=-100.0, max_tokens=20, grammar=None)
+        tied = ask(tokenizer, Reasoning("<think>", "</think>", True, budget), bias=-100.0)
+        made = run(core, {"free": free, "tied": tied}, eos=tokenizer.eos_token_ids)
+        whole = made["free"].tokens
+        assert whole.index(mark) == made["tied"].tokens.index(mark) == budget
+        assert len(whole) == 20
+        assert re.sub(", *", ", ", parts(tokenizer, made["tied"].tokens)[1]) in ANSWERS
+        plain = run(core, {"p": ask(tokenizer, None, bias=-100.0, max_tokens=20, grammar=None)}, eos=tokenizer.eos_token_ids)
+        assert plain["p"].tokens[:budget] == whole[:budget]  # up to there nothing is changed
+        for num in (1, 4, 5, 6, 9):
+            core.submit(Submit("y", *free, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])]))
+            rest = []
+            while core.has_work:
+                rest += [token for delta in core.step()[0].deltas for token in delta.token_ids]
+            assert whole[:num] + rest == whole
+    assert not core.structured
+
+
+def test_a_budget_of_marks_of_several_tokens(byte_folder):
+    tokenizer = Tokenizer.load(byte_folder)
+    made = AfterReasoning(None, Reasoning("<think>", "</think>", False, 4), tokenizer, 320)
+    everything = allowed(made, tokenizer)
+    follow(made, tokenizer, "<think>abc<")
+    for text in "/think>":  # of which the first byte was the model's own
+        assert allowed(made, tokenizer) == {text}
+        assert made.forced().decode() == "/think>"["/think>".index(text) :]
+        follow(made, tokenizer, text)
+    assert made.is_done
+    assert allowed(made, tokenizer) == everything
+    made = AfterReasoning(None, Reasoning("<think>", "</think>", False, 4), tokenizer, 320)
+    follow(made, tokenizer, "<thing")  # it does not reason
+    assert made.is_done

@@ -243,7 +243,7 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
         decoder = client._clients[1]._link
         decoder.pause(True)
         going = asyncio.create_task(answer(client, "r"))
-        importer = decoder.core.runner.mover._outside.importer
+        importer = decoder.core.runner.mover.outside.importer
         await until(lambda: sum(bool(key) for key in importer._changed.values()) >= len(LONG) // 16)
         await until(lambda: any(isinstance(one, Placed) and one.request_id == "r" and one.part == "decode" for one in seen))
         decoder.pause(False)
@@ -293,7 +293,6 @@ def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, 
         ({"prefix_caching": False}, "With prefix_caching = False"),
         ({"prefix_index": "radix"}, "With prefix_index = radix"),
         ({"kv_layout": "virtual"}, "With kv_layout = virtual"),
-        ({"tensor_parallel": 2}, "With tensor_parallel = 2"),
         ({"prefill_engines": 0, "decode_engines": 0, "kv_transfer_bytes": 2**20}, "is of prefill engines"),
     ],
 )

@@ -7,6 +7,7 @@ from tidemill import events
 from tidemill.engine.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sched.drafts import StepTimes, allot
 from tidemill.wire import Finish, Submit
 
 PARAMS = {
@@ -161,3 +162,17 @@ def test_a_drafter_that_fails_hurts_nobody(model, plain, capfd):
     assert run(guess_with(make_core(model), drafter), {"x": (PROMPT, PARAMS["greedy"])})["x"] == plain["greedy"]
     assert drafter.num_asked == 3
     assert "MemoryError" in capfd.readouterr().err
+
+
+def test_as_requests_end_each_number_of_them_need_not_be_measured():
+    """A step of nearly as many tokens tells what one takes; one of half as many does not."""
+    times = StepTimes(0.005)
+    for _ in range(4):
+        times.add(64, False, 5e-3)
+        times.add(128, True, 6e-3)
+    rates, most = dict.fromkeys(range(64), 0.9), dict.fromkeys(range(64), 4)
+    given, _ = allot(dict(list(rates.items())[:52]), most, 52, 400, times)
+    assert sum(given.values()) > 52
+    assert allot(dict(list(rates.items())[:32]), most, 32, 400, times) == ({}, 0.0)
+    times.add(32, False, 4.5e-3)
+    assert allot(dict(list(rates.items())[:32]), most, 32, 400, times)[0]

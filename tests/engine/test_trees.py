@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.helpers import Answer, Grower, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tests.models import test_families
 from tidemill import SamplingParams, events
 from tidemill.sched.tree import Tree, ancestors_of, depths_of, right_path
@@ -17,28 +17,6 @@ REQUESTS = {
     "biased": (PROMPT[5:], SamplingParams(temperature=1.0, max_tokens=20, seed=-7, min_tokens=9, logit_bias={5: 2.0})),
     "samples": (PROMPT[:30], SamplingParams(n=3, seed=3, temperature=0.6, max_tokens=16)),
 }
-
-
-class Grower(Guesser):
-    """Trees of any shape. What comes is on a branch of each, as far as `chance` goes, or not at all."""
-
-    def propose(self, asks):
-        return [self._grow(ask, chain) for ask, chain in zip(asks, super().propose(asks), strict=True)]
-
-    def _grow(self, ask, chain):
-        draw, tokens, parents = random.Random(len(ask.tokens)), [], []
-        right, goes_on = -1, True  # the draft that all right ones so far end in
-        while len(tokens) < ask.most:
-            parent = draw.randrange(-1, len(tokens))
-            if goes_on and draw.random() < 0.6:
-                depth = len(ancestors_of(parents, right))
-                parent, token = right, chain[depth]
-                right = len(tokens)
-            else:
-                token = draw.randrange(250)
-            tokens.append(token)
-            parents.append(parent)
-        return Tree(tokens, parents)
 
 
 @pytest.fixture(scope="module")

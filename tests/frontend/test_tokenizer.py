@@ -297,3 +297,12 @@ def test_a_chat_template_by_its_name(tiny_folder, name, prompt):
 def test_an_unknown_name_of_a_chat_template(tiny_folder):
     with pytest.raises(ConfigError, match="llama3"):
         Tokenizer.load(tiny_folder, "lama3")
+
+
+def test_variables_of_the_template(thinking_folder):
+    tokenizer = Tokenizer.load(thinking_folder, chat_template_kwargs='{"enable_thinking": false}')
+    plain, messages = Tokenizer.load(thinking_folder), [{"role": "user", "content": "hi"}]
+    off = plain.render_chat(messages, variables={"enable_thinking": False})
+    assert tokenizer.render_chat(messages) == off != plain.render_chat(messages)
+    on = tokenizer.render_chat(messages, variables={"enable_thinking": True})  # what a request gives counts
+    assert on == plain.render_chat(messages, variables={"enable_thinking": True}) != off

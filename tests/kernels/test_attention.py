@@ -224,3 +224,13 @@ def test_pages_are_copied_after_all_are_read(dtype):
     copy_pages(cache, torch.tensor([1, 2]), torch.tensor([2, 3]))
     assert torch.equal(cache[2], before[1])
     assert torch.equal(cache[3], before[2])
+
+
+def test_four_bits_have_an_offset():
+    """Of values that are far from zero and near each other, what is lost depends on their range alone; equal ones are kept."""
+    x = 30 + torch.rand(5, 64, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantize(x, FORMATS["int4"])
+    assert scales.shape == (5, 2)
+    assert (dequantize(codes, scales, FORMATS["int4"]) - x).abs().max() < 0.08  # of steps of 1 / 15, and an offset in bfloat16
+    same = torch.full((1, 64), 2.5)
+    assert torch.equal(dequantize(*quantize(same, FORMATS["int4"]), FORMATS["int4"]), same)

@@ -213,7 +213,7 @@ class Scene:
             expected.append(attention_reference(q, k, v, positions[before:], self.spec, self.sinks, learned).flatten(1))
         self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
 
-    def attend(self, work, size, programs, by_flash=False):
+    def attend(self, work, size, programs, by_flash=False, paths=None):
         """All tokens of the step by the three kernels, their words as the runner writes them."""
         kv_heads = self.cache.shape[3]
         words = np.full(4096, 10**6, np.int32)
@@ -226,7 +226,7 @@ class Scene:
         singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
-        lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends)
+        lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends, paths=paths)
         positions = torch.from_numpy(work.positions.copy())  # as the words have them: side by side
         attention.attend(
             self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias, self.scales
@@ -374,6 +374,30 @@ def test_a_token_and_the_drafts_after_it(kind, small_blocks):
     assert torch.equal(outs[2], outs[0])
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param({}, marks=pytest.mark.slow), {"window": 21, "softcap": 2.0, "has_sinks": True}], ids=["plain", "all"]
+)
+def test_drafts_that_are_trees(kind, small_blocks):
+    """Their ancestors lie among other drafts, over the end of a split; bits are those of a sequence in its order."""
+    scene = Scene([(28, 6), (70, 1)], 4, 2, **kind)
+    items = np.array([(0, 28 + i, 1) for i in range(6)] + [(1, 70, 1)], np.int32)
+    in_order = cuda_work.make_work(items, np.ones(7, bool), [scene.table.numpy()], 16, 32)
+    expected = scene.attend(in_order, 16, (3, 2, 0))
+    places = [28, 30, 33, 29, 31, 32]  # of positions 28 on
+    pages, offsets = scene.table[0].long(), torch.arange(28, 34)
+    was = scene.cache[pages[offsets // 16], 1, :, :, offsets % 16].clone()
+    to = torch.tensor(places)
+    scene.cache[pages[to // 16], 1, :, :, to % 16] = was
+    paths = torch.full((7, 8), 2**30, dtype=torch.int32)
+    for i in range(6):
+        paths[i, : i + 2] = torch.tensor([28, *places[: i + 1]])
+    bases = np.array([28] * 6 + [2**30])
+    work = cuda_work.make_work(items, np.ones(7, bool), [scene.table.numpy()], 16, 32, 1, bases)
+    assert in_order.shared.size
+    assert not work.shared.size  # the split in which the tree begins is another for each
+    assert torch.equal(scene.attend(work, 16, (3, 2, 0), paths=paths), expected)
+
+
 def test_a_draw_is_a_function_of_seed_and_position():
     """The likeliest where the temperature is 0; elsewhere the token that the CPU's noise draws."""
     torch.manual_seed(0)
@@ -422,9 +446,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, collectives, elementwise, gemm, logprobs, lora, pooling, sampling, scan
-from tidemill.kernels.cuda import (attention, elementwise, gemm, logprobs, lora, outliers, packed_gemm, pooling, sampling,
-                                   scaled_gemm, scan)
+from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, logprobs, lora, outliers, packed_gemm,
+                                   policy_attention, pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -454,6 +477,7 @@ types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_p
 how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
+build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
 how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
@@ -494,13 +518,19 @@ build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
 build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
-             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, ends_ptr=I, positions_ptr=I, scale="fp32", factor="fp32",
-             softcap="fp32")
+             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",
+             factor="fp32", softcap="fp32")
 for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some, BIAS=some)
-    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=False, ROWS=16, TOGETHER=4)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=True, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
+how = {name: shape[name] for name in ("NUM_HEADS", "NUM_KV_HEADS", "DIM")}
+slots = types | dict(weights_ptr=F, tiles_ptr=I, segments_ptr=I, sums_ptr=L, summary_ptr=B, bounds_ptr=F, queries_ptr=I)
+build(policy_attention._weigh_slots, slots, ROWS=16, BLOCK=64, **how)
+build(policy_attention._add_to_slots, slots, ROWS=16, BLOCK=64, ONE=2.0**32, **how)
+build(policy_attention._bound_pages, slots, PAGES=16, **how)
 kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)
 build(attention._attend_prompts, types, **shape, **kind, SINKS=False, BOTH_WAYS=True, WORD=2, ROWS=64)
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
@@ -560,10 +590,14 @@ build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small",
 build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
-some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)
+some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, KIND=1)
 build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=16, TOGETHER=4)
 build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
-build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(FP8=False), SINKS=True, WORD=2, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(KIND=0), SINKS=True, WORD=2, ROWS=64)
+some = dict(WINDOW=False, SOFTCAP=False, BIAS=False, KIND=2)
+build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=False, ROWS=16, TOGETHER=4)
+build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some, SINKS=False, WORD=2, ROWS=64)
 """
 
 
@@ -578,7 +612,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
         "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_all_reduce", "_all_gather",
+        "_all_reduce", "_all_gather", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
         "_gemm_packed_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip

@@ -22,6 +22,7 @@ GIVEN = {
     "h2o": {"kind": "h2o", "budget": 32},
     "snapkv": {"kind": "snapkv", "budget": 24, "observed": 5},
     "quest": {"kind": "quest", "budget": 0.3, "dense": 40, "dense_layers": 0},
+    "double": {"kind": "double", "budget": 0.3, "channels": 5, "dense": 40, "dense_layers": 0},
 }
 
 
@@ -61,15 +62,22 @@ class ByHand:
         return probs @ torch.stack([self.qkv[one, HEADS + KV_HEADS + self.head] for one in seen])
 
     def chosen(self, token: int, queries: torch.Tensor) -> list[int]:
-        """Quest: its own page, the first, and those whose keys may score highest."""
-        if self.policy.kind != "quest" or token < self.policy.dense:
+        """Quest: its own page, the first, and those whose keys may score highest. Double Sparsity: its own token, and those whose
+        keys score highest in the channels in which the first ones differ most."""
+        if self.policy.kind not in ("quest", "double") or token < self.policy.dense:
             return list(self.tokens)
+        if self.policy.kind == "double":
+            keys, queries = torch.stack([self.key(one, one) for one in range(token)]), turned(queries, token, self.angles)
+            channels = keys[: self.policy.dense].var(0).argsort(descending=True)[:5]
+            scores = (queries[:, channels] @ keys[:, channels].T).amax(0)
+            best = scores.argsort(descending=True)[: -(-3 * (token + 1) // 10) - 1]
+            return [*sorted(best.tolist()), token]
         last, queries = token // PAGE, turned(queries, token, self.angles)
         bounds = []
         for page in range(1, last):
             keys = torch.stack([self.key(one, one) for one in range(page * PAGE, (page + 1) * PAGE)])
             bounds.append((-float(torch.maximum(queries * keys.amin(0), queries * keys.amax(0)).sum()), page))
-        num = -(-3 * (last + 1) // 10)
+        num = self.policy.num_pages_read(last + 1, PAGE)
         pages = {0, last, *(page for _, page in sorted(bounds)[: num - 2])}
         return [one for one in self.tokens if one // PAGE in pages]
 

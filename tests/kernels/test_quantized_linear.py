@@ -33,9 +33,11 @@ GROUPED = {
     "G4 ordered": 96,
     "W8": 0,
     "W8 static": 0,
+    "W8 split": 0,
     "T2": 0,
     "T2 grouped": 64,
 }
+HOW = {"static": Activations(0.03), "split": Activations(threshold=1.5)}
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
 
 
@@ -58,7 +60,7 @@ def grouped_codes(kind: str, num_out: int, num_in: int) -> Codes:
         table=torch.arange(-8, 8).float() / 8 if name == "GT4" else None,
         order_K=torch.randperm(num_in) if how == "ordered" else None,
         outliers=sparse(num_out * num_in) if how == "sparse" else None,
-        activations=Activations(0.03 if how == "static" else None) if name in ("W8", "T2") else None,
+        activations=HOW.get(how, Activations()) if name in ("W8", "T2") else None,
     )  # fmt: skip
 
 

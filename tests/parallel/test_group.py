@@ -44,7 +44,7 @@ def make_group(request, tmp_path):
         if request.param == "shared":
             if native.lib is None:
                 pytest.skip("shared memory needs the compiled kernels")
-            make_shared(tmp_path / "group", size, SLOT)
+            make_shared(tmp_path / "group", size, slot_bytes=SLOT)
             return lambda rank: SharedGroup(tmp_path / "group", rank, size, SLOT, deadline_s)
         doors = [Door(str(tmp_path / f"{rank}.sock"), KEY) for rank in range(size)]
         addresses = [door.address for door in doors]

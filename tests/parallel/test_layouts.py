@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.parallel.test_cuts import config, spec
+from tidemill.config import EngineOptions
+from tidemill.machine import Machine
 from tidemill.parallel.layouts import DEVICES, Layout, Phase, choose, cost, layouts, rank_costs
+from tidemill.runner.rank import settle_layout
 
 # A dense model with F = 4 E, all of whose weights are in its layers, on devices whose links are all that counts.
 MODEL = config(spec(32, 32, 128), num_layers=1, vocab_size=1, hidden_size=4096, intermediate_size=16384, is_gated=False)
@@ -30,7 +33,7 @@ def test_many_tokens_gather_weights_few_move_activations(size):
     best = [rank_costs(MODEL, size, Phase("x", tokens, tokens, 1), LINK)[0].layout for tokens in (64, 16384, 2**22)]
     assert best[0].gathered == 1
     assert best[0].grid > 1
-    assert 1 < best[1].gathered <= best[2].gathered == size
+    assert 1 < best[1].gathered < best[2].gathered
 
 
 def test_the_choice_is_one_that_the_engine_has():
@@ -47,3 +50,26 @@ def test_more_ranks_than_kv_heads_read_keys_more_than_once():
     by_two, by_eight = (cost(shared, Layout(), size, phase, device).memory_s for size in (2, 8))
     assert by_two == by_eight
     assert cost(MODEL, Layout(), 8, phase, device).memory_s < cost(MODEL, Layout(), 2, phase, device).memory_s
+
+
+def test_auto_takes_the_fastest_that_the_model_and_options_allow():
+    here = Machine(num_cores=4, memory_bytes=2**34, available_bytes=2**34, kernels="some")
+    options = EngineOptions(tensor_parallel=4, tensor_layout="auto")
+    name, why = settle_layout(options, "cpu", MODEL, here)
+    assert why.startswith(f"estimated for a prompt of 512 tokens and 256 more: {name} ")
+    assert all(f"{other} " in why for other in ("1d", "2d", "gathered"))
+    assert "2d" not in settle_layout(replace(options, tensor_parallel=3), "cpu", MODEL, here)[1]  # no grid
+    assert "gathered" not in settle_layout(options, "cpu", MODEL, replace(here, kernels=""))[1]
+    assert settle_layout(options, "cuda", MODEL, here)[0] == "1d"
+
+
+def test_more_of_the_prompt_makes_gathering_cheaper():
+    """Relative to moving activations: what the engine gathers does not grow with tokens."""
+    ratios = []
+    for num_tokens in (8, 512, 2**15):
+        phase = Phase("prefill", num_tokens, 1, 1)
+        one_d, gathered = (cost(MODEL, one, 4, phase, DEVICES["cpu"]).sent_s for one in (Layout(), Layout(gathered=4)))
+        ratios.append(gathered / one_d)
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] > 10
+    assert ratios[-1] < 1

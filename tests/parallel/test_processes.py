@@ -21,7 +21,10 @@ from tests.parallel.test_tensor_parallel import excused
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.load import inspect, load_core
-from tidemill.events import EngineRestarted
+from tidemill.engine.replicas import Replicas
+from tidemill.engine.roles import routing_of
+from tidemill.errors import ConfigError
+from tidemill.events import EngineRestarted, PagesMoved
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -78,6 +81,9 @@ LAYOUTS = {
     "tp4": {"tensor_parallel": 4},
     "pp2": {"pipeline_parallel": 2},
     "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "gathered2": {"tensor_parallel": 2, "tensor_layout": "gathered"},
+    "gathered4": {"tensor_parallel": 4, "tensor_layout": "gathered"},
+    "2d": {"tensor_parallel": 4, "tensor_layout": "2d"},
 }
 
 
@@ -94,18 +100,57 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(model, layout):
     folder, asked, expected = model
-    core = load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, **LAYOUTS[layout]))
+    options = EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, **LAYOUTS[layout])
+    if layout == "2d" and folder.name[:-1] in ("moe", "state"):
+        with pytest.raises(ConfigError, match=r"cannot be combined with (experts|states)"):
+            load_core(options)
+        return
+    core = load_core(options)
     try:
         answers = run(core, asked)
         num_ties, num_tokens = excused(answers, expected), sum(len(answer.tokens) for answer in expected.values())
         print(f"\n{folder.name} {layout}: {num_ties} of {len(asked)} sequences, {num_tokens} tokens, differ from a near-tie on")
         assert num_ties <= 1
-        if layout == "pp2":
+        if layout in ("pp2", "gathered2", "gathered4"):
             assert answers == expected  # nothing is summed otherwise
         name = next(iter(asked))
         assert run(core, {name: asked[name]})[name] == answers[name]  # batch-invariant, and with a cached prefix
     finally:
         core.close()
+
+
+# ---- roles
+
+
+async def answered(client, name, prompt):
+    tokens, params = [], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    async with aclosing(client.submit(Submit(name, prompt, params))) as deltas:
+        async for delta in deltas:
+            tokens += delta.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_roles_whose_engines_have_several_ranks(tmp_path, layout):
+    """Every rank of the prefill engine hands its parts of pages to the same rank of the decode engine."""
+    dense(tmp_path)
+    asked = {f"r{k}": [2 + (7 + k) * i % 90 for i in range(70 + 9 * k)] for k in range(4)}
+
+    async def answers(events, **roles):
+        given = EngineOptions(model=str(tmp_path), threads=1, **LAYOUTS[layout], **roles)
+        client = Replicas(given.num_engines, events.extend, routing=routing_of(given))
+        await client.start(given)
+        try:
+            return await asyncio.gather(*(answered(client, name, prompt) for name, prompt in asked.items()))
+        finally:
+            await client.close()
+
+    happened = []
+    one = asyncio.run(answers([]))
+    assert asyncio.run(answers(happened, prefill_engines=1, decode_engines=1)) == one
+    loaded = [event for event in happened if isinstance(event, PagesMoved) and event.tier == "peer" and event.is_load]
+    assert sum(event.num_pages for event in loaded) >= sum(len(prompt) // 16 for prompt in asked.values()) // 2
+    assert not [event for event in happened if isinstance(event, EngineRestarted)]
 
 
 # ---- ends
@@ -169,7 +214,7 @@ def test_workers_end_with_an_engine_that_was_killed(tmp_path):
     wait_until(lambda: all(map(is_gone, workers)))
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+@pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["pp2"], LAYOUTS["gathered2"]])
 def test_a_worker_of_another_host(tmp_path, layout):
     """Here it is this host: what differs is how it comes."""
     dense(tmp_path)

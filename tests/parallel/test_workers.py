@@ -302,7 +302,6 @@ def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
         ({"remote_workers": 1}, "At least rank 0 is on this host"),
         ({"tensor_parallel": 2, "remote_workers": 1}, "needs --workers-address"),
         ({"tensor_parallel": 4, "kv_policy": "streaming"}, "there are more ranks than KV heads"),
-        ({"pipeline_parallel": 2, "kv_disk": "folder"}, "cannot be combined with --kv-disk"),
         ({"pipeline_parallel": 2, "speculate": "eagle"}, "cannot be combined with --speculate eagle"),
     ],
 )

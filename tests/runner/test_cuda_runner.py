@@ -89,6 +89,11 @@ class Again:
         self.out = self.step()
 
 
+def captured(step, pool, run_first):
+    assert torch.is_inference_mode_enabled()  # tensors of the runner may be changed in it alone
+    return Again(step.run, step.size, step.programs, step.second)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda")
@@ -115,9 +120,7 @@ def on_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
-    monkeypatch.setattr(
-        cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs, step.second)
-    )
+    monkeypatch.setattr(cuda_runner, "capture", captured)
     for module, name, value in (
         (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),

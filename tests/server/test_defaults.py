@@ -76,7 +76,8 @@ def test_limit_of_answers(with_defaults):
 
 def test_they_are_shown(with_defaults, server, folder):
     card = httpx.get(f"{with_defaults.url}/v1/models").json()["data"][0]
-    shown = {"temperature": 5.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0, "repetition_penalty": 1.3, "max_tokens": 12}
+    shown = {"temperature": 5.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0, "repetition_penalty": 1.3, "repeat_last_n": -1}
+    shown["max_tokens"] = 12
     assert card["sampling_defaults"] == shown
     neutral = httpx.get(f"{server.url}/v1/models/tiny").json()["sampling_defaults"]
     assert neutral == shown | {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 1024}

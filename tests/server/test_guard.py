@@ -332,3 +332,17 @@ def test_what_keys_may_be_and_where_they_are_needed(tmp_path):
     Access.of([KEY], None, [], [], []).check_host_is_safe("0.0.0.0")
     for host in ("127.0.0.1", "localhost", "::1"):
         Access().check_host_is_safe(host)
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed", "refused"),
+    [
+        ("localhost", ["http://localhost", "http://127.0.0.1:3000", "https://[::1]:8"], ["http://localhost.evil.com", "null"]),
+        ("*", ["http://localhost:1", "https://evil.example", "null"], [""]),
+        ("https://a.example", ["https://a.example"], ["http://localhost", "https://a.example:444", ""]),
+    ],
+)
+def test_allowed_origins(given, allowed, refused):
+    access = Access.of([], None, [], [], [given])
+    assert all(map(access.is_allowed, allowed))
+    assert not any(map(access.is_allowed, refused))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+import struct
 
 import httpx
 import pytest
@@ -256,3 +259,68 @@ def test_options_that_change_every_response(tiny_folder):
         assert httpx.get(f"{running.url}/slots").status_code == 501
     finally:
         assert running.stop() == 0
+
+
+@pytest.mark.parametrize(("path", "prompt"), ROUTES.items())
+def test_names_of_other_engines_for_the_same(roomy, path, prompt):
+    """SGLang's rid and extra_key, llama.cpp's n_cmpl; and what changes nothing here is named in the header."""
+    body = GREEDY | prompt | {"max_tokens": 1}
+    more = {"rid": "mine-7", "extra_key": "own", "n_cmpl": 2, "session_id": "s", "vllm_xargs": {}, "xtc_threshold": 0.1}
+    reply = httpx.post(f"{roomy.url}{path}", json=body | more)
+    assert (reply.status_code, len(reply.json()["choices"])) == (200, 2)
+    assert reply.headers["x-request-id"] == "mine-7"
+    assert reply.headers["x-tidemill-ignored"] == "session_id, vllm_xargs, xtc_threshold"
+    assert "differ" in post(roomy, path, body | {"rid": "a", "request_id": "b"}, 400)["error"]["message"]
+    assert post(roomy, path, body | {"vllm_xargs": {"a": 1}}, 400)["error"]["param"] == "vllm_xargs"
+
+
+def test_vllms_parameters_of_responses(roomy):
+    body = {"input": "tide", "max_output_tokens": 3, "ignore_eos": True, "temperature": 0}
+    plain = post(roomy, "/v1/responses", body | {"cache_salt": "a"})
+    token = post(roomy, "/tokenize", {"prompt": "Z", "add_special_tokens": False})["tokens"][0]
+    more = {"logit_bias": {str(token): 100}, "cache_salt": "a", "priority": 5, "skip_special_tokens": True, "session_id": "s"}
+    reply = httpx.post(f"{roomy.url}/v1/responses", json=body | more | {"request_id": "mine-8"})
+    assert reply.headers["x-request-id"] == "mine-8"
+    assert reply.json()["output"][0]["content"][0]["text"] == "ZZZ" != plain["output"][0]["content"][0]["text"]
+    assert post(roomy, "/v1/responses", body | {"logit_bias": {"x": 1}}, 400)["error"]["param"] == "logit_bias"
+
+
+def test_probabilities_of_labels_after_items(roomy):
+    """vLLM's /generative_scoring and SGLang's /v1/score: as a completion's logprobs of these tokens have them."""
+    labels = post(roomy, "/tokenize", {"prompt": "ab", "add_special_tokens": False})["tokens"]
+    query, items = "Is it? ", ["Paris", "London is a long item"]
+    asked = {"query": query, "items": items, "label_token_ids": labels}
+    plain = post(roomy, "/v1/score", asked)
+    assert (plain["object"], plain["usage"]["completion_tokens"]) == ("scoring", 0)
+    for item, scores in zip(items, plain["scores"], strict=True):
+        body = {"prompt": query + item, "max_tokens": 1, "logprobs": 2, "logprob_token_ids": labels, "temperature": 0}
+        top = post(roomy, "/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"][0]
+        assert scores == pytest.approx([math.exp(top["a"]), math.exp(top["b"])])
+    soft = post(roomy, "/v1/score", asked | {"apply_softmax": True})["scores"]
+    assert [sum(scores) for scores in soft] == pytest.approx([1.0, 1.0])
+    made = post(roomy, "/generative_scoring", asked)
+    assert made["id"].startswith("generative-scoring-")
+    assert [one["score"] for one in made["data"]] == [scores[0] for scores in soft]
+    ids = [post(roomy, "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"] for text in items]
+    begin = post(roomy, "/tokenize", {"prompt": query})["tokens"]
+    assert post(roomy, "/v1/score", asked | {"query": begin, "items": ids})["scores"] == plain["scores"]
+    for wrong in ({"items": []}, {"label_token_ids": [10**9]}, {"label_token_ids": []}, {"query": begin}, {"text_1": "a"}):
+        assert post(roomy, "/v1/score", asked | wrong, 400)["error"]["param"].endswith(("items", "token_ids"))
+    assert post(roomy, "/v1/score", {"text_1": "a"}, 400)["error"]["param"] == "text_2"
+
+
+def test_coheres_embeddings(roomy):
+    texts = ["the tide", "turns " * 5000]
+    made = post(roomy, "/v2/embed", {"texts": texts, "embedding_types": ["float", "base64", "binary", "ubinary"]})
+    (first, _), units = made["embeddings"]["float"], made["meta"]["billed_units"]
+    same = post(roomy, "/v1/embeddings", {"input": texts[0]})
+    assert first == same["data"][0]["embedding"]
+    assert units["input_tokens"] > same["usage"]["prompt_tokens"]
+    assert struct.unpack(f"<{len(first)}f", base64.b64decode(made["embeddings"]["base64"][0])) == pytest.approx(first)
+    bits = "".join(f"{value:08b}" for value in made["embeddings"]["ubinary"][0])
+    assert [bit == "1" for bit in bits] == [value >= 0 for value in first]
+    assert made["embeddings"]["binary"][0] == [value - 128 for value in made["embeddings"]["ubinary"][0]]
+    (short,) = post(roomy, "/v2/embed", {"texts": texts[:1], "output_dimension": 8})["embeddings"]["float"]
+    assert (len(short), sum(value * value for value in short)) == (8, pytest.approx(1.0))
+    for wrong in ({"texts": texts, "truncate": "NONE"}, {"texts": []}, {}, {"texts": ["a"], "input_type": "query"}):
+        post(roomy, "/v2/embed", wrong, 400)

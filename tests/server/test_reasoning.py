@@ -128,3 +128,25 @@ def test_the_named_parser_reads_calls_of_known_tools(server, text, arguments):
         (call,) = choice["message"]["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("tide", arguments)
         assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"])
+def test_a_budget_of_reasoning(server, ends, name):
+    body = {"messages": USER, "logit_bias": dict.fromkeys(ends, -100.0), "seed": 5, "max_tokens": 20, "ignore_eos": True}
+    reply = post(server, body | {name: 6})
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+    assert reply["choices"][0]["message"]["content"]
+    unlimited = post(server, body | {name: -1})
+    assert unlimited["usage"]["completion_tokens_details"] == {"reasoning_tokens": 20}
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body | {name: -2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", name: 6})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_a_budget_of_anthropics_thinking(server):
+    body = {"messages": USER, "max_tokens": 20, "temperature": 0}
+    kinds = [block["type"] for block in post(server, body | {"thinking": {"type": "enabled"}}, "/v1/messages")["content"]]
+    assert kinds == ["thinking"]
+    body["thinking"] = {"type": "enabled", "budget_tokens": 6}
+    assert [block["type"] for block in post(server, body, "/v1/messages")["content"]] == ["thinking", "text"]

@@ -153,6 +153,10 @@ def test_rerank(encoders, path):
         (one["index"], one["relevance_score"]) for one in made["results"]
     ]
     assert all(one.keys() == {"index", "relevance_score"} for one in bare)
+    texts = post(running, path, model="reranker", query="the mill", texts=DOCUMENTS, top_n=2, return_text=True).json()
+    assert [(one["index"], one["score"]) for one in texts] == [(one["index"], one["relevance_score"]) for one in bare[:2]]
+    assert [one["text"] for one in texts] == [DOCUMENTS[one["index"]] for one in texts]
+    assert post(running, path, model="reranker", query="the mill", texts=DOCUMENTS, documents=DOCUMENTS).status_code == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])

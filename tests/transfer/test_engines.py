@@ -148,7 +148,7 @@ def test_pages_come_from_another_host(llama, expected, tmp_path, kind):
 def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected):
     core = make_core(llama, kv_export="shm:a:4M")
     other = make_core(llama, kv_import="shm:a")
-    exporter, may_write = core.runner.mover._outside.exporter, threading.Event()
+    exporter, may_write = core.runner.mover.outside.exporter, threading.Event()
     write = exporter.write
     exporter.write = lambda *args: (may_write.wait(60), write(*args))[1]
     core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))
@@ -161,7 +161,7 @@ def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, e
     while core.has_work:
         deltas += core.step()[0].deltas
     assert [delta.token_ids for delta in deltas] == [expected["p0"].tokens[:1]]
-    assert len(other.runner.mover._outside.importer._links[0].slots) == 150 // 16
+    assert len(other.runner.mover.outside.importer._links[0].slots) == 150 // 16
     core.close()
     other.close()
 
@@ -169,7 +169,7 @@ def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, e
 def test_pages_are_exported_while_the_prompt_is_computed(llama):
     core = make_core(llama, kv_export="shm:a:4M")
     core.submit(Submit("p0", *PROMPTS["p0"]))
-    exporter, seen = core.runner.mover._outside.exporter, []
+    exporter, seen = core.runner.mover.outside.exporter, []
     while core.has_work:
         output, _ = core.step()
         core.runner.mover.drain()
@@ -184,7 +184,7 @@ def test_an_exporter_that_dies_in_between_costs_time_only(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    fetch, importer = second.runner.mover._outside.importer.fetch, second.runner.mover._outside.importer
+    fetch, importer = second.runner.mover.outside.importer.fetch, second.runner.mover.outside.importer
     fetched = []
 
     def die(*args):
@@ -210,7 +210,7 @@ def test_a_damaged_page_is_computed(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    slots = first.runner.mover._outside.exporter._source.slots
+    slots = first.runner.mover.outside.exporter._source.slots
     slots[3:20, 100] ^= 4
     answers, happened = watched(second, PROMPTS)
     assert answers == expected
@@ -275,7 +275,7 @@ def test_an_end_waits_for_its_own_pages_alone(llama, monkeypatch):
 
 def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
     core = make_core(llama, kv_export="shm:a:4M")
-    journal, launch = core.runner.mover._outside.exporter._journal, core.runner.launch
+    journal, launch = core.runner.mover.outside.exporter._journal, core.runner.launch
     journal._known["does not ask"] = 0, time.monotonic() + 1000
     core.submit(Submit("p0", *PROMPTS["p0"]))
     for _ in range(4):
@@ -356,7 +356,10 @@ def test_engines_with_other_pages_are_refused(llama):
         ({"kv_import": "shm:a", "kv_export": "shm:a:1G"}, "names the address of kv_export"),
         ({"kv_import": "shm:a", "prefix_index": "radix"}, "prefix index hash"),
         ({"kv_export": "shm:a", "prefix_caching": False}, "no prefix caching"),
-        ({"kv_export": "shm:a", "tensor_parallel": 2}, "cannot be combined with --kv-export"),
+        (
+            {"kv_export": "tcp:127.0.0.1:1", "tensor_parallel": 2},
+            "cannot be combined with --kv-export or --kv-import of other hosts",
+        ),
         ({"kv_import": "shm:a", "kv_layout": "virtual"}, "pages of one pool"),
     ],
 )

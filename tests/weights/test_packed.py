@@ -12,8 +12,11 @@ from tests.models.test_llama import prompt_logits
 from tests.weights.packers import LAYOUTS, quantize_folder
 from tidemill.errors import CheckpointError
 from tidemill.kernels import native
+from tidemill.kernels.low_rank import SideBySide
 from tidemill.kernels.quantized_linear import QuantizedPanels, fit
+from tidemill.layers.linear import Linear
 from tidemill.quant import METHODS
+from tidemill.quant.base import Gated
 from tidemill.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -120,6 +123,49 @@ def test_broken_parts_are_refused(what, tmp_path):
     assert caught.value.fix
 
 
+LAYOUT = {
+    "truncated scales": ("int4", {"weight_scale": lambda t: t[:90]}, "weight_scale has shape"),
+    "codes without scales": ("w8a8", {"weight_scale": None}, "weight_scale is missing"),
+    "floats without scales": ("fp8 block", {"weight_scale": None}, "weight_scale is missing"),
+    "order of other columns": ("int4 act-order", {"weight_g_idx": lambda t: t[:7]}, "weight_g_idx is I32"),
+    "zero points of other groups": ("int4 asymmetric", {"weight_zero_point": lambda t: t[:, :1]}, "weight_zero_point is I32"),
+    "several scales of a ternary matrix": ("bitnet", {"weight_scale": lambda t: torch.cat([t, t])}, "must be one number"),
+    "too few nested scales": ("nf4", {"weight.nested_absmax": lambda t: t[:0]}, "nested_absmax"),
+    "outliers of another type": ("gobo", {"weight_places": lambda t: t.float()}, "types that cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", LAYOUT)
+def test_a_wrong_layout_is_refused_before_values_are_read(what, tmp_path):
+    layout, parts, message = LAYOUT[what]
+    one_matrix(tmp_path, layout)
+    change(tmp_path, **parts)
+    with pytest.raises(CheckpointError, match=message):
+        list(open_checkpoint(tmp_path).tensors())
+
+
+@pytest.mark.parametrize("layout", ["gptq", "int4"])
+def test_nothing_is_loaded_of_a_folder_that_lacks_a_matrix_or_has_one_of_another_shape(layout, tmp_path, monkeypatch):
+    make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout)
+    file, taken = tmp_path / "model.safetensors", []
+    tensors = load_file(file)
+    real = Linear.take
+    monkeypatch.setattr(Linear, "take", lambda self, part, *rest: (taken.append(part), real(self, part, *rest)))
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    module = "model.layers.1.mlp.down_proj."
+    wrong = {
+        f"tensor {module}weight is missing": {name: value for name, value in tensors.items() if not name.startswith(module)},
+        f"Tensor {norm} has shape": tensors | {norm: tensors[norm][:-1].clone()},
+        "has no place": tensors | {"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)},
+    }
+    for message, kept in wrong.items():
+        save_file(kept, file)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path)
+        assert not taken
+
+
 @pytest.mark.parametrize(
     ("layout", "given", "message"),
     [
@@ -222,7 +268,7 @@ def test_bytes_are_as_declared(layout, tmp_path):
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
 @pytest.mark.parametrize(
-    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet"])
+    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet", "bnb int8", "gobo"])
 )
 def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     make_llama(tmp_path, **SIZES)
@@ -237,6 +283,40 @@ def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     core = make_core(model)
     run(core, {"first": (prompt, params)})
     assert run(core, {"a": (prompt, params)})["a"] == alone
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+def test_fused_matrices_with_tables_of_their_own_are_not_rounded_anew(tmp_path):
+    """GOBO's q, k and v: side by side, with their centroids and outliers."""
+    make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, "gobo")
+    block = load_model(tmp_path, "quantized").blocks[0]
+    for linear, num in ((block.attn.qkv, 3), (block.mlp.gate_up, 2)):
+        weight = linear.weight.ungated if isinstance(linear.weight, Gated) else linear.weight
+        assert isinstance(weight, SideBySide)
+        assert [part.held.kind & 255 for part in weight.parts] == [native.KINDS["GT4"]] * num
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+def test_outliers_of_a_token_do_not_coarsen_its_other_activations(tmp_path):
+    """LLM.int8(): with a threshold that is never reached, or none, the same folder is farther from its dequantized weights."""
+    reference = make_llama(tmp_path, **SIZES)
+    for layer in reference.model.layers:
+        layer.input_layernorm.weight.data[7] *= 60
+    reference.save_pretrained(tmp_path)
+    quantize_folder(tmp_path, "bnb int8", reference)
+    config, ids = json.loads((tmp_path / "config.json").read_text()), list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    errors = {}
+    for threshold in (6.0, 0.0):
+        settings = config["quantization_config"] | {"llm_int8_threshold": threshold}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        errors[threshold] = (prompt_logits(load_model(tmp_path, "quantized"), ids) - expected).norm() / expected.norm()
+    assert errors[6.0] < 0.5 * errors[0.0]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings | {"llm_int8_threshold": "six"}}))
+    with pytest.raises(CheckpointError, match="llm_int8_threshold is 'six'"):
+        open_checkpoint(tmp_path)
 
 
 def test_every_way_of_holding_weights_declares_its_bytes():

@@ -2,95 +2,82 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from tidemill.cli import (
-    batch,
-    bench,
-    calibrate,
-    calibrate_kv,
-    chat,
-    completion,
-    convert,
-    distill,
-    evaluate,
-    explain,
-    generate,
-    memory,
-    models,
-    ollama,
-    plan,
-    plan_layout,
-    prompt_cache,
-    prune,
-    quantize,
-    route,
-    serve,
-    simulate,
-    train_draft,
-    train_predictors,
-    worker,
-)
 from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
 from tidemill.version import __version__
 
-app = typer.Typer(
-    name="tidemill",
-    help="Run and serve language models on this machine. Start with: tidemill serve",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_show_locals=False,  # API keys are among them
-)
+# In the order of the help. Only what is asked for is imported: all of them would be a tenth of a server's start.
+_COMMANDS = (
+    "serve", "route", "chat", "generate", "batch", "pull", "worker", "models", "memory", "plan", "plan-layout", "explain",
+    "calibrate", "simulate", "calibrate-kv", "quantize", "train-draft", "evaluate", "prune", "train-predictors", "distill",
+    "convert", "bench", "prompt-cache", "completion",
+)  # fmt: skip
+_ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
+_GROUPS = frozenset({"bench", "prompt-cache"})
+VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
+_OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}  # of other programs' users
+_WITH_FILE = frozenset({
+    "serve", "route", "chat", "run", "generate", "batch", "memory", "calibrate", "simulate", "calibrate-kv", "quantize",
+    "train-draft", "evaluate", "train-predictors",
+})  # fmt: skip
 
 
-@app.callback(invoke_without_command=True)
 def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         print(f"tidemill {__version__}")
         raise typer.Exit
 
 
-app.command(epilog=EPILOG, cls=Command)(serve.serve)
-app.command(epilog=EPILOG, cls=Command)(route.route)
-app.command(epilog=EPILOG, cls=Command)(chat.chat)
-app.command(epilog=EPILOG, cls=Command)(generate.generate)
-app.command(epilog=EPILOG, cls=Command)(batch.batch)
-app.command(cls=Command)(ollama.pull)
-app.command(cls=Command)(worker.worker)
-app.command(cls=Command)(models.models)
-app.command(epilog=EPILOG, cls=Command)(memory.memory)
-app.command(cls=Command)(plan.plan)
-app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
-app.command(cls=Command)(explain.explain)
-app.command(epilog=EPILOG, cls=Command)(calibrate.calibrate)
-app.command(epilog=EPILOG, cls=Command)(simulate.simulate)
-app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
-app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
-app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
-app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
-app.command(cls=Command)(prune.prune)
-app.command("train-predictors", epilog=EPILOG, cls=Command)(train_predictors.train_predictors)
-app.command(cls=Command)(distill.distill)
-app.command(cls=Command)(convert.convert)
-app.add_typer(bench.app, name="bench")
-app.add_typer(prompt_cache.app, name="prompt-cache")
-app.command(cls=Command)(completion.completion)
-app.command("run", hidden=True, epilog=EPILOG, cls=Command)(chat.chat)
-for name in ("list", "ls", "show"):
-    app.command(name, hidden=True, cls=Command)(models.models)
-ollama.add_hints(app)
+def make_app(only: str = "") -> typer.Typer:
+    """`only`: of all commands, the one to run."""
+    made = typer.Typer(
+        name="tidemill",
+        help="Run and serve language models on this machine. Start with: tidemill serve",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_show_locals=False,  # API keys are among them
+    )
+    made.callback(invoke_without_command=True)(root)
+    for name in [only] if only else [*_COMMANDS, *_OTHER_NAMES]:
+        known = _OTHER_NAMES.get(name, name)
+        function = known.replace("-", "_")
+        module = import_module(f"tidemill.cli.{_ELSEWHERE.get(known, function)}")
+        if name in _GROUPS:
+            made.add_typer(module.app, name=name)
+        else:
+            epilog = EPILOG if name in _WITH_FILE else None
+            made.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(getattr(module, function))
+    if not only:
+        import_module("tidemill.cli.ollama").add_hints(made)
+    return made
+
+
+@cache
+def __getattr__(name: str) -> Any:
+    """`app`: with all commands."""
+    if name != "app":
+        raise AttributeError(name)
+    return make_app()
 
 
 def main() -> None:
-    completion.answer_shell()
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    if VARIABLE in os.environ:  # a shell asks for completions
+        asked = ""
+        import_module("tidemill.cli.completion").answer_shell()
     try:
-        app(standalone_mode=True)
+        make_app(asked if asked in _COMMANDS or asked in _OTHER_NAMES else "")(standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(130)
     except TidemillError as error:

@@ -53,6 +53,9 @@ def memory(
     tokens = context if context is not None else config.max_context
     if tokens < 1 or requests < 1:
         raise ConfigError("context and requests must be at least 1.")
+    if tokens > config.max_context:
+        what = f"--context is {tokens:,}, but the model was made for {config.max_context:,}."
+        raise ConfigError(what, fix=f"Give {config.max_context} or less.", param="context")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
     held, why_held = decide_weight_memory(options, device, 1, weights, config, machine)
     kind, per_token = FORMATS[kv_dtype], config.kv_bytes_per_token(kv_dtype)

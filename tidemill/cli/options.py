@@ -20,7 +20,7 @@ from tidemill.config import (
     fmt_bytes,
     parse_bytes,
 )
-from tidemill.config.parallel import MAX_RANKS
+from tidemill.config.parallel import MAX_RANKS, TENSOR_LAYOUTS
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -221,7 +221,7 @@ OPTIONS = (
     Option("draft-model", "text", ENGINE, field="draft_model", automatic="none",
            help="A smaller model with the same tokenizer, as `--model` names one, that guesses tokens ahead."),
     Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",
-           help="For --speculate medusa, eagle, exit or exit-bandit: a folder that train-draft has written."),
+           help="For --speculate medusa, eagle, eagle-tree, exit or exit-bandit: a folder that train-draft has written."),
     Option("max-drafts", "integer", ENGINE, field="max_drafts", low=1, high=64, automatic="8",
            help="Tokens guessed for a request in a step, at most."),
     Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",
@@ -261,6 +261,9 @@ OPTIONS = (
            help="CPU threads for computing, of each process."),
     Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
            help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
+    Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
+           help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
+           "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own (CPU). Multiplies with --tensor-parallel."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",
@@ -285,6 +288,8 @@ OPTIONS = (
            "off", choices=("off", "auto")),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
+    Option("chat-template-kwargs", "text", ENGINE, field="chat_template_kwargs",
+           help="Variables of the chat template as JSON, if a request does not give them, like '{\"enable_thinking\": false}'."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
            "attention that the compiled kernels do not have. Not batch-invariant."),
@@ -360,7 +365,8 @@ OPTIONS = (
     Option("allowed-host", "text", ACCESS, is_list=True,
            help="A name under which clients reach the server, besides localhost and IP addresses, like llm.example.org."),
     Option("allowed-origin", "text", ACCESS, is_list=True,
-           help="The origin of a web page that may call the server from a browser, like https://app.example.org."),
+           help="The origin of a web page that may call the server from a browser, like https://app.example.org; `localhost`: "
+                "any page of this machine; `*`: any page."),
     Option("slots", "switch", ACCESS, "/slots shows the requests that are computed; off, it answers with status 501.", True),
     Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 

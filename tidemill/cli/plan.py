@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.config import parse_bytes
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, ModelNotFound
 from tidemill.model_config import ModelConfig
 from tidemill.planning.commands import commands
 from tidemill.planning.hardware import HARDWARE, parse_devices, with_link
@@ -141,7 +141,10 @@ def _config(given: str) -> ModelConfig:
     from tidemill.weights.checkpoint import open_checkpoint
     from tidemill.weights.locate import locate
 
-    checkpoint = open_checkpoint(locate(given))
+    try:
+        checkpoint = open_checkpoint(locate(given))
+    except ModelNotFound as error:
+        raise ModelNotFound(error.message, fix=f"Give a shape ({', '.join(SHAPES)}) or a model as serve takes it.") from error
     config = model_class(checkpoint).read_config(checkpoint)
     if config.pooler is not None:
         raise ConfigError(f"{given} is an encoder: it generates no text.", fix="Plan for models that do.")

@@ -24,7 +24,9 @@ _MAX_RANKS = 1024
 def plan_layout(
     settings: Settings,
     ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 2,
-    hardware: Annotated[str, typer.Option(help=f"What a rank runs on: {', '.join(DEVICES)}.")] = "cpu",
+    hardware: Annotated[
+        str, typer.Option(help=f"What a rank runs on: {', '.join(DEVICES)}; or here: this machine, measured.")
+    ] = "cpu",
     prompt: Annotated[int, typer.Option(help="Tokens of a step of prefill.")] = 2048,
     batch: Annotated[int, typer.Option(help="Sequences of a step of decode.")] = 32,
     context: Annotated[int, typer.Option(help="Tokens of a sequence's KV cache.")] = 2048,
@@ -34,7 +36,7 @@ def plan_layout(
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 
-    device = _device(hardware, link)
+    device = _device(hardware, link, ranks)
     if not 1 <= ranks <= _MAX_RANKS or min(prompt, batch, context) < 1:
         raise ConfigError(f"--ranks must be from 1 to {_MAX_RANKS}; --prompt, --batch and --context at least 1.")
     checkpoint = open_checkpoint(locate(settings.engine_options().model))
@@ -43,10 +45,25 @@ def plan_layout(
         console.print(_table(model, ranks, phase, device))
 
 
-def _device(name: str, link: str | None) -> Device:
+def _device(name: str, link: str | None, num_ranks: int) -> Device:
+    if name == "here":
+        return _measured(num_ranks, link)
     if name not in DEVICES:
         raise ConfigError(f"--hardware {name!r} is not known.", fix=f"Choose one of {', '.join(DEVICES)}.")
     return DEVICES[name] if link is None else replace(DEVICES[name], link=float(parse_bytes(link)))
+
+
+def _measured(num_ranks: int, link: str | None) -> Device:
+    """A rank's share of this machine. What it sends is copied into shared memory and out of it."""
+    from tidemill.kernels import machine
+    from tidemill.kernels.rates import measure_rates
+
+    machine.set_threads(machine.detect().num_cores)
+    rates = measure_rates()
+    flops, read, copied = (rate / 1e9 for rate in (rates.flops, rates.memory, rates.copies))
+    console.print(f"measured here: {flops:.1f} GFLOP/s, {read:.1f} GB/s read, {copied:.1f} GB/s copied")
+    sent = rates.copies / 2 / num_ranks if link is None else float(parse_bytes(link))
+    return replace(DEVICES["cpu"], flops=rates.flops / num_ranks, memory=rates.memory / num_ranks, link=sent)
 
 
 def _table(model: ModelConfig, ranks: int, phase: Phase, device: Device) -> Table:

@@ -1,4 +1,5 @@
-"""Options of the text that something is fitted to: those of quantize, prune, distill, convert, calibrate-kv and train-draft."""
+"""Options of the text that something is fitted to, alike in quantize, prune, distill, convert, calibrate-kv, train-draft and
+train-predictors."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
 
 
 @takes("model")
@@ -24,25 +25,19 @@ def train_predictors(
     ] = 0.95,
     rank: Annotated[int, typer.Option(help="Of a predictor; 0: a sixteenth of the hidden size, at least 8.")] = 0,
     steps: Annotated[int, typer.Option(help="Of learning, for each predictor.")] = 300,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text to learn from: .txt, or .jsonl with text, messages or ids a line. Default: the model writes its own."
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 16_384,
-    length: Annotated[int, typer.Option(help="Of a sequence of it.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the text that the model writes, and of learning.")] = 0,
+    calibration: Calibration = SELF,
+    samples: Samples = 32,
+    seq_len: SeqLen = 512,
+    seed: Seed = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Train predictors for --contextual-sparsity, layer by layer. The same command goes on where it was stopped."""
-    from tidemill.compress.calibration import Calibration  # brings torch
+    from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.predictors import PredictorOptions, train_predictors
 
-    calibration = Calibration(data=data, num_tokens=tokens, length=length, seed=seed)
     options = PredictorOptions(
         model=settings["model"], out=out.expanduser(), units=units, keep=keep, rank=rank, steps=steps, device=device,
-        calibration=calibration,
+        calibration=texts.Calibration(**text_of(calibration, samples, seq_len, seed)),
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown:

@@ -2,7 +2,7 @@
 
 from tidemill.config.cache import decide_kv_dtype, decide_layout, sequence_bytes
 from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, STORED_FORMATS, decide_device, decide_dtype
-from tidemill.config.drafts import ACCEPTANCE, SPECULATE
+from tidemill.config.drafts import ACCEPTANCE, HEADS, SPECULATE, TREES
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve, settled
 from tidemill.config.sizes import fmt_bytes, parse_bytes
@@ -12,11 +12,13 @@ from tidemill.config.virtual import LAYOUTS
 __all__ = [
     "ACCEPTANCE",
     "DTYPES",
+    "HEADS",
     "LAYOUTS",
     "MAX_LORA_RANK",
     "QUANTIZATIONS",
     "SPECULATE",
     "STORED_FORMATS",
+    "TREES",
     "EngineConfig",
     "EngineOptions",
     "decide_device",

@@ -42,6 +42,11 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
             f"on a GPU heads must have at least {_LEAST_ON_GPU} dimensions, and these have {model.head_dim}",
             "Leave --kv-dtype out.",
         )
+    if device == "cuda" and name == "int4" and model.head_dim < 64:
+        raise refuse(f"on a GPU heads must have at least 64 dimensions, and these have {model.head_dim}", "Use --kv-dtype int8.")
+    rotations = {spec.rotation.num_dims for spec in model.attention_layers if spec.rotation is not None}
+    if device == "cuda" and name == "int4" and rotations - {model.head_dim}:
+        raise refuse("on a GPU rotation must be of whole heads", "Use --kv-dtype int8.")
     if FORMATS[name].bits < 8 and model.head_dim % 2:
         raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
     if FORMATS[name].is_calibrated and model.head_dim % 8:

@@ -6,10 +6,12 @@ from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 
+HEADS = ("medusa", "eagle", "eagle-tree", "exit", "exit-bandit")  # drafters of trained heads
+TREES = ("medusa", "eagle-tree")  # drafts of these may be trees
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "auto": ("forced", "ngram"),
     "off": (),
-    **{name: (name,) for name in ("forced", "ngram", "suffix", "medusa", "eagle", "exit", "exit-bandit")},
+    **{name: (name,) for name in ("forced", "ngram", "suffix", *HEADS)},
     "draft-model": ("forced", "draft-model"),
 }
 ACCEPTANCE = ("exact", "rejection")

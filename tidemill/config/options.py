@@ -52,6 +52,7 @@ class EngineOptions:
     session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
     tensor_parallel: int = 1  # ranks that share each layer
+    tensor_layout: str = "1d"  # how they do: 1d, 2d, gathered, or auto
     pipeline_parallel: int = 1  # stages of layers
     expert_parallel: bool = False  # ranks that share layers have some experts each, not some of each expert
     remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key
@@ -73,6 +74,7 @@ class EngineOptions:
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
+    chat_template_kwargs: str | None = None  # its variables, as JSON, where a request does not give them
     loras: tuple[str, ...] = ()  # NAME=PATH of LoRA adapters
     max_loras: int | None = None
     max_lora_rank: int | None = None
@@ -106,8 +108,6 @@ class EngineOptions:
             "prefix_caching": not self.prefix_caching,
             "prefix_index": self.prefix_index != "hash",
             "kv_layout": self.kv_layout != "paged",
-            "tensor_parallel": self.tensor_parallel > 1,
-            "pipeline_parallel": self.pipeline_parallel > 1,
             "kv_export": self.kv_export is not None,
             "kv_import": self.kv_import is not None,
         }

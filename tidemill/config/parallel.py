@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 MAX_RANKS = 64
-_DRAFT_HEADS = ("medusa", "eagle", "exit", "exit-bandit")
+TENSOR_LAYOUTS = ("1d", "2d", "gathered", "auto")
 
 
 def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:
@@ -45,20 +46,22 @@ def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
+    stages = device == "cuda" and options.pipeline_parallel > 1
     is_there = {
-        "device cuda and --pipeline-parallel": device == "cuda" and options.pipeline_parallel > 1,
         "device cuda and --expert-parallel": device == "cuda" and options.expert_parallel,
-        "device cuda and quantized weights": device == "cuda" and _is_quantized(options, model),
+        "device cuda and --quantization sparse24": device == "cuda" and options.quantization == "sparse24",
+        "device cuda, --pipeline-parallel and --nano-batching": stages and options.nano_batching == "on",
+        "device cuda, --pipeline-parallel and states": stages and bool(model.state_layers),
         "device cuda and workers of other hosts": device == "cuda" and options.remote_workers > 0,
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,
-        "--kv-disk": options.kv_disk is not None,
-        "--kv-export": options.kv_export is not None,
-        "--kv-import": options.kv_import is not None,
+        "device cuda and --kv-disk": device == "cuda" and options.kv_disk is not None,
+        "--kv-export or --kv-import of other hosts": not all(map(_is_local, (options.kv_export, options.kv_import))),
+        "device cuda and KV pages of other engines": device == "cuda" and bool(options.kv_export or options.kv_import),
         "--kv-calibration": options.kv_calibration is not None,
         "device cuda and --lora": device == "cuda" and (bool(options.loras) or options.max_loras is not None),
-        f"--speculate {options.speculate}": options.speculate in _DRAFT_HEADS,
+        f"--speculate {options.speculate}": options.speculate in HEADS,
         "--fast-math": options.fast_math,
     }
     for what, is_asked in is_there.items():
@@ -67,8 +70,47 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
             raise ConfigError(f"{num} ranks cannot be combined with {what} yet.", fix=fix, param="tensor_parallel")
 
 
-def _is_quantized(options: EngineOptions, model: ModelConfig) -> bool:
-    return options.quantization != "none" and (options.quantization != "auto" or model.is_quantized)
+def grid_of(size: int) -> int:
+    """X of the 2D layout of so many ranks: as near to a square as can be; 1: there is none."""
+    return max(num for num in range(1, size) if size % num == 0 and num * num <= size) if size > 1 else 1
+
+
+def decide_tensor_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+    """`auto` is settled where the cost of layouts is known (runner/rank.py)."""
+    layout, size = options.tensor_layout, options.tensor_parallel
+    if layout not in TENSOR_LAYOUTS:
+        fix = f"Choose one of {', '.join(TENSOR_LAYOUTS)}."
+        raise ConfigError(f"tensor_layout is {layout!r}.", fix=fix, param="tensor_layout")
+    if layout in ("1d", "auto"):
+        return "1d", "heads and columns of every layer are divided" if size > 1 else "one rank has all of every layer"
+    if size == 1:
+        raise ConfigError("tensor_layout needs several ranks.", fix="Give --tensor-parallel as well.", param="tensor_layout")
+    for what in unfit(layout, options, device, model, machine):
+        fix = "Leave one of them out."
+        raise ConfigError(f"tensor_layout {layout} cannot be combined with {what}.", fix=fix, param="tensor_layout")
+    return layout, "given"
+
+
+def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> list[str]:
+    """What a layout cannot be combined with."""
+    if layout == "1d":
+        return []
+    is_wrong = {
+        "device cuda": device == "cuda",
+        "--pipeline-parallel": options.pipeline_parallel > 1,
+        "--expert-parallel": options.expert_parallel,
+        "--lora": bool(options.loras) or options.max_loras is not None,
+    }
+    if layout == "2d":
+        is_wrong |= {"experts": any(model.experts), "states": bool(model.state_layers)}
+        is_wrong |= {f"{options.tensor_parallel} ranks, which make no grid": grid_of(options.tensor_parallel) == 1}
+    else:
+        is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
+    return [what for what, is_asked in is_wrong.items() if is_asked]
+
+
+def _is_local(addresses: str | None) -> bool:
+    return all(one.strip().startswith("shm:") for one in (addresses or "shm:").split(","))
 
 
 def _check_remote(options: EngineOptions) -> None:

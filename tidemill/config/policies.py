@@ -8,6 +8,7 @@ from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_policy import KINDS, KVPolicy, read_policy, settle
 from tidemill.model_config import ModelConfig
 
+_BY_KERNEL = "its steps are launched kernel by kernel, and double is computed on a CPU only"
 _TIMES_CONTEXT, _MOST_BY_DEFAULT, _MOST = 8, 2**17, 2**20  # tokens of a request whose cache is bounded
 
 
@@ -16,9 +17,7 @@ def decide_kv_policies(
 ) -> Decision[tuple[str, ...]]:
     """The kinds that requests may ask for, or why they may not."""
     specs, why = model.attention_layers, ""
-    if device != "cpu":
-        why = "KV policies are computed on a CPU only"
-    elif model.pooler is not None:
+    if model.pooler is not None:
         why = "an encoder keeps no tokens"
     elif model.state_layers:
         why = "this model's states of constant size keep no tokens that could be given up"
@@ -36,7 +35,11 @@ def decide_kv_policies(
         why = "what a policy's copies of shared pages take is not reserved, and nothing is preempted (--no-evict)"
     elif fast_math and uncovered("C", specs):
         why = "FlexAttention does not compute KV policies"
-    return ((), why) if why else ((*KINDS, "random"), "a request may ask for them")
+    if why:
+        return (), why
+    if device != "cpu":
+        return tuple(kind for kind in (*KINDS, "random") if kind != "double"), f"a request may ask for them; {_BY_KERNEL}"
+    return (*KINDS, "random"), "a request may ask for them"
 
 
 def decide_kv_policy(options: EngineOptions, kinds: tuple[str, ...], why_not: str, context: int) -> Decision[KVPolicy | None]:

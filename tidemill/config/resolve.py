@@ -37,7 +37,7 @@ from tidemill.config.compute import (
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
-from tidemill.config.parallel import decide_ranks
+from tidemill.config.parallel import decide_ranks, decide_tensor_layout
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
 from tidemill.config.sparsity import decide_contextual_sparsity
 from tidemill.config.streaming import decide_weight_cache, decide_weight_memory
@@ -111,6 +111,7 @@ class EngineConfig:
     weight_cache_bytes: int = 0
     contextual_sparsity: str | None = None
     tensor_parallel: int = 1
+    tensor_layout: str = "1d"
     pipeline_parallel: int = 1
     expert_parallel: bool = False
     nano_batching: str = "off"
@@ -187,6 +188,7 @@ def resolve(
     kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
     tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
+    tensor_layout = settle("tensor_layout", decide_tensor_layout(options, device, model, machine))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))
@@ -312,6 +314,7 @@ def resolve(
         contextual_sparsity=contextual_sparsity,
         nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
+        tensor_layout=tensor_layout,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,
         reasons=reasons,
@@ -340,7 +343,7 @@ def _draft(
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
-        remote_workers=0,
+        tensor_layout="1d", remote_workers=0,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

@@ -60,6 +60,12 @@ def numbered(export: str | None, number: int) -> str | None:
     return f"{mine}:{at.num_bytes}" if at.num_bytes else mine
 
 
+def rank_address(address: str, rank: int) -> str:
+    """Of several ranks of an engine, each exchanges its own parts of pages: that of the first is the address given."""
+    at = parse_address(address, "kv_export")
+    return f"{at.kind}:{at.name}_rank{rank}" if rank else address
+
+
 def decide_export(
     options: EngineOptions, memory: Memory, used: int, prefix_caching: bool, prefix_index: str, machine: Machine
 ) -> Decision[tuple[str, int]]:

@@ -6,6 +6,7 @@ import mmap
 import sys
 
 from tidemill.cache_layout import CacheLayout, Group, Place
+from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
@@ -52,6 +53,8 @@ def _cpu_obstacle() -> str:
 
 
 def _gpu_obstacle(options: EngineOptions, model: ModelConfig) -> str:
+    if options.speculate in HEADS:
+        return f"draft heads (speculate {options.speculate}) are in graphs of paged attention"
     if options.loras or options.max_loras:
         return "LoRA adapters of a GPU are in graphs of paged attention"
     kinds = sorted({kind for spec in model.attention_layers for kind in spec.kinds})

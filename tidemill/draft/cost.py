@@ -13,7 +13,7 @@ from tidemill.draft.states import batch_of
 from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.graphs import use_first_pages
-from tidemill.runner.spec.choose import Chain
+from tidemill.runner.spec.choose import Chain, Seen
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import DraftHead, Target
 from tidemill.sampling import SamplingParams
@@ -62,7 +62,7 @@ def draft_seconds(runner: CpuRunner, head: DraftHead, target: Target, repeats: i
     def run() -> None:
         chain.drafts.clear()
         states_TH = torch.zeros(1, target.hidden_size)
-        drafter.observe(0, num - 2, states_TH, [0])
+        drafter.observe([Seen(0, num - 2, [0], [0])], states_TH)
         drafter.propose([chain])
 
     seconds = _fastest_s(run, repeats)

@@ -170,11 +170,11 @@ class EngineCore:
             self.ranks.close()
         self._is_closed = True
 
-    def has_grammar(self, grammar: Grammar) -> bool:
-        """It need not be compiled first."""
-        return self.structured.is_compiled(grammar)
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """A request can be submitted without compile_grammar."""
+        return not params.has_masks or self.structured.is_compiled(params.grammar)
 
-    def compile_grammar(self, grammar: Grammar) -> Matcher:
+    def compile_grammar(self, grammar: Grammar | None) -> Matcher | None:
         """May take a while; may be called from another thread."""
         return self.structured.compile(grammar)
 
@@ -226,7 +226,8 @@ class EngineCore:
             params, outputs = params_of_a_beam(request, self.model_config.vocab_size), {0: []}
         grammar = request.params.grammar
         how = request.params.reasoning
-        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()), how)
+        has_masks = request.params.has_masks
+        matchers = self.structured.matchers(grammar, compiled, list(outputs.values()), how) if has_masks else []
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,

@@ -39,6 +39,8 @@ class Drafting:
         """`adaptive`: else every draft that fits is verified, whatever it costs."""
         self._drafters, self._max_drafts, self._adaptive = drafters, max_drafts, adaptive
         self._clock, self._emit = clock, emit
+        # Found out once: to ask an object whether it has a protocol's methods takes longer than what it is asked for.
+        self._knowing = {drafter.name: drafter for drafter in drafters if isinstance(drafter, KnowsChances)}
         self._times, self._trust, self._expected = StepTimes(slope), Trust(), 0.0
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
         self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
@@ -129,7 +131,8 @@ class Drafting:
 
     def _chances(self, drafter: Drafter, acceptance: Acceptance, request: Request, num: int) -> float | Sequence[float]:
         """Of each draft, if the drafter knows; else how likely one is right if those before it were."""
-        chances = drafter.chances(request.params, num) if isinstance(drafter, KnowsChances) else None
+        knowing = self._knowing.get(drafter.name)
+        chances = None if knowing is None else knowing.chances(request.params, num)
         return acceptance.rate(request.seq) if chances is None else chances
 
     def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool) -> None:

@@ -8,8 +8,7 @@ from tidemill.config.parallel import workers_address
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
-from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, take_device
+from tidemill.parallel.peers import meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.rank import load_rank, make_rank_runner, world_of
 from tidemill.runner.team import Team
 from tidemill.runner.worker_group import WorkerGroup
@@ -25,8 +24,9 @@ def start_group(
     model_config: ModelConfig,
     config: EngineConfig,
     progress: ProgressFn | None = None,
+    weights: bytes = b"",
 ) -> tuple[Model, WorkerGroup]:
-    """Rank 0's part of the model, and the group."""
+    """Rank 0's part of the model, and the group. `weights`: a digest of them, if KV pages are compared with those of others."""
     world = world_of(config, model_config)
     key = read_key(options.workers_key_file) if options.remote_workers and options.workers_key_file else b""
     team = Team(world, options.remote_workers, workers_address(options), key)
@@ -40,17 +40,14 @@ def start_group(
         peers = peers_of(0, world, by_sockets=world.tensor > 1 and not shared[0])
         channels = meet_peers(0, peers, team.addresses, team.door, team.key, team.check)
         take_device(0, config.device)
-        host = group_for(0, world, shared[0], channels)
-        team.on_lost += [host.fail, *(channel.abort for channel in channels.values())]
-        group = on_device(host, config.device)
-        team.on_lost.append(group.fail)
-        use(world.shard(0), group)
+        groups, group = use_groups(0, world, shared[0], channels, config.device)
+        team.on_lost += [*(one.fail for one in groups), *(channel.abort for channel in channels.values())]
         random = options.load_format == "dummy"
-        model = load_rank(architecture, checkpoint, model_config, config, world, 0, progress, random)
+        model = load_rank(architecture, checkpoint, model_config, config, world, 0, progress, random, shared[0])
         loaded = team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))
         team.all_are_here()
         team.read_bytes = [model.num_bytes_read, *(loaded[rank].read_bytes for rank in sorted(loaded))]
-        team.send_all(Prepare())
+        team.send_all(Prepare(weights))
         own = make_rank_runner(model, config, world, 0, channels)
         shapes: dict[str, tuple[int, int]] = {}
         for prepared in team.wait(Prepared).values():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tidemill import events
 from tidemill.config import EngineConfig
+from tidemill.config.transfer import rank_address
 from tidemill.events import EventSink
 from tidemill.kernels import native
 from tidemill.kernels.native.sources import source_hash
@@ -15,11 +16,13 @@ from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tiers
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_mover
-from tidemill.runner.page_file import Opened, PageFile, PageFileError
+from tidemill.runner.page_file import Opened, PageFile, PageFileError, records_in
 from tidemill.runner.page_moves import Outside
 from tidemill.transfer.base import PROTOCOL, Identity
 from tidemill.transfer.open import open_exporter, open_importer
 from tidemill.version import __version__
+
+_PATIENCE_S = 2.0  # for an announcement that rank 0 has had
 
 
 def open_tiers(runner: Runner, config: EngineConfig, weights: bytes, emit: EventSink, now: Callable[[], float]) -> Tiers | None:
@@ -27,43 +30,59 @@ def open_tiers(runner: Runner, config: EngineConfig, weights: bytes, emit: Event
     computed again; other engines that have other pages are an error."""
     if not config.has_tiers:
         return None
-    identity = _identity(config, weights)
-    opened = _open_file(config, identity, emit, now) if config.kv_disk else None
-    exporter = importer = None
-    try:
-        if config.export_slots:
-            exporter = open_exporter(
-                config.kv_export, config.export_slots, config.page_bytes, identity | {"protocol": PROTOCOL}, config.kv_key_file
-            )
-        if config.kv_import:
-            importer = open_importer(config.kv_import, config.page_bytes, identity | {"protocol": PROTOCOL}, config.kv_key_file)
-    except BaseException:
-        Outside(opened.file if opened else None, exporter).close()
-        raise
-    runner.mover = make_mover(runner, config, Outside(opened.file if opened else None, exporter, importer))
+    outside, opened = open_outside(runner, config, weights, 0, lambda why: emit(events.TierNotUsed(now(), "disk", why)))
+    runner.mover = make_mover(runner, config, outside)
+    num_records = opened.file.num_records if opened else 0
+    if config.num_ranks > 1:  # each rank's file holds as many pages, also of one whose pages are larger
+        num_records = min(num_records, records_in(config.kv_disk_bytes // config.num_ranks, config.page_bytes))
     return Tiers(
         config.host_slots,
-        opened.file.num_records if opened else 0,
-        opened.contents if opened else (),
+        num_records,
+        [(key, record) for key, record in opened.contents if record < num_records] if opened else (),
         Costs(config.token_budget),
         config.page_bytes,
         config.export_slots,
     )
 
 
-def _open_file(config: EngineConfig, identity: Identity, emit: EventSink, now: Callable[[], float]) -> Opened | None:
-    digest = hashlib.sha256(repr(sorted(identity.items())).encode()).digest()
+def open_outside(
+    runner: Runner, config: EngineConfig, weights: bytes, rank: int, note: Callable[[str], None]
+) -> tuple[Outside, Opened | None]:
+    """What the pages of a rank move to and from besides host memory. `note`: is told why a file, or part of one, is not used."""
+    identity, page_bytes = _identity(config, weights, rank), runner.cache[0].nbytes
+    opened = _open_file(config, identity, page_bytes, rank, note) if config.kv_disk else None
+    exporter = importer = None
+    identity, key_file = identity | {"protocol": PROTOCOL}, config.kv_key_file
     try:
-        opened = PageFile.open(Path(config.kv_disk), config.kv_disk_bytes, digest, config.page_bytes)
+        if config.export_slots:
+            exporter = open_exporter(rank_address(config.kv_export, rank), config.export_slots, page_bytes, identity, key_file)
+        if config.kv_import:
+            addresses = [rank_address(address, rank) for address in config.kv_import]
+            importer = open_importer(addresses, page_bytes, identity, key_file, _PATIENCE_S if rank else 0.0)
+    except BaseException:
+        Outside(opened.file if opened else None, exporter).close()
+        raise
+    return Outside(opened.file if opened else None, exporter, importer), opened
+
+
+def _open_file(
+    config: EngineConfig, identity: Identity, page_bytes: int, rank: int, note: Callable[[str], None]
+) -> Opened | None:
+    """Of several ranks, each has a file in a folder of its own, and its share of the quota."""
+    digest = hashlib.sha256(repr(sorted(identity.items())).encode()).digest()
+    folder, num = Path(config.kv_disk), config.num_ranks
+    folder = folder if num == 1 else folder / f"rank-{rank}-of-{num}"
+    try:
+        opened = PageFile.open(folder, config.kv_disk_bytes // num, digest, page_bytes)
     except PageFileError as error:
-        emit(events.TierNotUsed(now(), "disk", str(error)))
+        note(str(error))
         return None
     for reason in opened.ignored:
-        emit(events.TierNotUsed(now(), "disk", reason))
+        note(reason)
     return opened
 
 
-def _identity(config: EngineConfig, weights: bytes) -> dict[str, str]:
+def _identity(config: EngineConfig, weights: bytes, rank: int) -> dict[str, str]:
     """All that the bytes of a page depend on, besides its tokens: pages of another one are never read."""
     calibration = b"" if config.kv_calibration is None else Path(config.kv_calibration).expanduser().read_bytes()
     parts = {
@@ -79,4 +98,6 @@ def _identity(config: EngineConfig, weights: bytes) -> dict[str, str]:
         "weights": weights.hex(),
         "calibration": hashlib.sha256(calibration).hexdigest(),
     }
+    if config.num_ranks > 1:
+        parts["rank"] = (rank, config.tensor_parallel, config.pipeline_parallel, config.tensor_layout, config.expert_parallel)
     return {name: str(part) for name, part in parts.items()}

@@ -71,7 +71,7 @@ class LLM:
         if given.num_engines > 1:
             fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
-        self.tokenizer = Tokenizer.load(path, given.chat_template)
+        self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
         with loading_bar(progress) as (bar, task):
             self.core = load_core(
                 given,

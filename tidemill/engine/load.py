@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.config.compute import decide_device
 from tidemill.config.parallel import MAX_RANKS
 from tidemill.config.streaming import streams_neurons
 from tidemill.engine.core import EngineCore, Parts
@@ -28,7 +29,7 @@ from tidemill.quant import WeightPlan
 from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
-from tidemill.runner.rank import largest_part, stages_of
+from tidemill.runner.rank import largest_part, settle_layout, stages_of
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -105,20 +106,27 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     check_backend(options.structured_backend)
     checkpoint, architecture, model_config = inspect(options.model)
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
-    shape, here = model_config, machine.detect()
+    shape, here, given, why = model_config, machine.detect(), options, ""
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
-        shape, here = largest_part(options, shape), share_of(here, options.tensor_parallel)
-    config = resolve(options, shape, here, None if draft is None else draft[2], stages_of(options, model_config))
+        layout, why = settle_layout(options, decide_device(options, here)[0], model_config, here)
+        given = replace(options, tensor_layout=layout)
+        shape, here = largest_part(given, shape), share_of(here, options.tensor_parallel)
+    config = resolve(given, shape, here, None if draft is None else draft[2], stages_of(options, model_config))
+    config.reasons["tensor_layout"] = why or config.reasons["tensor_layout"]
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
     random, group = options.load_format == "dummy", None
+    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
+    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
+    if compares and config.contextual_sparsity is not None:
+        weights += digest_of(Path(config.contextual_sparsity).expanduser(), config.threads)
     if config.num_ranks > 1:
-        model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
+        model, group = start_group(options, checkpoint, architecture, model_config, config, progress, weights)
     else:
         model = _load_alone(checkpoint, architecture, model_config, config, progress, random)
     try:
-        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress)
+        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress, weights)
     except BaseException:
         if group is not None:
             group.close()
@@ -176,16 +184,13 @@ def _core_with(
     group: WorkerGroup | None,
     draft: tuple[Checkpoint, type[Model], ModelConfig] | None,
     progress: ProgressFn | None,
+    weights: bytes,
 ) -> EngineCore:
     """What is around a model that is loaded."""
     random, draft_model = options.load_format == "dummy", None
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
-    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
-    if compares and config.contextual_sparsity is not None:
-        weights += digest_of(Path(config.contextual_sparsity).expanduser(), config.threads)
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):

@@ -66,7 +66,7 @@ class EngineProcess:
         self._running = True
         threading.stack_size(_STACK_BYTES)
         self._compiler = ThreadPoolExecutor(1)
-        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}  # requests that wait for their grammar
+        self._compiling: dict[str, tuple[Submit, Future[Matcher | None]]] = {}  # requests that wait for their grammar
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -145,11 +145,11 @@ class EngineProcess:
         while self._socket.poll(0):
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Submit):
-                grammar = message.params.grammar
-                if grammar is None or core.has_grammar(grammar):
+                if core.is_compiled(message.params):
                     self._submit(core, message)
                 else:  # the next step does not wait for it
-                    self._compiling[message.request_id] = message, self._compiler.submit(core.compile_grammar, grammar)
+                    compiled = self._compiler.submit(core.compile_grammar, message.params.grammar)
+                    self._compiling[message.request_id] = message, compiled
             elif isinstance(message, Abort):
                 if message.request_id in self._compiling:
                     self._compiling.pop(message.request_id)[1].cancel()
@@ -183,7 +183,7 @@ class EngineProcess:
                 del self._compiling[request_id]
                 self._submit(core, message, grammar)
 
-    def _submit(self, core: EngineCore, message: Submit, grammar: Future[Matcher] | None = None) -> None:
+    def _submit(self, core: EngineCore, message: Submit, grammar: Future[Matcher | None] | None = None) -> None:
         try:
             core.submit(message, None if grammar is None else grammar.result())
         except TidemillError as error:

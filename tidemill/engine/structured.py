@@ -30,49 +30,62 @@ class StructuredOutput:
         self._tokenizer: Tokenizer | None = None
 
     def __len__(self) -> int:
-        """Samples with a grammar."""
+        """Samples with a grammar, or with reasoning that has a budget."""
         return len(self._matchers)
 
     def __contains__(self, seq: int) -> bool:
         return seq in self._matchers
 
-    def is_compiled(self, grammar: Grammar) -> bool:
+    def is_compiled(self, grammar: Grammar | None) -> bool:
+        if grammar is None:
+            return self._tokenizer is not None
         return self._grammars is not None and grammar in self._grammars
 
-    def compile(self, grammar: Grammar) -> Matcher:
-        """May take a while; may be called from another thread."""
+    def compile(self, grammar: Grammar | None) -> Matcher | None:
+        """May take a while; may be called from another thread. None: reasoning with a budget needs the tokenizer alone."""
         with _contained():
-            if self._grammars is None:
+            if self._tokenizer is None:
                 if self.tokenizer_path is None:
                     raise InvalidRequest("Structured output needs a tokenizer, and this engine has none.", param="grammar")
                 self._tokenizer = Tokenizer.load(self.tokenizer_path)
+            if grammar is None:
+                return None
+            if self._grammars is None:
                 self._grammars = Grammars.of(self._backend, self._tokenizer, self._num_tokens)
             return self._grammars.compile(grammar)
 
     def matchers(
         self,
-        grammar: Grammar,
+        grammar: Grammar | None,
         compiled: Matcher | None,
         outputs: Sequence[Sequence[int]],
         reasoning: Reasoning | None = None,
     ) -> list[Matcher | AfterReasoning]:
         """One for each sample, after the output that it has. `compiled`: of this grammar, if it was compiled just now."""
         with _contained():
-            if self._grammars is None:
+            if self._tokenizer is None or (grammar is not None and self._grammars is None):
                 compiled = self.compile(grammar)
-            assert self._grammars is not None
-            first = self._grammars.matcher(grammar, compiled)
             assert self._tokenizer is not None
-            made: list[Matcher | AfterReasoning] = [
-                first.copy() if reasoning is None else AfterReasoning(first.copy(), reasoning, self._tokenizer, self._num_tokens)
-                for _ in outputs
-            ]
+            first = None
+            if grammar is not None:
+                assert self._grammars is not None
+                first = self._grammars.matcher(grammar, compiled)
+            made = [self._matcher(first, reasoning) for _ in outputs]
             for matcher, output_ids in zip(made, outputs, strict=True):
                 matcher.take(list(output_ids))
             return made
 
+    def _matcher(self, first: Matcher | None, reasoning: Reasoning | None) -> Matcher | AfterReasoning:
+        assert self._tokenizer is not None
+        own = None if first is None else first.copy()
+        if reasoning is not None:
+            return AfterReasoning(own, reasoning, self._tokenizer, self._num_tokens)
+        assert own is not None
+        return own
+
     def start(self, seq: int, matcher: Matcher | AfterReasoning) -> None:
-        self._matchers[seq] = matcher
+        if not matcher.is_done:
+            self._matchers[seq] = matcher
 
     def stop(self, seq: int) -> None:
         self._matchers.pop(seq, None)
@@ -120,6 +133,8 @@ class StructuredOutput:
         with _contained():
             matcher.take(list(token_ids))
             _check(matcher)
+            if matcher.is_done:
+                del self._matchers[seq]
             return matcher.is_over
 
 
@@ -150,79 +165,118 @@ class _Phase(Enum):
 
 
 class AfterReasoning:
-    """A matcher that begins where the reasoning ends. Marks are compared as bytes: they may be cut into tokens in many ways."""
+    """A matcher that begins where the reasoning ends; without one, all that follows is free. Marks are compared as bytes: they
+    may be cut into tokens in many ways."""
 
-    def __init__(self, matcher: Matcher, reasoning: Reasoning, tokenizer: Tokenizer, num_tokens: int) -> None:
+    def __init__(self, matcher: Matcher | None, reasoning: Reasoning, tokenizer: Tokenizer, num_tokens: int) -> None:
         self._tokenizer, self._num_tokens = tokenizer, num_tokens
         self._opening, self._ending = reasoning.opening.encode(), reasoning.ending.encode()
         self._phase = _Phase.REASONING if reasoning.is_open else _Phase.BEFORE
         self._matcher = matcher
-        self._fresh = matcher.copy()
+        self._fresh = None if matcher is None else matcher.copy()
+        self._budget, self._num_taken = reasoning.budget, 0
         self._is_followed = True  # before the reasoning: the output so far may be the grammar's as well
         self._seen = b""  # of the opening, or the last bytes of the reasoning
+        self._all = _all_but((), num_tokens)
         ends = [token for token in tokenizer.eos_token_ids if (tokenizer.token_bytes(token) or b"\0") not in self._ending]
-        self._unended = _all_but(ends, num_tokens)
+        self._unended = self._all if matcher is None else _all_but(ends, num_tokens)
 
     def mask(self) -> np.ndarray:
-        """While it reasons, any token may come but one that ends the output: the answer would be missing."""
+        """While it reasons, any token may come. Before a grammar, none that ends the output: the answer would be missing."""
         if self._phase is _Phase.REASONING:
-            return self._unended
+            return self._ending_mask() if self._is_spent else self._unended
+        if self._matcher is None:
+            return self._all
         words = self._matcher.mask()
         if self._phase is _Phase.BEFORE:
             words = words.copy() if self._is_followed else np.zeros_like(words)
-            for token in self._tokenizer.prefix_tokens(self._opening[len(self._seen) :]):
-                if token < self._num_tokens:
-                    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+            _allow(words, self._tokenizer.prefix_tokens(self._opening[len(self._seen) :]), self._num_tokens)
+        return words
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._budget is not None and self._num_taken >= self._budget
+
+    def _rest_of_ending(self) -> bytes:
+        """What is missing of the ending, the first part of which may have been written."""
+        num = next(num for num in range(len(self._ending), -1, -1) if self._seen.endswith(self._ending[:num]))
+        return self._ending[num:]
+
+    def _ending_mask(self) -> np.ndarray:
+        """The next token of the ending, as the tokenizer writes it; a model may know no other way."""
+        rest = self._rest_of_ending()
+        tokens = self._tokenizer.encode(rest.decode(errors="ignore"), add_special=False)[:1]
+        if not tokens or tokens[0] >= self._num_tokens or not rest.startswith(self._tokenizer.token_bytes(tokens[0]) or b"\0"):
+            tokens = self._tokenizer.prefix_tokens(rest)
+        words = np.zeros_like(self._all)
+        _allow(words, tokens, self._num_tokens)
         return words
 
     def take(self, token_ids: list[int]) -> None:
         for token in token_ids:
-            if self._phase is _Phase.ANSWER:
-                self._matcher.take([token])
-            elif self._phase is _Phase.REASONING:
+            if self._phase is _Phase.REASONING:
                 self._take_reasoning(token)
-            else:
+            elif self._phase is _Phase.BEFORE:
                 self._take_before(token)
+            elif self._matcher is not None:
+                self._matcher.take([token])
 
     def _take_before(self, token: int) -> None:
         text = self._tokenizer.token_bytes(token)
         if not text or not self._opening.startswith(self._seen + text):
             self._phase = _Phase.ANSWER
-            self._matcher.take([token])
+            if self._matcher is not None:
+                self._matcher.take([token])
             return
         self._seen += text
         if self._seen == self._opening:
             self._phase, self._seen, self._matcher, self._is_followed = _Phase.REASONING, b"", self._fresh, True
             return
-        self._is_followed = self._is_followed and bool(self._matcher.mask()[token // 32] >> (token % 32) & 1)
-        if self._is_followed:
-            self._matcher.take([token])
+        if self._matcher is not None:
+            self._is_followed = self._is_followed and bool(self._matcher.mask()[token // 32] >> (token % 32) & 1)
+            if self._is_followed:
+                self._matcher.take([token])
 
     def _take_reasoning(self, token: int) -> None:
+        self._num_taken += 1
         self._seen += self._tokenizer.token_bytes(token)
         _, found, rest = self._seen.partition(self._ending)
         if not found:
             self._seen = self._seen[-(len(self._ending) - 1) :]
             return
         self._phase = _Phase.ANSWER
-        if rest := rest.strip():  # the token that ends the reasoning has begun the answer
+        if self._matcher is not None and (rest := rest.strip()):  # the token that ends the reasoning has begun the answer
             self._matcher.take(self._tokenizer.encode(rest.decode(errors="replace"), add_special=False))
 
     def copy(self) -> AfterReasoning:
         made = copy(self)
-        made._matcher, made._fresh = self._matcher.copy(), self._fresh.copy()
+        if self._matcher is not None and self._fresh is not None:
+            made._matcher, made._fresh = self._matcher.copy(), self._fresh.copy()
         return made
 
     def forced(self) -> bytes:
-        return self._matcher.forced() if self._phase is _Phase.ANSWER else b""
+        if self._phase is _Phase.REASONING and self._is_spent:
+            return self._rest_of_ending()
+        return self._matcher.forced() if self._matcher is not None and self._phase is _Phase.ANSWER else b""
 
     @property
     def is_over(self) -> bool:
-        return self._phase is not _Phase.REASONING and self._is_followed and self._matcher.is_over
+        return self._matcher is not None and self._phase is not _Phase.REASONING and self._is_followed and self._matcher.is_over
+
+    @property
+    def is_done(self) -> bool:
+        """From here on any token may come."""
+        return self._matcher is None and self._phase is _Phase.ANSWER
 
     @property
     def error(self) -> str:
-        return "" if self._phase is _Phase.REASONING else self._matcher.error
+        return "" if self._matcher is None or self._phase is _Phase.REASONING else self._matcher.error
+
+
+def _allow(words: np.ndarray, tokens: Sequence[int], num_tokens: int) -> None:
+    for token in tokens:
+        if token < num_tokens:
+            words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
 
 def _all_but(tokens: Sequence[int], num_tokens: int) -> np.ndarray:

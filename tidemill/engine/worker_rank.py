@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections import deque
+from functools import partial
 from typing import Any
 
+from tidemill.config import EngineConfig
+from tidemill.engine.kv_tiers import open_outside
 from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
+from tidemill.kv.tiers import Moved
 from tidemill.layers.lora import Loras
 from tidemill.parallel.channel import Address, Door, connect
-from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, take_device
+from tidemill.parallel.peers import meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.base import StepResult
 from tidemill.runner.group_loras import put_own, received
 from tidemill.runner.make import make_mover
-from tidemill.runner.page_moves import Outside
+from tidemill.runner.page_moves import Outside, PageMover
 from tidemill.runner.rank import load_rank, make_rank_runner
 from tidemill.runner.team import error_of, own_kernels
 from tidemill.runner.worker_group import Launched, RankRunner, append, drawn_in, launch
@@ -44,6 +48,7 @@ from tidemill.version import __version__
 from tidemill.weights.digest import fingerprint_of
 
 _FIRST_S = 60.0
+_TRIES, _PAUSE_S = 25, 0.2
 
 
 class Worker:
@@ -89,8 +94,13 @@ class Worker:
         assert isinstance(join, Join)
         self._rank = join.rank
         runner = self._prepare(join)
-        if runner is not None:
+        if runner is None:
+            return
+        try:
             self._compute(runner, join)
+        finally:
+            if runner.mover is not None:
+                runner.mover.close()
 
     def _prepare(self, join: Join) -> RankRunner | None:
         """The runner, or None if the group ends before."""
@@ -106,8 +116,7 @@ class Worker:
         peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
         channels = meet_peers(rank, peers, addresses, self._door, self._key)
         take_device(rank, config.device)
-        group = on_device(group_for(rank, world, join.shared, channels), config.device)
-        use(world.shard(rank), group)
+        _, group = use_groups(rank, world, join.shared, channels, config.device)
         random = join.options.load_format == "dummy"
         model = load_rank(
             architecture,
@@ -118,17 +127,34 @@ class Worker:
             rank,
             lambda name, done, total: self._send(Loading(done, total)),
             random,
+            join.shared,
         )
         self._send(Loaded(model.num_bytes_read))
-        if not isinstance(self._receive(), Prepare):
+        prepare = self._receive()
+        if not isinstance(prepare, Prepare):
             return None
         runner = make_rank_runner(model, config, world, rank, channels)
-        if config.host_slots:
-            runner.mover = make_mover(runner, config, Outside())
-            runner.mover.report_to = lambda moved: self._send(PageMoved(moved))
+        if config.has_tiers:
+            weights = prepare.weights + bytes([model.config.has_long_factors(config.max_context)])
+            runner.mover = make_mover(runner, config, self._open_outside(runner, config, weights))
+            runner.mover.report_to = partial(self._report, runner.mover)
         self._send(Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes))
         group.begin()
         return runner
+
+    def _open_outside(self, runner: RankRunner, config: EngineConfig, weights: bytes) -> Outside:
+        problems = list[str]()
+        for _ in range(_TRIES):  # a rank of the engine before may still have the file
+            outside, opened = open_outside(runner, config, weights, self._rank, problems.append)
+            if opened is not None or not config.kv_disk:
+                return outside
+            outside.close()
+            time.sleep(_PAUSE_S)
+        raise ConfigError(f"Worker {self._rank} cannot use its pages on disk: {problems[-1]}.", param="kv_disk")
+
+    def _report(self, mover: PageMover, moved: Moved) -> None:
+        mover.written.pop(moved.number, None)  # rank 0 sees to it that other engines know
+        self._send(PageMoved(moved))
 
     def _compute(self, runner: RankRunner, join: Join) -> None:
         samples, is_heard = join.rank >= join.world.sampler, join.rank == join.world.sampler

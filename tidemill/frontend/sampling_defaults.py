@@ -18,11 +18,13 @@ from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import PACKAGED, packaged_file, read_json
 
 SOURCES = ("model", "neutral")
-NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "penalty_window": -1}
+_API_NAMES = {"penalty_window": "repeat_last_n"}  # where the API has another one
 # Measured: docs/sampling.md.
 _OF_PACKAGED = {"smollm2": {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}}
 _GGUF_NAMES = {
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "penalty_window",
 }  # fmt: skip
 # Answers without max_tokens. A small model may not find an end: at the context's end it would have rambled for minutes.
 _SMALL_PARAMETERS, _SMALL_LIMIT, _LIMIT = 10**9, 1024, 16_384
@@ -50,10 +52,11 @@ class SamplingDefaults:
 
     def shown(self) -> dict[str, float | int | None]:
         """The values as they are, under the names of the API."""
-        return self.values | {"max_tokens": self.limit}
+        return {_API_NAMES.get(name, name): value for name, value in self.values.items()} | {"max_tokens": self.limit}
 
     def __str__(self) -> str:
-        words = [f"{name} {value:g}" for name, value in self.values.items() if value != NEUTRAL[name]]
+        changed = {name: value for name, value in self.values.items() if value != NEUTRAL[name]}
+        words = [f"{_API_NAMES.get(name, name)} {value:g}" for name, value in changed.items()]
         return f"{', '.join(words) or 'neutral'} ({self.source})"
 
 
@@ -83,7 +86,7 @@ def _of_model(path: Path) -> SamplingDefaults:
 
 def _of_generation_config(config: dict[str, Any]) -> SamplingDefaults:
     """do_sample: false means greedy, as in Transformers. Where it is absent the values count, as in vLLM."""
-    given = {name: config[name] for name in NEUTRAL if config.get(name) is not None}
+    given = {name: config[name] for name in NEUTRAL.keys() - _API_NAMES.keys() if config.get(name) is not None}
     if config.get("do_sample") is False:
         given["temperature"] = 0.0
     limit = config.get("max_new_tokens")
@@ -94,6 +97,8 @@ def _of_generation_config(config: dict[str, Any]) -> SamplingDefaults:
 def _of_gguf(metadata: dict[str, Any]) -> SamplingDefaults:
     prefix = "general.sampling."
     given = {name: metadata[prefix + key] for key, name in _GGUF_NAMES.items() if prefix + key in metadata}
+    if isinstance(given.get("penalty_window"), int):
+        given["penalty_window"] = max(given["penalty_window"], -1)  # llama.cpp: anything below 0 is the context
     if isinstance(given.get("temperature"), float) and given["temperature"] < GREEDY_BELOW:
         given["temperature"] = 0.0
     made = _checked(given, "general.sampling of the GGUF file")

@@ -39,6 +39,7 @@ class Matcher(ABC):
     """The state of one sample in its grammar."""
 
     compiled_s = 0.0
+    is_done = False  # from here on any token may come
 
     @abstractmethod
     def mask(self) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import copy
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -60,6 +61,7 @@ class Tokenizer:
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
         self.chat_template: Template | None = None
         self._marks: bool | None = None  # whether control tokens in content are marked; None: not tried yet
+        self.variables: dict[str, Any] = {}  # of the chat template, where a conversation does not give them
         self._no_chat = "This model has no chat template."
         if chat_template:
             try:
@@ -68,13 +70,16 @@ class Tokenizer:
                 self._no_chat = str(error)
 
     @staticmethod
-    def load(path: Path, chat_template: str | None = None) -> Tokenizer:
-        """From a checkpoint: a GGUF file or a Hugging Face folder. `chat_template`: a file or the text of another one."""
+    def load(path: Path, chat_template: str | None = None, chat_template_kwargs: str | None = None) -> Tokenizer:
+        """From a checkpoint: a GGUF file or a Hugging Face folder. `chat_template`: a file or the text of another one;
+        `chat_template_kwargs`: its variables, as JSON."""
         with _typed_errors(f"The tokenizer of {path}"):
             made = _from_folder(path) if path.is_dir() else _from_gguf(path)
         made.path = path
         if chat_template:
             made.chat_template = ChatTemplate(_read_template(chat_template), made.control_texts())
+        if chat_template_kwargs:
+            made.variables = _read_variables(chat_template_kwargs)
         return made
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
@@ -186,10 +191,11 @@ class Tokenizer:
             "eos_token": self._eos_text,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        taken = next((name for name in ("messages", "tools", *ours) if name in (variables or {})), None)
+        variables = {**self.variables, **(variables or {})}
+        taken = next((name for name in ("messages", "tools", *ours) if name in variables), None)
         if taken is not None:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken!r}.", param="chat_template_kwargs")
-        text = self.chat_template.render(messages, tools, {**(variables or {}), **ours}, marks=bool(self._marks))
+        text = self.chat_template.render(messages, tools, {**variables, **ours}, marks=bool(self._marks))
         if not continue_final_message:
             return text
         last = messages[-1].get("content")
@@ -281,6 +287,17 @@ def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
         if short + long > room:
             short, long = room // 2, room - room // 2
     return (short, long) if first <= second else (long, short)
+
+
+def _read_variables(text: str) -> dict[str, Any]:
+    fix = """It must be a JSON object, such as '{"enable_thinking": false}'."""
+    try:
+        made = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"chat_template_kwargs is not JSON: {error}.", fix=fix, param="chat_template_kwargs") from error
+    if not isinstance(made, dict):
+        raise ConfigError(f"chat_template_kwargs is {text[:100]!r}.", fix=fix, param="chat_template_kwargs")
+    return made
 
 
 def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:

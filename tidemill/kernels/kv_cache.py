@@ -54,7 +54,8 @@ class PagedKV:
     angles: list[Angles | None]  # of each layer
     places: tuple[Place, ...]  # of each layer
     biases: Sequence[torch.Tensor | None] = field(default_factory=list)  # of each layer, by distance: `Model.distance_biases`
-    scales: torch.Tensor | None = None  # [P, layers of a page, 2, G, S], of a format that has them; of KVQuant [.., S, 4]
+    # [P, layers of a page, 2, G, S], of a format that has them; of int4 [.., S, 2]: scale and offset; of KVQuant [.., S, 4]
+    scales: torch.Tensor | None = None
     quant: KVQuant | None = None  # of KVQuant: what was calibrated
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ _DTYPES = {
     "int4": torch.uint8,
 }
 _FORMAT_OF = {dtype: name for name, dtype in _DTYPES.items()}
-LARGEST = {"fp8": 448, "int8": 127, "int4": 7}
+LARGEST = {"fp8": 448, "int8": 127}
 _TINY = 1e-30  # a row without a larger value is zero
 
 
@@ -130,34 +131,52 @@ def views(
     values = pool[:, :num_bytes].unflatten(1, (*shape[1:], row_bytes))
     if FORMATS[dtype].is_calibrated:
         return values, pool[:, num_bytes:].view(torch.int16).unflatten(1, (*shape[1:], -1))
-    return values.view(_DTYPES[dtype]), pool[:, num_bytes:].view(torch.bfloat16).unflatten(1, shape[1:])
+    beside = (2,) if dtype == "int4" else ()
+    return values.view(_DTYPES[dtype]), pool[:, num_bytes:].view(torch.bfloat16).unflatten(1, (*shape[1:], *beside))
 
 
 def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] to values and one scale a row, rounded up to bfloat16; NaN where a value is not finite. int4: a byte has value i
-    and, in its upper half, value D / 2 + i."""
+    """[..., D] to values and one scale a row, rounded up to bfloat16; NaN where a value is not finite."""
+    if kind.name == "int4":
+        return _quantize_int4(x.float())
     x, largest = x.float(), LARGEST[kind.name]
     top = x.abs().amax(-1, keepdim=True)
     top = torch.where(top < _TINY, 0.0, top)
-    bits = (top / largest).view(torch.int32)
-    scale = ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    scale = _rounded_up(top / largest)
     factor = torch.where(top > 0, 1 / scale, 0.0)
     is_finite = top.isfinite()
     codes = torch.where(is_finite, x * factor, 0.0)
     scale = torch.where(is_finite, scale, float("nan")).squeeze(-1).bfloat16()
     if kind.name == "fp8":
         return codes.to(torch.float8_e4m3fn), scale
-    codes = codes.round().to(torch.int8)
-    if kind.name == "int8":
-        return codes, scale
-    low, high = codes.view(torch.uint8).chunk(2, dim=-1)
-    return (low & 15) | (high << 4), scale
+    return codes.round().to(torch.int8), scale
+
+
+def _rounded_up(x: torch.Tensor) -> torch.Tensor:
+    """To a bfloat16."""
+    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def _quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes from -8 to 7, scale and offset [..., 2]. A byte has value i and, in its upper half, value D / 2 + i."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    offset = ((low * 0.5 + high * 0.5) + (high - low) * (0.5 / 15)).bfloat16().float()
+    step = torch.maximum((high - offset) * (1 / 7), (offset - low) * 0.125)
+    step = torch.where(step < _TINY, 0.0, step)
+    scale = _rounded_up(step)
+    is_finite = step.isfinite()
+    factor = torch.where(is_finite & (step > 0), 1 / scale, 0.0)
+    codes = torch.where(is_finite, (x - offset) * factor, 0.0).round().to(torch.int8)
+    both = torch.cat([torch.where(is_finite, scale, float("nan")), torch.where(is_finite, offset, 0.0)], -1).bfloat16()
+    first, second = codes.view(torch.uint8).chunk(2, dim=-1)
+    return (first & 15) | (second << 4), both
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, kind: KVFormat) -> torch.Tensor:
     if kind.name == "int4":
         signed = values.view(torch.int8)
         values = torch.cat([(signed << 4) >> 4, signed >> 4], dim=-1)
+        return values.float() * scales[..., :1].float() + scales[..., 1:].float()
     return values.float() * scales.float().unsqueeze(-1)
 
 

@@ -118,7 +118,7 @@ class PlacedMatrix(Weight):
 
     def __init__(self, kind: int, num_in: int, num_out: int, bias_N: torch.Tensor | None) -> None:
         assert native.lib is not None
-        self._lib, self._kind, self.num_in, self.num_out, self._bias = native.lib, kind, num_in, num_out, bias_N
+        self._lib, self.kind, self.num_in, self.num_out, self._bias = native.lib, kind, num_in, num_out, bias_N
         self._addresses: tuple[int, int | None, int | None] = (0, None, None)
 
     def place(self, codes: int, scales: int | None) -> None:
@@ -126,7 +126,7 @@ class PlacedMatrix(Weight):
         self._addresses = (codes, scales, None if self._bias is None else self._bias.data_ptr())
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._lib.linear(self._kind, x_TK, *self._addresses, self.num_out)
+        return self._lib.linear(self.kind, x_TK, *self._addresses, self.num_out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         raise AssertionError("not a table")

@@ -155,6 +155,7 @@ def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
                 policy.sinks,
                 policy.num_prompt - policy.observed,
                 policy.dense_layers,
+                policy.channels,
                 memory.shape[2],
                 memory.ctypes.data,
             )

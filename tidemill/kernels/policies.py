@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.trees import Paths
-from tidemill.kv_policy import CachePolicy
+from tidemill.kv_policy import SPARSE, CachePolicy
 
-NUMBERS = {"window": 0, "streaming": 1, "h2o": 2, "snapkv": 3, "quest": 4, "random": 5}  # as in policy_attention.c
+NUMBERS = {"window": 0, "streaming": 1, "h2o": 2, "snapkv": 3, "quest": 4, "random": 5, "double": 6}  # as in policy_attention.c
+
+
+def num_channels(policy: CachePolicy, head_dim: int) -> int:
+    return min(policy.channels, head_dim)
 
 
 @dataclass(slots=True)
@@ -25,10 +30,12 @@ class RowPolicy:
 
     policy: CachePolicy
     memory_LGX: np.ndarray  # float32
-    num_summed: int = 0  # Quest: leading pages whose lowest and highest keys are known
+    num_summed: int = 0  # leading pages (of Double Sparsity: tokens) of whose keys the memory has what it needs
+    on_device: torch.Tensor | None = None  # a GPU's, instead of `memory_LGX`
 
     @staticmethod
     def new(policy: CachePolicy, kv: PagedKV) -> RowPolicy:
+        """With the memory that kernels on a CPU take."""
         size = 1
         if policy.kind in ("h2o", "snapkv"):
             size = RowPolicy.num_slots(policy)
@@ -36,6 +43,8 @@ class RowPolicy:
             size = max(policy.sinks, 1) * kv.head_dim
         elif policy.kind == "quest":
             size = -(-policy.capacity // kv.page_size) * 2 * kv.head_dim
+        elif policy.kind == "double":  # which channels, and those of each token
+            size = (policy.capacity + 1) * num_channels(policy, kv.head_dim)
         return RowPolicy(policy, np.zeros((len(kv.specs), kv.num_kv_heads, size), np.float32))  # mapped as it is used
 
     @staticmethod
@@ -55,8 +64,8 @@ class Placed:
     position: int
     slot: int
     evicts: bool = False
-    num_read: int = 0  # pages that the query reads; 0: all
-    first_page: int = 0  # pages that are full now and were not before
+    num_read: int = 0  # pages (of Double Sparsity: tokens) that the query reads; 0: all
+    first_page: int = 0  # pages that are full now and were not before; or tokens that are new
     num_pages: int = 0
 
 
@@ -90,8 +99,8 @@ class _Open:
 class Policies:
     """Of all rows that have one."""
 
-    def __init__(self, kv: PagedKV | None) -> None:
-        self._kv = kv
+    def __init__(self, kv: PagedKV | None, keeps_memory: bool = True) -> None:
+        self._kv, self._keeps_memory = kv, keeps_memory
         self._rows: dict[int, RowPolicy] = {}
 
     @property
@@ -103,7 +112,8 @@ class Policies:
         self._rows.pop(row, None)
         if policy is not None:
             assert self._kv is not None
-            self._rows[row] = RowPolicy.new(policy, self._kv)
+            made = RowPolicy.new(policy, self._kv) if self._keeps_memory else RowPolicy(policy, np.empty((0, 0, 0), np.float32))
+            self._rows[row] = made
 
     def rounds(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[Round]:
         """Of a step; none if no row in it has a policy. Rows with a policy have one entry."""
@@ -115,7 +125,7 @@ class Policies:
             owner = self._rows.get(row)
             if owner is None:
                 made[0].places.append((row, token, start, count, entry))
-            elif owner.policy.kind == "quest":
+            elif owner.policy.kind in SPARSE:
                 self._place_sparse(made[0], owner, entry, row, token, start, count)
             else:
                 self._place(made, owner, entry, row, token, start, count)
@@ -132,15 +142,19 @@ class Policies:
             token += part.count
 
     def _place_sparse(self, first: _Open, owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
-        """Each query on its own, since it chooses its pages; in the first segment, the pages that are full by now."""
+        """Each query on its own, since it chooses its pages or tokens; in the first segment, the pages that are full by now."""
         assert self._kv is not None
-        policy, size, num_dense = owner.policy, self._kv.page_size, max(min(owner.policy.dense - start, count), 0)
+        policy, num_dense = owner.policy, max(min(owner.policy.dense - start, count), 0)
+        size = self._kv.page_size if policy.kind == "quest" else 1
         if num_dense:
             first.places.append((row, token, start, num_dense, entry))
         known, num_full = owner.num_summed, (start + count) // size
         for i in range(num_dense, count):
             position = start + i
-            num_read = policy.num_pages_read(position // size + 1, size)
+            if policy.kind == "quest":
+                num_read = policy.num_pages_read(position // size + 1, size)
+            else:
+                num_read = policy.num_tokens_read(position)
             first.segments.append(Placed(owner, row, token + i, 1, position, position, False, num_read, known, num_full - known))
             owner.num_summed = known = num_full
 

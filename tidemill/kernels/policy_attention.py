@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tidemill.kernels.attention import AttentionPlan, paged_attention, plan_attention, rotate_heads
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, write_kv
-from tidemill.kernels.policies import Placed, Round
+from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV, write_kv
+from tidemill.kernels.policies import Placed, Round, num_channels
 from tidemill.kernels.trees import Paths
 
 _POOLED = 3  # SnapKV: slots before and after, whose attention counts for a slot, too
@@ -85,6 +85,9 @@ class _Segment:
         if self.policy.kind == "quest":
             self._attend_sparse(queries, out, learned)
             return
+        if self.policy.kind == "double":
+            self._attend_tokens(queries, out, learned)
+            return
         if self.policy.kind in ("h2o", "snapkv"):
             self._accumulate(queries)
         if self.segment.evicts:
@@ -138,11 +141,11 @@ class _Segment:
         if policy.kind in ("window", "streaming"):
             return torch.cat([torch.arange(num_best), recent])
         if policy.kind == "random":
-            scores = _noise(self.layer * self.kv.num_kv_heads + head, self.segment.position + self.segment.count, older)
+            scores = random_scores(self.layer * self.kv.num_kv_heads + head, self.segment.position + self.segment.count, older)
         else:
             scores = self.memory[head, :older]
         if policy.kind == "snapkv":
-            scores = torch.nn.functional.max_pool1d(scores[None], 2 * _POOLED + 1, 1, _POOLED)[0]
+            scores = pooled(scores[None])[0]
         best = torch.sort(scores, descending=True, stable=True).indices[:num_best]
         return torch.cat([best.sort().values, recent])
 
@@ -155,10 +158,7 @@ class _Segment:
         first = self.memory[:, : policy.sinks * dim].view(-1, policy.sinks, dim)
         if end == policy.capacity:
             first.copy_(self._rows(0, slots).transpose(0, 1).float())
-        half = angles.cos.shape[1]
-        cos, sin = (table[end - policy.kept] / angles.cos[0] for table in (angles.cos, angles.sin))
-        a, b = first[..., :half], first[..., half : 2 * half]
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin, first[..., 2 * half :]], dim=-1)
+        turned = turn_on(first, angles, end - policy.kept)
         pages, offsets = self._where(slots)
         cache = self.kv.cache
         cache[pages, self.kv.places[self.layer].index, 0, :, offsets] = turned.transpose(0, 1).to(cache.dtype)
@@ -188,6 +188,30 @@ class _Segment:
             probs, values = self._scores(query[head], head, slots, learned), self._rows(1, slots)[:, head].float()
             out[part.token].view(self.kv.num_kv_heads, -1, dim)[head] = probs @ values
 
+    # ---- Double Sparsity
+
+    def _attend_tokens(self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights) -> None:
+        part, dim = self.segment, self.kv.head_dim
+        width = num_channels(self.policy, dim)
+        memory = self.memory.view(self.kv.num_kv_heads, -1, width)  # which channels, then those of each token
+        if part.num_pages:
+            if not part.first_page:
+                before = self._rows(0, torch.arange(part.position)).float()
+                order = torch.sort((before - before.mean(0)).square().sum(0), dim=-1, descending=True, stable=True).indices
+                memory[:, 0] = order[:, :width].sort(dim=-1).values.float()
+            new = self._rows(0, torch.arange(part.first_page, part.first_page + part.num_pages)).float()
+            channels = memory[:, 0].long().expand(len(new), -1, -1)
+            memory[:, part.first_page + 1 : part.first_page + part.num_pages + 1] = new.gather(2, channels).transpose(0, 1)
+        query = queries[part.token].view(self.kv.num_kv_heads, -1, dim)
+        for head in range(self.kv.num_kv_heads):
+            slots = torch.arange(part.position + 1)
+            if self.layer >= self.policy.dense_layers and part.num_read <= part.position:
+                scores = (query[head][:, memory[head, 0].long()] @ memory[head, 1 : part.position + 1].T).amax(0)
+                best = torch.sort(scores, descending=True, stable=True).indices[: part.num_read - 1]
+                slots = torch.cat([best.sort().values, slots[-1:]])
+            probs, values = self._scores(query[head], head, slots, learned), self._rows(1, slots)[:, head].float()
+            out[part.token].view(self.kv.num_kv_heads, -1, dim)[head] = probs @ values
+
     def _scores(self, query_HD: torch.Tensor, head: int, slots: torch.Tensor, learned: HeadWeights) -> torch.Tensor:
         scores = query_HD * self.kv.specs[self.layer].scale @ self._rows(0, slots)[:, head].float().T
         if learned.sinks is None:
@@ -196,7 +220,20 @@ class _Segment:
         return torch.cat([scores, sinks], -1).softmax(-1)[:, :-1]
 
 
-def _noise(place: int, position: int, num: int) -> torch.Tensor:
+def pooled(scores_GK: torch.Tensor) -> torch.Tensor:
+    """SnapKV: a slot counts as the best of its neighbours."""
+    return torch.nn.functional.max_pool1d(scores_GK[None], 2 * _POOLED + 1, 1, _POOLED)[0]
+
+
+def turn_on(first: torch.Tensor, angles: Angles, by: int) -> torch.Tensor:
+    """Keys of sinks [.., D] as they were in the beginning, turned so many positions on."""
+    half = angles.cos.shape[1]
+    cos, sin = (table[by] / angles.cos[0] for table in (angles.cos, angles.sin))  # tables may be scaled
+    a, b = first[..., :half], first[..., half : 2 * half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, first[..., 2 * half :]], dim=-1)
+
+
+def random_scores(place: int, position: int, num: int) -> torch.Tensor:
     """As in C."""
 
     def mixed(x: np.ndarray) -> np.ndarray:

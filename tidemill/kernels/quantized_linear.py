@@ -361,6 +361,11 @@ class QuantizedPanels(Weight):
         return self._panels.nbytes + self._scales.nbytes
 
     @property
+    def has_head(self) -> bool:
+        """Something of the whole matrix stands before the scales of its rows."""
+        return self._kind == "S4" or self._kind[0] in "GWT" or self._outliers is not None
+
+    @property
     def held(self) -> Held:
         return Held(self._number, self._width, self._num_out, self._panels, self._scales)
 

@@ -39,13 +39,18 @@ class Paths:
         return Paths(bases, places)
 
 
-def move_tokens(kv: PagedKV, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-    """Keys and values of all layers, from one position of a row's table to another. All are read before any is written."""
-    size = kv.page_size
-    for table in kv.tables:
-        pages = table.numpy()
-        from_, to = (torch.from_numpy(pages[rows, at // size].astype(np.int64)) for at in (sources, targets))
-        from_offset, to_offset = torch.from_numpy(sources % size), torch.from_numpy(targets % size)
+def move_tokens(
+    kv: PagedKV, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray, tables: Sequence[np.ndarray] | None = None
+) -> None:
+    """Keys and values of all layers, from one position of a row's table to another. All are read before any is written.
+    `tables`: the page tables, if those of the cache are on a device."""
+    size, device = kv.page_size, kv.cache.device
+    for pages in [table.numpy() for table in kv.tables] if tables is None else tables:
+        from_, to = (pages[rows, at // size].astype(np.int64) for at in (sources, targets))
+        places = torch.from_numpy(np.stack([from_, sources % size, to, targets % size]))
+        if device.type == "cuda":
+            places = places.pin_memory().to(device, non_blocking=True)
+        from_page, from_offset, to_page, to_offset = places
         for values in (kv.cache, kv.scales):
             if values is not None:
-                values[to, :, :, :, to_offset] = values[from_, :, :, :, from_offset]
+                values[to_page, :, :, :, to_offset] = values[from_page, :, :, :, from_offset]

@@ -11,7 +11,7 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.parallel.cuts import Cut, Size
 from tidemill.weights.checkpoint import WeightTensor
-from tidemill.weights.slices import take_rows
+from tidemill.weights.slices import NoRows, take_rows
 
 
 class Layer(nn.Module):
@@ -43,17 +43,20 @@ class Layer(nn.Module):
         return part in self.missing
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
-        expected = self.parts[part]
-        if not self.fits(part, tuple(tensor.shape)):
-            raise CheckpointError(
-                f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(expected)}."
-            )
+        self.check_shape(part, tensor)
         if part in self._loaded:
             raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
         self.take(part, *self.own(part, tensor, row_order))
         self._loaded.add(part)
         if self.is_complete():
             self.finish()
+
+    def check_shape(self, part: str, tensor: WeightTensor) -> None:
+        if not self.fits(part, tuple(tensor.shape)):
+            asked = list(self.parts[part])
+            raise CheckpointError(
+                f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {asked}."
+            )
 
     def own(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
         """What this rank has of a stored tensor, and the order of its rows."""
@@ -84,6 +87,8 @@ class Layer(nn.Module):
 
 def rows_of(tensor: WeightTensor, cut: Cut, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
     """Of rows in the model's order, those of a rank; and how what is read must be ordered."""
+    if not cut.num:
+        return NoRows(tensor), None
     own = torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in cut.runs])
     return take_rows(tensor, own if row_order is None else row_order[own])
 

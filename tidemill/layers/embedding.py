@@ -43,7 +43,8 @@ class Embedding(Linear):
     """Rows of a weight, stored as any linear's."""
 
     def __init__(self, num_tokens: int, size: int, weights: WeightPlan = PLAIN) -> None:
-        super().__init__(size, {"weight": _rows(num_tokens, weights.shard)}, weights=weights.of_tables)
+        weights = weights.of_tables
+        super().__init__(size, {"weight": _rows(num_tokens, weights.shard)}, weights=weights)
         self.table = Table(num_tokens, weights.shard)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,8 @@ class Head(Linear):
     """Logits from a table of its own."""
 
     def __init__(self, size: int, num_tokens: int, weights: WeightPlan = PLAIN) -> None:
-        super().__init__(size, {"head": _rows(num_tokens, weights.shard)}, weights=weights.of_tables)
+        weights = weights.of_tables
+        super().__init__(size, {"head": _rows(num_tokens, weights.shard)}, weights=weights)
         self.table = Table(num_tokens, weights.shard)
 
     def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

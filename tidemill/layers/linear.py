@@ -9,9 +9,11 @@ import torch
 
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
+from tidemill.kernels.parts import take_columns
 from tidemill.layers.base import Layer, read_values
-from tidemill.parallel.cuts import Cut, Size, num_of, whole_of
-from tidemill.parallel.group import group_of
+from tidemill.parallel.cuts import Cut, Size, even, num_of, unit_of, whole_of
+from tidemill.parallel.group import Group, group_of
+from tidemill.parallel.shard import Shard
 from tidemill.quant import PLAIN, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
@@ -40,6 +42,11 @@ class Linear(Layer):
         """`outs`: stored matrices by name, with their output features, in the order in which they are fused. `stored`: the rows
         of one of which the model's `row_order` takes only some. Sizes that are a Cut: this rank has some of the output features,
         or some of the input features, and then what it computes is a part of the sum, to which the other ranks' are added."""
+        self._columns: range | None = None  # that are multiplied by, where the input has all
+        self._gathered: tuple[Group, list[int]] | None = None  # where the outputs of several ranks are put together
+        self._group = group_of(weights.shard) if isinstance(num_in, Cut) else None  # that adds up
+        if weights.hidden.size > 1:
+            num_in, outs = self._cut_hidden(num_in, outs, weights)
         self._taken = {name: whole_of(size) for name, size in outs.items()}
         parts: dict[str, tuple[int, ...]] = {
             name: ((stored or {}).get(name, num), whole_of(num_in)) for name, num in self._taken.items()
@@ -50,7 +57,6 @@ class Linear(Layer):
             cuts |= {f"{name}.bias": (size, 0) for name, size in outs.items()}
         super().__init__(parts, cuts=cuts)
         self.num_in, self.outs = num_of(num_in), {name: num_of(size) for name, size in outs.items()}
-        self._group = group_of(weights.shard) if isinstance(num_in, Cut) else None
         self._names, self._has_bias = list(outs), bias
         self.method = weights.method
         self._read: dict[str, Any] = {}  # until all are there
@@ -58,10 +64,30 @@ class Linear(Layer):
         self.loras: Loras | None = None  # adapters of the model, and those of this layer
         self.lora: LinearLora | None = None
 
+    def _cut_hidden(self, num_in: Size, outs: Mapping[str, Size], weights: WeightPlan) -> tuple[Size, Mapping[str, Size]]:
+        """Also by the hidden size, which is the input of some linears and the output of others."""
+        hidden, is_quantized = weights.hidden, weights.scheme != "dense"
+        group = group_of(hidden)
+        if isinstance(num_in, int) and any(isinstance(size, Cut) for size in outs.values()):
+            cut = even(num_in, hidden, unit_of(num_in, hidden.size, is_quantized))
+            self._columns, self._group = cut.runs[0], group
+            return cut, outs
+        ((name, size),) = outs.items() if isinstance(num_in, Cut) else (("", 0),)
+        if isinstance(size, int) and size:
+            unit = unit_of(size, hidden.size, is_quantized)
+            cuts = [even(size, Shard(rank, hidden.size), unit) for rank in range(hidden.size)]
+            self._gathered = group, [cut.num for cut in cuts]
+            return num_in, {name: cuts[hidden.rank]}
+        return num_in, outs
+
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
         """Some formats store by themselves the rows that others have among more."""
         name = part.partition(".")[0]
         return shape in (self.parts[part], (self._taken[name], *self.parts[part][1:]))
+
+    def read_only(self, cuts: Mapping[str, Cut]) -> None:
+        """Of its matrices, only these rows are read; what becomes of the others is its method's to know."""
+        self._cuts |= {name: (None if cut.is_whole else cut, None) for name, cut in cuts.items()}
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         if part in self._names:
@@ -99,7 +125,12 @@ class Linear(Layer):
         return _OwnPair(down, up, pair.scale)
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x_TK) if self._group is None else self._group.all_reduce(self._multiply(x_TK))
+        if self._group is None:
+            return self._multiply(x_TK)
+        if self._columns is not None:
+            return self.weight.activate(self._group.all_reduce(self.weight.matmul(take_columns(x_TK, self._columns))))
+        y_TN = self._group.all_reduce(self._multiply(x_TK))
+        return y_TN if self._gathered is None else self._gathered[0].all_gather(y_TN, 1, self._gathered[1])
 
     def _multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.loras is None or self.lora is None or not self.loras.is_on:

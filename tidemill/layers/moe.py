@@ -32,10 +32,12 @@ class Router(Linear):
         outs = {"router": spec.num_experts} | ({"shared": 1} if spec.shared_size else {})
         super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights.of_tables)
 
-    def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
         """GGUF files have the shared expert's row as a vector."""
-        is_vector = part == "shared" and len(tensor.shape) == 1
-        super().load(part, _Row(tensor) if is_vector else tensor, row_order)
+        return super().fits(part, shape) or (part == "shared" and shape == self.parts[part][1:])
+
+    def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
+        super().load(part, _Row(tensor) if len(tensor.shape) == 1 and part == "shared" else tensor, row_order)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.weight.logits(x_TH)
@@ -80,6 +82,11 @@ class Experts(Layer):
                 whole = spec.shared_size
                 shapes[f"shared_{side}"] = (hidden_size, whole) if side == "down" else (whole, hidden_size)
         return shapes | {"gate_ups": (num, 2 * size, hidden_size)}
+
+    def read_only(self, experts: range) -> None:
+        """Only these are read; what becomes of the others is its method's to know."""
+        self._own = experts
+        self._wanted = {(side, expert) for side, expert in self._wanted if expert in experts or expert == self.num_experts}
 
     def _brings(self, part: str) -> set[tuple[str, int]]:
         """The matrices in a part, by side and expert."""

@@ -31,7 +31,7 @@ from tidemill.layers.moe import Experts, MoE
 from tidemill.quant.base import Gated
 from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
-from tidemill.weights.prepared import Item, PreparedFile, memory
+from tidemill.weights.prepared import Item, PreparedFile, WeightFile, memory
 
 _PIECE = 2**20
 _NUM_READERS = 4
@@ -80,7 +80,7 @@ class Stream:
     """Units of a file, each of some items, and slots of memory that they are read into."""
 
     def __init__(
-        self, file: PreparedFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
+        self, file: WeightFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
     ) -> None:
         """`pieces`: [n, 3] of where in the file, how many bytes, where in a slot. `firsts`: of each unit, and the number of all.
         `slot_of`: of each unit; empty: any."""
@@ -137,7 +137,7 @@ class Stream:
         self._lib.stream_layer(self.address, layer)
 
 
-def _close(process: int, lib: native.Library, address: int, file: PreparedFile, *kept: object) -> None:
+def _close(process: int, lib: native.Library, address: int, file: WeightFile, *kept: object) -> None:
     if process == os.getpid():  # a forked child has none of the threads that read
         lib.close_stream(address)
         file.close()
@@ -166,6 +166,7 @@ class Streaming(ABC):
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
         self.streamed_bytes = 0  # not always in memory
+        self.stream: Stream | None = None  # None: all is in memory after all, or other streams than those of the C library
         self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
     @abstractmethod
@@ -180,9 +181,12 @@ class Streaming(ABC):
         self._taken = now
         return Reads(*(mine - other for mine, other in zip(now, before, strict=True)))  # type: ignore[arg-type]
 
-    @abstractmethod
     def _figures(self) -> Reads:
         """Since the start."""
+        if self.stream is None:
+            return Reads(0, 0.0, 0, 0)
+        now = self.stream.figures
+        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
@@ -208,14 +212,7 @@ class DiskStreaming(Streaming):
         super().__init__(budget)
         self.store, self._by_neuron = store, by_neuron
         self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
-        self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
-
-    def _figures(self) -> Reads:
-        if self.stream is None:
-            return Reads(0, 0.0, 0, 0)
-        now = self.stream.figures
-        return Reads(now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read, now.num_foreseen)
 
     def attach(self, blocks: nn.ModuleList) -> None:
         if self._by_neuron:

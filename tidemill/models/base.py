@@ -27,7 +27,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.layers.streamed import Reads, Streaming
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
-from tidemill.parallel.cuts import rank_config
+from tidemill.parallel.cuts import part_config
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
@@ -54,7 +54,7 @@ class Model(nn.Module, ABC):
         """`weights`: how linears store theirs."""
         super().__init__()
         self.whole, self.weight_plan = config, weights
-        self.config = rank_config(config, weights.shard, weights.expert_parallel)  # of the part that is here
+        self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -179,34 +179,26 @@ class Model(nn.Module, ABC):
             others = set(targets)
             model.keep(stage)
             targets = model._targets(checkpoint.format)
-        ignored = [re.compile(pattern) for pattern in model.ignored]
-        done, total = 0, 0 if random else checkpoint.num_bytes // weights.shard.size
+        if not random:
+            model._check_layout(checkpoint, targets, others)
+        num_ranks = weights.part.tables.size
+        done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
         with torch.inference_mode():
             stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
             for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
                 places = targets.get(tensor.name)
                 if places is None:
-                    if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
-                        raise CheckpointError(
-                            f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
-                            f"with {config.num_layers} layers."
-                        )
                     continue
                 pieces = cut(tensor, [layer.parts[part] for layer, part in places])
                 for (layer, part), piece in zip(places, pieces, strict=True):
                     layer.load(part, piece, model.row_order(checkpoint.format, part))
-                done += tensor.num_bytes // weights.shard.size
+                done += tensor.num_bytes // num_ranks
                 if progress:
                     progress(tensor.name, done, total)
         if weights.device != "cpu":
             with torch.inference_mode():
                 model.to(weights.device)  # linears are there already
-        stored_as = {place: name for name, places in targets.items() for place in places}
-        for module in model.modules():
-            if isinstance(module, Layer) and module.missing:
-                missing = sorted(module.missing)
-                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
-                raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        model._check_missing(checkpoint, targets, set())
         if sparsity is not None:
             sparsity.finish()
         if streaming is not None:
@@ -216,6 +208,37 @@ class Model(nn.Module, ABC):
             model.loaded(checkpoint.format)
         model._let_norms_quantize()
         return model.eval()
+
+    def _check_layout(self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], others: set[str]) -> None:
+        """That all tensors are there and fit, before any is read. `others`: names that belong to other stages."""
+        ignored, found = [re.compile(pattern) for pattern in self.ignored], set[tuple[Layer, str]]()
+        for tensor in (self.as_named(one, checkpoint.format) for one in checkpoint.tensors()):
+            places = targets.get(tensor.name)
+            if places is None:
+                if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
+                    raise CheckpointError(
+                        f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
+                        f"with {self.whole.num_layers} layers."
+                    )
+                continue
+            pieces = cut(tensor, [layer.parts[part] for layer, part in places])
+            for (layer, part), piece in zip(places, pieces, strict=True):
+                layer.check_shape(part, piece)
+                found.add((layer, part))
+        self._check_missing(checkpoint, targets, found)
+
+    def _check_missing(
+        self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], found: set[tuple[Layer, str]]
+    ) -> None:
+        """`found`: parts that are there, but not loaded. Experts may be stored in several ways, which only loading settles."""
+        stored_as = {place: name for name, places in targets.items() for place in places}
+        for module in self.modules():
+            if not isinstance(module, Layer) or (found and isinstance(module, Experts)):
+                continue
+            missing = sorted(part for part in module.missing if (module, part) not in found)
+            if missing:
+                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
+                raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
 
     def _let_norms_quantize(self) -> None:
         """A norm writes its result as the one linear behind it takes it."""

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from tidemill.errors import ConfigError
 from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, MoESpec, StateSpec
 from tidemill.parallel.shard import Shard
+from tidemill.parallel.world import Part
 
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # of columns: blocks of codes, and what vectors like
 _SMALLEST_QUANTIZED = 32
@@ -219,6 +220,20 @@ def rank_config(config: ModelConfig, shard: Shard, expert_parallel: bool = False
     inner = feed_forward_cut(config, dense[0], shard).num if dense and config.intermediate_size else config.intermediate_size
     stored = {kind: -(-num // shard.size) for kind, num in config.stored.items()}
     return replace(config, layers=layers, experts=experts, intermediate_size=inner, stored=stored, num_ranks=shard.size)
+
+
+def part_config(config: ModelConfig, part: Part, expert_parallel: bool = False) -> ModelConfig:
+    """The model as a rank with this part has it."""
+    if part.rows.size == 1:
+        own, size = rank_config(config, part.shard, expert_parallel), part.tables.size
+        stored = {kind: -(-num // size) for kind, num in config.stored.items()}
+        return own if part.hidden.size == 1 else replace(own, stored=stored, num_ranks=size)
+    if config.pooler is not None:
+        raise ConfigError("Encoders cannot be divided among ranks.", fix="Use --data-parallel.")
+    size, num_layers = part.rows.size, config.num_layers
+    layers = config.layers if config.state_layers else tuple(rank_spec(spec, part.rows) for spec in config.layers)
+    stored = {kind: min(num, -(-num // size) + 2 * num // num_layers) for kind, num in config.stored.items()}
+    return replace(config, layers=layers, stored=stored)
 
 
 def _check_alike(config: ModelConfig, shard: Shard) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tidemill.parallel.shard import WHOLE, Shard
+from tidemill.parallel.shard import Shard
 
 
 class Group(Protocol):
@@ -78,7 +78,8 @@ class Alone:
         return
 
 
-_groups: dict[Shard, Group] = {WHOLE: Alone()}
+_groups = dict[Shard, Group]()
+_alone = Alone()
 
 
 def use(shard: Shard, group: Group) -> None:
@@ -89,4 +90,4 @@ def use(shard: Shard, group: Group) -> None:
 
 def group_of(shard: Shard) -> Group:
     """The group of a layer with this shard."""
-    return _groups[shard]
+    return _alone if shard.size == 1 else _groups[shard]

@@ -3,9 +3,10 @@
 T tokens go through a layer of hidden size E, whose blocks (attention, feed-forward) have an inner size F, on n ranks:
 
 - weight-stationary, 1D: a rank has F / n inner values. Activations of all tokens are summed over ranks: 2 T E values a block.
-- weight-stationary, 2D: ranks are a grid X × Y, a rank has E / X by F / Y: 2 T (E / X + F / Y) values a block.
+- weight-stationary, 2D: ranks are a grid X × Y, a rank has E / X by F / Y: 2 T (E / X + F / Y) values a block. Attention, and its
+  keys and values, are divided by Y alone.
 - weights gathered from N ranks before their use (N = n: activations stay where they are): W N / n weights, and of activations
-  what 1D sends for T / N tokens.
+  what 1D sends for T / N tokens. With N = n, attention is by heads, for which T / n tokens are exchanged.
 
 A step takes the longer of computing and reading memory, and what it sends. Ints and floats only.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidemill.config.parallel import grid_of
 from tidemill.model_config import AttentionSpec, ModelConfig, StateSpec
 
 
@@ -48,9 +50,15 @@ class Layout:
             return f"weights gathered from {self.gathered}"
         return "1D weight-stationary" if self.grid == 1 else f"2D weight-stationary, X = {self.grid}"
 
+    def name_of(self, size: int) -> str:
+        """That --tensor-layout has for it; empty: the engine does not have it."""
+        if self.gathered > 1:
+            return "gathered" if self.gathered == size else ""
+        return "1d" if self.grid == 1 else "2d" if self.grid == grid_of(size) else ""
+
     def is_there(self, size: int) -> bool:
         """Whether the engine has it."""
-        return size == 1 or (self.grid == 1 and self.gathered == 1)
+        return size == 1 or bool(self.name_of(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +97,9 @@ def cost(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: De
     read = values if phase.num_tokens < tokens_of_all_experts(model) else model.num_parameters
     weights = read * device.weight_bytes * layout.gathered / size
     kv = phase.num_sequences * phase.context * model.kv_bytes_per_token("float32") * device.activation_bytes / 4
-    by_heads = max(1, min(size // layout.gathered, model.num_kv_heads or size))
-    kv /= by_heads * min(layout.gathered, phase.num_sequences)
+    by_rows = 1 if layout.gathered == size else layout.gathered  # all of them: rows become heads for attention
+    by_heads = max(1, min(size // by_rows // layout.grid, model.num_kv_heads or size))
+    kv /= by_heads * min(by_rows, phase.num_sequences)
     sent, num_collectives = _sent(model, layout, size, phase, device)
     return Cost(
         layout,
@@ -121,9 +130,17 @@ def _sent(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: D
                 total += 2 * tokens * width * device.activation_bytes
                 num += 4
             num += layout.gathered > 1
+        if layout.gathered == size:  # rows for heads, and back
+            total += tokens * _exchanged(model, layer) * device.activation_bytes
     if layout.gathered > 1:
         total += model.num_parameters * device.weight_bytes * (layout.gathered - 1) / size
     return total, num
+
+
+def _exchanged(model: ModelConfig, layer: int) -> int:
+    """Values of a token that its attention takes and gives."""
+    spec = model.layers[layer]
+    return 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if isinstance(spec, AttentionSpec) else 0
 
 
 def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:

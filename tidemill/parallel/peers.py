@@ -11,8 +11,9 @@ import torch
 from tidemill.errors import WorkerLost
 from tidemill.parallel.channel import Address, Channel, Door, connect
 from tidemill.parallel.cuda import CudaGroup
-from tidemill.parallel.group import Alone, Group
-from tidemill.parallel.shared import SharedGroup
+from tidemill.parallel.group import Alone, Group, use
+from tidemill.parallel.shard import Shard
+from tidemill.parallel.shared import SharedGroup, shared_bytes
 from tidemill.parallel.sockets import SocketGroup
 from tidemill.parallel.world import World
 
@@ -66,12 +67,25 @@ def take_device(rank: int, device: str) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
-def group_for(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> Group:
-    """Of the ranks that share the layers of this one, on hosts. `shared`: a file of shared memory, or empty."""
-    shard = world.shard(rank)
-    if shard.size == 1:
-        return Alone()
-    if shared:
-        return SharedGroup(Path(shared), shard.rank, shard.size)
-    first = world.stage_ranks(rank).start
-    return SocketGroup(shard.rank, {peer - first: channels[peer] for peer in world.stage_ranks(rank) if peer != rank})
+def groups_for(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> dict[Shard, Group]:
+    """Of the ranks that share the layers of this one, on hosts; those of all of them first. `shared`: a file of shared memory, or
+    empty."""
+    groups, first = dict[Shard, Group](), 0
+    for shard, ranks in world.axes(rank):
+        if rank in ranks and shard.size == 1:
+            groups[shard] = Alone()
+        elif rank in ranks and shared:
+            groups[shard] = SharedGroup(Path(shared), shard.rank, shard.size, first=first)
+        elif rank in ranks:
+            groups[shard] = SocketGroup(shard.rank, {i: channels[peer] for i, peer in enumerate(ranks) if peer != rank})
+        first += shared_bytes(shard.size)
+    return groups
+
+
+def use_groups(rank: int, world: World, shared: str, channels: dict[int, Channel], device: str) -> tuple[list[Group], Group]:
+    """Those of the ranks that share the layers of this one, which its layers use from now on: on hosts, and for its device."""
+    hosts = groups_for(rank, world, shared, channels)
+    groups = {shard: on_device(host, device) for shard, host in hosts.items()}
+    for shard, group in groups.items():
+        use(shard, group)
+    return list({id(one): one for one in (*hosts.values(), *groups.values())}.values()), groups[world.shard(rank)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class Shard:
     rank: int = 0
     size: int = 1  # ranks
+    axis: str = ""  # of a grid of ranks: which of its groups they are; empty: all ranks
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size

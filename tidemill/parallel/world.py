@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidemill.parallel.shard import Shard
+from tidemill.parallel.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,31 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of the layers it shares with others."""
+
+    shard: Shard = WHOLE  # of heads and inner values
+    hidden: Shard = WHOLE  # of the hidden size, which is cut as well if this is a part
+    rows: Shard = WHOLE  # of a step's tokens: ranks gather the weights of a layer as they need it
+
+    @property
+    def tables(self) -> Shard:
+        """Of the rows of tables: all ranks have some."""
+        if self.rows.size > 1:
+            return self.rows
+        if self.hidden.size == 1:
+            return self.shard
+        return Shard(self.shard.rank * self.hidden.size + self.hidden.rank, self.shard.size * self.hidden.size)
+
+
+@dataclass(frozen=True, slots=True)
 class World:
+    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden size), or gathered."""
+
     tensor: int
     stage_ends: tuple[int, ...]  # of each stage: the number of the layer after its last
+    layout: str = "1d"
+    grid: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -47,6 +69,26 @@ class World:
 
     def shard(self, rank: int) -> Shard:
         return Shard(rank % self.tensor, self.tensor)
+
+    def part(self, rank: int) -> Part:
+        shard = self.shard(rank)
+        if self.layout == "gathered":
+            return Part(rows=shard)
+        if self.grid == 1:
+            return Part(shard)
+        row, column = divmod(shard.rank, self.grid)
+        return Part(Shard(row, self.tensor // self.grid, f"column {column}"), Shard(column, self.grid, f"row {row}"))
+
+    def axes(self, rank: int) -> list[tuple[Shard, list[int]]]:
+        """Groups in which ranks that share layers exchange something, in an order that all know: all of them; of a grid, its rows
+        and its columns. The shard of this rank in each that it is in, and their ranks."""
+        first, grid = self.stage_ranks(rank).start, self.grid
+        groups = [("", [*self.stage_ranks(rank)])]
+        if grid > 1:
+            rows = self.tensor // grid
+            groups += [(f"row {row}", [first + row * grid + i for i in range(grid)]) for row in range(rows)]
+            groups += [(f"column {column}", [first + column + i * grid for i in range(rows)]) for column in range(grid)]
+        return [(Shard(ranks.index(rank) if rank in ranks else 0, len(ranks), axis), ranks) for axis, ranks in groups]
 
     def stage(self, rank: int) -> Stage | None:
         """None: there is one, with all layers."""

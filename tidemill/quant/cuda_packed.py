@@ -355,8 +355,9 @@ def _num_rows(part: Part) -> int:
 
 
 def _dense(part: Part) -> torch.Tensor:
-    part = plain(part)
-    return part.to("cuda", torch.bfloat16) if isinstance(part, torch.Tensor) else part.dequantize().to("cuda", torch.bfloat16)
+    whole = plain(part)
+    values: torch.Tensor = whole if isinstance(whole, torch.Tensor) else whole.dequantize()
+    return values.to("cuda", torch.bfloat16)
 
 
 # ---- plain checkpoints

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.parallel.shard import WHOLE, Shard
+from tidemill.parallel.world import Part
 from tidemill.quant.base import LinearMethod
 from tidemill.quant.cuda import CudaDense
 from tidemill.quant.cuda_packed import CudaInt4, CudaQuantized
@@ -31,14 +32,16 @@ SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}  #
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """`fast`: sums may run in an order that depends on the number of rows. `expert_parallel`: a rank has some experts, not some
-    of each."""
+    """`fast`: sums may run in an order that depends on the number of rows. `shard`, `hidden`, `rows`: of a `Part` of ranks.
+    `expert_parallel`: a rank has some experts, not some of each."""
 
     scheme: str = "dense"
     device: str = "cpu"
     fast: bool = False
     shard: Shard = WHOLE
     expert_parallel: bool = False
+    hidden: Shard = WHOLE
+    rows: Shard = WHOLE
 
     @property
     def method(self) -> LinearMethod[Any]:
@@ -46,8 +49,14 @@ class WeightPlan:
 
     @property
     def of_tables(self) -> WeightPlan:
-        """Of embeddings, heads and routers, which stay as they are where plain weights are quantized."""
-        return replace(self, scheme="dense") if self.scheme in _ONLINE else self
+        """Of embeddings, heads and routers, which stay as they are where plain weights are quantized. Their rows are cut, if
+        anything is."""
+        scheme = "dense" if self.scheme in _ONLINE else self.scheme
+        return replace(self, scheme=scheme, shard=self.part.tables, hidden=WHOLE, rows=WHOLE)
+
+    @property
+    def part(self) -> Part:
+        return Part(self.shard, self.hidden, self.rows)
 
 
 PLAIN = WeightPlan()

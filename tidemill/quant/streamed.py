@@ -91,7 +91,7 @@ class Streamed(LinearMethod[Any]):
             shared = self._read_shared()
         item = self._store.item(self.expert(0))
         places = iter(item.starts)
-        gate_up, down = (_streamed(item.about[side], places) for side in ("gate_up", "down"))
+        gate_up, down = (streamed_stack(item.about[side], places) for side in ("gate_up", "down"))
         gate_up.bias, down.bias = parts.gate_up_bias, parts.down_bias
         return NativeExperts(spec, gate_up, down, shared)
 
@@ -111,7 +111,7 @@ class Streamed(LinearMethod[Any]):
         return shared[0], shared[1]
 
     def _put_pair(self, name: str, gate_up: Stack, down: Stack, number: int) -> None:
-        both = [_of_expert(stack, number) for stack in (gate_up, down)]
+        both = [of_expert(stack, number) for stack in (gate_up, down)]
         self._store.put(name, both, {"gate_up": _about(both[0]), "down": _about(both[1])})
 
     def _read_shared(self) -> tuple[Stack, Stack]:
@@ -128,7 +128,7 @@ class Streamed(LinearMethod[Any]):
         return made[0], made[1]
 
 
-def _of_expert(stack: Stack, number: int) -> Held:
+def of_expert(stack: Stack, number: int) -> Held:
     scales = None if stack.scales is None else stack.scales[number]
     return Held(stack.kind, stack.num_in, stack.num_out, stack.codes[number], scales)
 
@@ -137,6 +137,6 @@ def _about(matrix: Held) -> list[int]:
     return [matrix.kind, matrix.num_in, matrix.num_out, int(matrix.scales is not None)]
 
 
-def _streamed(about: list[int], places: Iterator[int]) -> StreamedStack:
+def streamed_stack(about: list[int], places: Iterator[int]) -> StreamedStack:
     kind, num_in, num_out, has_scales = about
     return StreamedStack(kind, num_in, num_out, next(places), next(places) if has_scales else None)

@@ -30,6 +30,13 @@ class StepResult:
     paths: dict[int, list[int]] = field(default_factory=dict)  # of drafts that are a tree: which are right
     broken: set[int] = field(default_factory=set)  # rows of which a draft, right or wrong, has logits that are not finite
 
+    def token_of(self, row: int, number: int) -> int:
+        """Of the draws of a row, a token that counts; -1: it was drawn after a wrong draft."""
+        own, path = self.tokens[row], self.paths.get(row)
+        if path is not None and number:
+            number = path.index(number - 1) + 1 if number - 1 in path else len(own)
+        return own[number] if number < len(own) else -1
+
     def take_logprobs(self, rows: Sequence[int], entries: Mapping[int, TokenLogprobs]) -> None:
         """`rows`: of every token drawn. `entries`: by its number, what was asked. Those of wrong drafts are dropped."""
         for number, entry in sorted(entries.items()):

@@ -21,6 +21,7 @@ from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, accept, broken_rows, draws, right_drafts
 from tidemill.runner.batch import Batch, gather_batch
+from tidemill.runner.first_layers import FirstLayers
 from tidemill.runner.graphs import record_forward
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import look_at_prompt
@@ -61,6 +62,15 @@ class CpuRunner:
         self.mover: PageMover | None = None  # if there are tiers
         self._groups = config.layout.groups
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
+
+    @property
+    def takes_trees(self) -> bool:
+        """Drafts may be trees."""
+        return self.mixers.takes_trees
+
+    def first_layers(self, num_layers: int) -> FirstLayers:
+        """While no sequence is in the cache."""
+        return FirstLayers(self.model, self.mixers, self.cache, self.state, num_layers)
 
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
         """All pages, and the null page."""

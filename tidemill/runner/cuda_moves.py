@@ -176,7 +176,7 @@ class CudaMover(PageMover):
         return self._pages.shape[1]
 
     def _move_on_disk(self, move: PageMove) -> int:
-        file = self._outside.file
+        file = self.outside.file
         assert file is not None
         if move.is_load:
             return self._load(move, lambda page: file.read(move.source, move.key, page))
@@ -187,7 +187,7 @@ class CudaMover(PageMover):
         return self._pages.shape[1]
 
     def _move_to_peers(self, move: PageMove) -> int:
-        exporter, importer = self._outside.exporter, self._outside.importer
+        exporter, importer = self.outside.exporter, self.outside.importer
         if move.is_load:
             assert importer is not None
             return self._load(move, lambda page: importer.fetch(move.source, move.key, page))
@@ -198,7 +198,7 @@ class CudaMover(PageMover):
         place, ended = self._left.pop(move.number)
         try:
             ended.synchronize()
-            self._written[move.number] = exporter.write(move.target, move.key, self._leaving[place].numpy())
+            self.written[move.number] = exporter.write(move.target, move.key, self._leaving[place].numpy())
         finally:
             self._places.append(place)
         return self._pages.shape[1]

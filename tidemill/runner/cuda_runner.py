@@ -51,8 +51,9 @@ from tidemill.models.base import CausalLM
 from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes, uncaptured
+from tidemill.runner.cuda_policies import CudaPolicies, Launches
 from tidemill.runner.cuda_sampler import CudaSampler, score
-from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded
+from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded, parts
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
 from tidemill.runner.page_moves import PageMover, changed_pages
@@ -106,10 +107,12 @@ class Launched:
     tokens: torch.Tensor | None  # drawn: pinned, valid once `ready` has passed
     reports: list[Report]
     ready: torch.cuda.Event
+    hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
 
 
 class CudaRunner:
     steps_ahead = 1
+    _decodes = True  # there are graphs of steps in which every sequence decodes
     shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
@@ -120,7 +123,10 @@ class CudaRunner:
         self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         self._padding_row = config.max_requests  # its page table stays empty: the null page
         self._max_draws, self._max_context = config.max_draws, config.max_context
-        self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups)
+        longest = max(config.max_context, config.max_stream)
+        self.state = RowState(
+            config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups, longest
+        )
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page tables
         self._tables = [self._pages[:, start:end] for start, end in pairwise(self.state.columns)]  # of each group
         self._num_kv_groups, self._groups = config.layout.num_kv_groups, config.layout.groups
@@ -130,7 +136,7 @@ class CudaRunner:
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
         self.cache = self._new_cache(config)
         has_attention = [isinstance(spec, AttentionSpec) for spec in shape.layers]
-        angles = model.angles(config.max_context, self._device)
+        angles = model.angles(config.max_context, self._device, config.max_stream)
         own = [one for one, has in zip(angles, has_attention, strict=True) if has]
         biases = model.distance_biases(config.max_context)
         values, scales = self._kv_memory(config)
@@ -149,7 +155,7 @@ class CudaRunner:
             self.fallback = "; ".join(filter(None, (self.fallback, "weights are streamed: steps run without CUDA graphs")))
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
-        self._by_roles = by_roles(shape.attention_layers, scales is not None)
+        self._by_roles = by_roles(shape.attention_layers, scales is not None) and config.kv_dtype != "int4"
         self._either = self._kinds_of_attention()  # graphs that differ in it
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
@@ -158,6 +164,7 @@ class CudaRunner:
         num_slots = config.max_draws * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
         self._done = torch.zeros(config.token_budget, shape.num_kv_heads, dtype=torch.int32, device=self._device)
+        self._policies = self._make_policies(config) if config.kv_policies else None
         self._hidden = torch.empty(config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=self._device)
         self._logits = torch.empty(config.max_draws, shape.vocab_size, device=self._device)  # of the last step
         self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
@@ -172,9 +179,10 @@ class CudaRunner:
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
+        self._prepare(config)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():
             self._compile()
-        pool = torch.cuda.graph_pool_handle()
+        self._graph_pool = pool = torch.cuda.graph_pool_handle()
         # Else libraries have been tried at every size.
         first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
@@ -200,7 +208,7 @@ class CudaRunner:
                     self._mixed_graphs[size, has_singles, True] = capture(step, pool, run_first=True)
         self._decode_graphs = {
             (size, shares): self._capture(self._decode_step(size, shares), pool, first)
-            for size in reversed(self._decode_sizes)
+            for size in reversed(self._decode_sizes if self._decodes else [])
             for shares in self._either
         }
         # For steps in which a token has an adapter: one graph for each size.
@@ -257,6 +265,16 @@ class CudaRunner:
                 self._halved[decodes, size, kind] = make(decodes, size, kind)
             self._cuts[decodes, size] = cuts[decodes, size]
 
+    def _prepare(self, config: EngineConfig) -> None:
+        """Before kernels are compiled and graphs are captured."""
+
+    def _more_steps(self) -> list[Step]:
+        """That kernels are compiled for."""
+        return []
+
+    def record(self, step: Step) -> Graph:
+        return capture(step, self._graph_pool, run_first=True)
+
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
         return _new_pool(config, self.model.config, self._device)
 
@@ -295,18 +313,24 @@ class CudaRunner:
         if self.loras is not None:
             steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
             steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
+        steps += self._more_steps()
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
             for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
-            self.sampler.warm_up(self.model, self._hidden, self._logits)
+            self._warm_up()
             self.model.compile(nums_rows)
         self.model.prepare(nums_rows)
-        self.sampler.warm_up(self.model, self._hidden, self._logits)
+        self._warm_up()
         with self.model.one_layer_of_each_kind():
             for step in steps:
                 step.run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def _warm_up(self) -> None:
+        self.sampler.warm_up(self.model, self._hidden, self._logits)
+        if self._policies is not None:
+            self._policies.warm_up()
 
     # ---- a step
 
@@ -316,18 +340,26 @@ class CudaRunner:
         items, reports = plan.items, list[Report]()
         has_lora = self.loras is not None and any(self.state.adapters[item.row] >= 0 for item in items)
         decodes = all(item.samples and item.count == item.num_draws and not self._asks_prompt[item.row] for item in items)
+        if self._policies is not None and not self._policies.rows.rows.isdisjoint(item.row for item in items):
+            tokens, logits = self._with_policies(items, has_lora, reports)
+            return self._finish(plan, tokens, logits, reports)
         work, by_flash = self._work(items, may_flash=not has_lora, cut=0 if has_lora else self._cut_of(items, decodes))
         if not decodes:
             tokens, logits = self._mixed(items, work, by_flash, has_lora, reports)
         else:
             tokens, logits = self._decode(work, has_lora)
+        return self._finish(plan, tokens, logits, reports)
+
+    def _finish(
+        self, plan: StepPlan, tokens: torch.Tensor | None, logits: torch.Tensor | None, reports: list[Report]
+    ) -> Launched:
         if tokens is not None and logits is not None:
             self._draw_again(plan, tokens, logits, reports)
         return self._send_back(plan, tokens, reports)
 
     def _draw_again(self, plan: StepPlan, tokens: torch.Tensor, logits: torch.Tensor, reports: list[Report]) -> None:
         """For the rows that want more than a temperature; and what is asked about any token."""
-        rows, positions = draws(plan.items)
+        rows, positions = draws(plan.items, plan.trees)
         again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
         if again:
             if plan.drafts:  # the first draw has written over them
@@ -354,8 +386,12 @@ class CudaRunner:
             self._pages[[copy.target for copy in plan.row_copies]] = self._pages[[copy.source for copy in plan.row_copies]]
         for copy in plan.row_copies:
             self._know(copy.target, copy.params)
+            if self._policies is not None:
+                self._policies.rows.take(copy.target, None)  # whose source has none
         for new in plan.new_rows:
             self._know(new.row, new.params)
+            if self._policies is not None:
+                self._policies.rows.take(new.row, new.cache)
             for table, page_ids in zip(self._tables, new.page_ids, strict=True):
                 table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:
@@ -366,7 +402,8 @@ class CudaRunner:
     @torch.inference_mode()
     def change_pages(self, plan: StepPlan) -> None:
         if self.mover is not None:
-            self.mover.store(plan.page_moves, changed_pages(plan, self._tables, self._groups))
+            anywhere = set() if self._policies is None else self._policies.rows.rows
+            self.mover.store(plan.page_moves, changed_pages(plan, self._tables, self._groups, anywhere))
         if plan.page_zeroes:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
@@ -386,7 +423,7 @@ class CudaRunner:
 
     def _work(self, items: list[StepItem], may_flash: bool, cut: int = 0) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
-        table = np.array([part for item in items for part in _parts(item)], np.int32)
+        table = np.array([part for item in items for part in parts(item)], np.int32)
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
@@ -416,16 +453,21 @@ class CudaRunner:
         """Returns where in the words the tokens stand that yield logits."""
         if has_lora and self.loras is not None:
             self.loras.write(self.state.adapters[work.rows], graph.size)
-        self._turn = (self._turn + 1) % len(self._staging)
-        staging = self._staging[self._turn]  # of a step that is collected by now
-        begin = work.write(staging.numpy(), graph.size, self._padding_row, graph.programs)
-        end = begin + work.last.size
-        self._words[:end].copy_(staging[:end], non_blocking=True)
+        begin, end = self._write(work, graph.size, graph.programs)
         if graph.second is not None and work.second is not None:
             staging = self._second_staging[self._turn]
             num = work.second.write(staging.numpy(), 0, self._padding_row, graph.second)
             self._second_words[:num].copy_(staging[:num], non_blocking=True)
         graph.replay()
+        return begin, end
+
+    def _write(self, work: Work, size: int, programs: Programs) -> tuple[int, int]:
+        """The step's words. Returns where in them the tokens stand that yield logits."""
+        self._turn = (self._turn + 1) % len(self._staging)
+        staging = self._staging[self._turn]  # of a step that is collected by now
+        begin = work.write(staging.numpy(), size, self._padding_row, programs)
+        end = begin + work.last.size
+        self._words[:end].copy_(staging[:end], non_blocking=True)
         return begin, end
 
     # ---- every request decodes: one replay
@@ -461,8 +503,14 @@ class CudaRunner:
         graph = self._lora_mixed_graphs[size] if has_lora else self._mixed_graphs[size, work.has_singles, by_flash]
         if work.second is not None:
             graph = self._halved[False, size, work.has_singles]
-        begin, end = self._replay(graph, work, has_lora)
-        first = 0
+        where = self._replay(graph, work, has_lora)
+        return self._look_at(items, graph.size, where, reports)
+
+    def _look_at(
+        self, items: list[StepItem], size: int, where: tuple[int, int], reports: list[Report]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """At the hidden states of a step: what prompts are asked about, and draws. `where`: as `_write` has it."""
+        (begin, end), first = where, 0
         for item in items:
             if self._asks_prompt[item.row]:
                 hidden = self._hidden[first : first + item.count]
@@ -472,7 +520,33 @@ class CudaRunner:
         if begin == end:
             return None, None
         last = self._words[begin:end]
-        return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
+        return self._pick(self._hidden[last], last, *self._tokens_of(size)), self._logits[: end - begin]
+
+    # ---- KV policies among them: kernel by kernel
+
+    def _make_policies(self, config: EngineConfig) -> CudaPolicies:
+        programs = self._mixed_programs(self._mixed_sizes[-1], True)[:3]
+        how = Launches(
+            self._partial, self._done, self._members_per_tile, self._prompt_tile, self._at_once, self._by_roles, *programs,
+            config.max_draws,
+        )  # fmt: skip
+        return CudaPolicies(self._kv, self._tables[0], how)
+
+    def _with_policies(
+        self, items: list[StepItem], has_lora: bool, reports: list[Report]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        assert self._policies is not None
+        table = np.array([part for item in items for part in parts(item)], np.int32)
+        size = self._mixed_sizes[bisect_left(self._mixed_sizes, int(table[:, 2].sum()))]
+        work, step = self._policies.plan(table[:, :3], table[:, 3].astype(bool), size)
+        if has_lora and self.loras is not None:
+            self.loras.write(self.state.adapters[work.rows], size)
+        where = self._write(work, size, (0, 0, 0, 0))
+        rows, positions = self._tokens_of(size)
+        with self.loras.on() if has_lora and self.loras is not None else nullcontext():
+            ids = self.state.tokens[rows.long(), positions.long()]
+            self._hidden[:size].copy_(self.model(self.model.embed_tokens(ids, positions), step))
+        return self._look_at(items, size, where, reports)
 
     def _mixed_programs(self, size: int, has_singles: bool, by_flash: bool = False) -> Programs:
         singles = (_num_singles(min(size, self._max_draws)), _SHARED_PROGRAMS) if has_singles else (0, 0)
@@ -527,7 +601,7 @@ class CudaRunner:
     def _forward_lists(self, rows_T: torch.Tensor, positions_T: torch.Tensor, lists: Lists) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         step = CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers)
-        return self.model(self.model.embed_tokens(ids, positions_T), step)
+        return self.model(self._embed(ids, positions_T), step)
 
     # ---- common to both
 
@@ -546,7 +620,7 @@ class CudaRunner:
     ) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            embedded = self.model.embed_tokens(ids, positions_T)
+            embedded = self._embed(ids, positions_T)
             if self._flex is not None:
                 return self.model(embedded, self._flex.step(rows_T, positions_T, slots))
             singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
@@ -556,6 +630,9 @@ class CudaRunner:
                 None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
             )
             return self.model(embedded, CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers, states))
+
+    def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(ids_T, positions_T)
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""
@@ -572,16 +649,6 @@ def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) ->
     if kind.has_scales:
         return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
-
-
-def _parts(item: StepItem) -> list[tuple[int, int, int, bool]]:
-    """Row, start, count, samples. A token that is followed by a draft is like a request of its own: its bits are the same, and
-    keys and values that they have in common are read once."""
-    if not item.num_drafts:
-        return [(item.row, item.start, item.count, item.samples)]
-    first = item.count - item.num_draws
-    parts = [(item.row, item.start, first, False)] if first else []
-    return parts + [(item.row, item.start + i, 1, True) for i in range(first, item.count)]
 
 
 def _num_singles(num_requests: int) -> int:

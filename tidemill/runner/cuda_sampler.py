@@ -7,6 +7,7 @@ logits (kernels/cuda/sampling.py). Logprobs are of the logits as the model gave 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,8 +43,12 @@ class LogprobsReport:
         return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores), self.named, above)
 
     def read(self, result: StepResult) -> None:
-        left = {row: iter(result.tokens[row]) for row in self.rows}  # fewer than were drawn where a draft was wrong
-        entries = self.scores.entries([next(left[row], -1) for row in self.rows], self.num_top)
+        number = Counter[int]()  # of its draws, by row
+        tokens = []
+        for row in self.rows:
+            tokens.append(result.token_of(row, number[row]))
+            number[row] += 1
+        entries = self.scores.entries(tokens, self.num_top)
         above = [] if self.above is None else self.above.tolist()
         for k, ids in enumerate(self.named):
             if ids:

@@ -11,6 +11,7 @@ import triton.language as tl
 from tidemill.kernels.cuda import records
 from tidemill.kernels.cuda.attention import BLOCK, SPLIT
 from tidemill.kernels.cuda.records import HEADER, LIVE, MEMBERS, PROMPTS, SHARED, STATES
+from tidemill.sched.plan import StepItem
 
 _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
@@ -75,11 +76,18 @@ class Work:
 
 
 def singles(
-    rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray], members_per_tile: int, at_once: int = 1
+    rows: np.ndarray,
+    positions: np.ndarray,
+    tokens: np.ndarray,
+    tables: list[np.ndarray],
+    members_per_tile: int,
+    at_once: int = 1,
+    bases: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The work of sequences with one new token each: a record for every split that a sequence has to itself; splits that
     sequences share, and their members. `tables`: the page tables of all rows, of each KV group. `at_once`: tokens of a record, at
-    most: of a token and the drafts after it.
+    most: of a token and the drafts after it. `bases`: of drafts that are trees, from where on keys are those of a path; nobody
+    shares such splits.
 
     A page that two requests have at the same place says that they are the same up to its end: a split whose last page they have
     in common in every group, they have in common. Where both have given the page back, neither sees it."""
@@ -91,7 +99,10 @@ def singles(
     split = np.arange(request.size) - first_slot[request]
     own = np.ones(request.size, bool)
     shared = members = _NONE
-    complete = np.flatnonzero(split < num_splits[request] - 1)
+    is_complete = split < num_splits[request] - 1
+    if bases is not None:
+        is_complete &= (split + 1) * SPLIT <= bases[request]
+    complete = np.flatnonzero(is_complete)
     if complete.size > 1:
         last_page = _last_pages(tables, rows[request[complete]], split[complete])
         order = np.argsort(last_page, kind="stable")
@@ -202,18 +213,36 @@ def chains(items: np.ndarray) -> np.ndarray:
     return made[np.argsort(-counts, kind="stable")]
 
 
+def parts(item: StepItem) -> list[tuple[int, int, int, bool]]:
+    """Row, start, count, samples. A token that is followed by a draft is like a request of its own: its bits are the same, and
+    keys and values that they have in common are read once."""
+    if not item.num_drafts:
+        return [(item.row, item.start, item.count, item.samples)]
+    first = item.count - item.num_draws
+    known = [(item.row, item.start, first, False)] if first else []
+    return known + [(item.row, item.start + i, 1, True) for i in range(first, item.count)]
+
+
 def make_work(
-    items: np.ndarray, samples: np.ndarray, tables: list[np.ndarray], members_per_tile: int, prompt_tile: int, at_once: int = 1
+    items: np.ndarray,
+    samples: np.ndarray,
+    tables: list[np.ndarray],
+    members_per_tile: int,
+    prompt_tile: int,
+    at_once: int = 1,
+    bases: np.ndarray | None = None,
 ) -> Work:
-    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. The rest: tokens of a tile or a record."""
+    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see `singles`. The rest: tokens of a
+    tile or a record."""
     rows, starts, counts = items.T
     ends = np.cumsum(counts, dtype=np.int32)
     firsts = ends - counts
     one = counts == 1
     if one.all():
-        single, shared, members = singles(rows, starts, firsts, tables, members_per_tile, at_once)
+        single, shared, members = singles(rows, starts, firsts, tables, members_per_tile, at_once, bases)
         return Work(rows, starts, single, shared, members, _NONE, np.flatnonzero(samples).astype(np.int32))
-    single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile, at_once)
+    own = None if bases is None else bases[one]
+    single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile, at_once, own)
     more = ~one
     longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile)
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)

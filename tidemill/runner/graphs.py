@@ -29,7 +29,7 @@ def record_forward(model: Model, mixers: Mixers, cache: torch.Tensor) -> Program
 
 def _record(model: Model, mixers: Mixers, num_pages: int) -> Program | None:
     assert native.lib is not None
-    step, embedded = _sequence(model, mixers, num_pages, 2)
+    step, embedded = _sequence(model, mixers, num_pages, max(2, model.weight_plan.rows.size))  # each rank notes rows of its own
     with native.lib.recording() as recording:
         given = embedded.clone()
         result = model(given, step)

@@ -17,6 +17,8 @@ class GroupMover(PageMover):
         self._own, self._num_ranks, self._is_lost = own, num_ranks, is_lost
         self._under_way: dict[int, list[Moved]] = {}  # by number: reports so far
         own.report_to = self.take
+        # What other engines announce, and whether they know of an export: rank 0 tells for all.
+        self.outside, self.written = own.outside, own.written
 
     def expect(self, moves: Iterable[PageMove]) -> None:
         """The ranks are about to begin these."""
@@ -48,6 +50,7 @@ class GroupMover(PageMover):
     def drain(self) -> None:
         with self._reported:
             self._reported.wait_for(lambda: not self._under_way or self._is_lost())
+            self.written.clear()
 
     def close(self) -> None:
         self._own.close()
@@ -62,7 +65,7 @@ class GroupMover(PageMover):
         raise AssertionError("each rank has files of its own")
 
     def _move_to_peers(self, move: PageMove) -> int:
-        raise AssertionError("ranks have no other engines")
+        raise AssertionError("each rank exchanges its own parts of pages")
 
     def copy_rate(self, num_pages: int) -> float:
         return self._own.copy_rate(num_pages)

@@ -62,7 +62,7 @@ class PageFile:
                     os.close(fd)
                     raise PageFileError(f"{path} is in use by another engine")
                 room = quota - _make_room(folder, path, quota)
-                num_records = (room - _FIRST) // stride(page_bytes)
+                num_records = records_in(room, page_bytes)
                 if num_records < 1:
                     os.close(fd)
                     raise PageFileError(f"{folder}: {max(room, 0):,} bytes are left of its quota, too few for a page")
@@ -139,6 +139,11 @@ class PageFile:
 
 def stride(page_bytes: int) -> int:
     return -(-(_RECORD.size + page_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def records_in(num_bytes: int, page_bytes: int) -> int:
+    """How many a file of so many bytes holds."""
+    return (num_bytes - _FIRST) // stride(page_bytes)
 
 
 def least_bytes(page_bytes: int) -> int:

@@ -113,9 +113,9 @@ class PageMover(ABC):
     """What runners of all devices have in common: reports, disk and other engines."""
 
     def __init__(self, outside: Outside) -> None:
-        self._outside = outside
+        self.outside = outside
         self._done: list[Moved] = []
-        self._written: dict[int, int] = {}  # by number of an export: that of its announcement
+        self.written: dict[int, int] = {}  # by number of an export: that of its announcement
         self._unknown: list[Moved] = []  # exports that were made, of which other engines do not know
         self.report_to: Callable[[Moved], None] | None = None  # of a rank: who gets its reports
         self._reported = threading.Condition()
@@ -148,24 +148,24 @@ class PageMover(ABC):
     @property
     def alarm(self) -> int | None:
         """A file descriptor that is readable when other engines have announced something."""
-        return None if self._outside.importer is None else self._outside.importer.alarm
+        return None if self.outside.importer is None else self.outside.importer.alarm
 
     def learned(self) -> Learned | None:
         """What other engines have announced since this was called last."""
-        return None if self._outside.importer is None else self._outside.importer.take()
+        return None if self.outside.importer is None else self.outside.importer.take()
 
     def done(self) -> list[Moved]:
         """Moves that are over and were not returned before. An export is, when other engines know of it."""
         with self._reported:
             taken, self._done = self._done, []
-        if self._outside.exporter is None:
+        if self.outside.exporter is None:
             return taken
         over, taken, self._unknown = list[Moved](), self._unknown + taken, []
         for one in taken:
-            is_known = self._outside.exporter.is_known(self._written.get(one.number, 0))
+            is_known = self.outside.exporter.is_known(self.written.get(one.number, 0))
             (over if is_known else self._unknown).append(one)
         for one in over:
-            self._written.pop(one.number, None)
+            self.written.pop(one.number, None)
         return over
 
     def wait(self, seconds: float) -> None:
@@ -177,12 +177,12 @@ class PageMover(ABC):
         """Until all moves are over."""
         for worker in self._workers.values():
             worker.drain()
-        self._written.clear()  # nor is it waited until other engines know
+        self.written.clear()  # nor is it waited until other engines know
 
     def close(self) -> None:
         for worker in self._workers.values():
             worker.close()
-        self._outside.close()
+        self.outside.close()
 
     def _report(self, moved: Moved) -> None:
         if self.report_to is not None:
@@ -263,7 +263,7 @@ class CpuMover(PageMover):
             self._is_stored(move.source)
 
     def _move_on_disk(self, move: PageMove) -> int:
-        file = self._outside.file
+        file = self.outside.file
         assert file is not None
         if move.is_load:
             self._wait_until_stored([move.target])
@@ -276,19 +276,19 @@ class CpuMover(PageMover):
         return self._pages.shape[1]
 
     def _export(self, move: PageMove) -> int:
-        assert self._outside.exporter is not None
-        self._written[move.number] = self._outside.exporter.write(move.target, move.key, self._pages[move.source])
+        assert self.outside.exporter is not None
+        self.written[move.number] = self.outside.exporter.write(move.target, move.key, self._pages[move.source])
         return self._pages.shape[1]
 
     def _move_to_peers(self, move: PageMove) -> int:
         if move.is_load:
-            assert self._outside.importer is not None
+            assert self.outside.importer is not None
             self._wait_until_stored([move.target])
-            self._outside.importer.fetch(move.source, move.key, self._pages[move.target])
+            self.outside.importer.fetch(move.source, move.key, self._pages[move.target])
             return self._pages.shape[1]
         if move.source == NOWHERE:
-            assert self._outside.exporter is not None
-            self._outside.exporter.erase(move.target, move.key)
+            assert self.outside.exporter is not None
+            self.outside.exporter.erase(move.target, move.key)
             return 0
         try:
             return self._export(move)

@@ -6,12 +6,17 @@ from dataclasses import replace
 from typing import cast
 
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
+from tidemill.config.options import Decision
+from tidemill.config.parallel import decide_tensor_layout, grid_of, unfit
 from tidemill.errors import ConfigError
+from tidemill.layers.gathered import GatheredStreaming
+from tidemill.machine import Machine
 from tidemill.model_config import AttentionSpec, ModelConfig
-from tidemill.models.base import Model, ProgressFn
+from tidemill.models.base import CausalLM, Model, ProgressFn
 from tidemill.parallel.channel import Channel
-from tidemill.parallel.cuts import rank_config
-from tidemill.parallel.shard import Shard
+from tidemill.parallel.cuts import part_config
+from tidemill.parallel.layouts import DEVICES, Phase, cost, layouts
+from tidemill.parallel.shared import WEIGHTS_SUFFIX
 from tidemill.parallel.world import Stage, World, split_layers
 from tidemill.quant import WeightPlan
 from tidemill.runner.make import make_runner
@@ -19,14 +24,39 @@ from tidemill.runner.stage_runner import StageRunner
 from tidemill.runner.worker_group import RankRunner
 from tidemill.weights.checkpoint import Checkpoint
 
+_PROMPT, _OUTPUT, _BATCH = 512, 256, 8  # the load that `auto` takes a layout for
 _MOST_HELD = 1.05  # times an even share
 
 
 def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     """Of the parts that ranks have of a model, the one with the largest KV cache."""
-    size = options.tensor_parallel
-    parts = [rank_config(model, Shard(rank, size), options.expert_parallel) for rank in range(size)]
+    world = World(options.tensor_parallel, (model.num_layers,), *layout_of(options, model))
+    parts = [part_config(model, world.part(rank), options.expert_parallel) for rank in range(world.tensor)]
     return max(parts, key=lambda part: part.num_kv_heads)
+
+
+def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+    """How ranks share layers. `auto`: by the cost of a prompt and an output. One layout for both: a token's bits must not depend
+    on what else is in its step, and layouts sum in different orders. By rates that are written down, not measured, so that every
+    start chooses the same."""
+    if options.tensor_layout != "auto" or options.tensor_parallel == 1:
+        return decide_tensor_layout(options, device, model, machine)
+    size, rates, seconds = options.tensor_parallel, DEVICES["h200" if device == "cuda" else "cpu"], dict[str, float]()
+    prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
+    for one in layouts(size):
+        name = one.name_of(size)
+        if name and not unfit(name, options, device, model, machine):
+            costs = [cost(model, one, size, phase, rates).seconds for phase in (prefill, decode)]
+            seconds[name] = costs[0] + costs[1] * _OUTPUT / _BATCH
+    best, *_ = order = sorted(seconds, key=lambda name: seconds[name])
+    told = ", ".join(f"{name} {1000 * seconds[name]:.0f} ms" for name in order)
+    return best, f"estimated for a prompt of {_PROMPT} tokens and {_OUTPUT} more: {told}"
+
+
+def layout_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> tuple[str, int]:
+    """How ranks that share layers do, and of how many parts of the hidden size."""
+    size, layout = options.tensor_parallel, options.tensor_layout
+    return layout, grid_of(size) if layout == "2d" else 1
 
 
 def world_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> World:
@@ -41,7 +71,7 @@ def world_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> World
 
     ends = split_layers(costs, num, table, fits) or split_layers(costs, num, table)
     assert ends is not None
-    return World(options.tensor_parallel, ends)
+    return World(options.tensor_parallel, ends, *layout_of(options, model))
 
 
 def stages_of(options: EngineOptions, model: ModelConfig) -> list[list[int]]:
@@ -80,9 +110,13 @@ def load_rank(
     rank: int,
     progress: ProgressFn | None = None,
     random: bool = False,
+    shared: str = "",
 ) -> Model:
-    plan = WeightPlan(config.scheme, config.device, config.fast_math, world.shard(rank), config.expert_parallel)
-    return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank))
+    """`shared`: the file of shared memory of the ranks that share its layers, if there is one."""
+    part = world.part(rank)
+    plan = WeightPlan(config.scheme, config.device, config.fast_math, part.shard, config.expert_parallel, part.hidden, part.rows)
+    streaming = GatheredStreaming(part.rows, shared and shared + WEIGHTS_SUFFIX) if part.rows.size > 1 else None
+    return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank), streaming)
 
 
 def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int, channels: dict[int, Channel]) -> RankRunner:
@@ -94,10 +128,9 @@ def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int
     if stage is None:
         return cast(RankRunner, make_runner(model, config))
     before, after = world.before(rank), world.after(rank)
-    return StageRunner(
-        model,
-        config,
-        stage,
-        None if before is None else channels[before],
-        None if after is None else channels[after],
-    )
+    neighbours = (None if before is None else channels[before], None if after is None else channels[after])
+    if config.device != "cuda":
+        return StageRunner(model, config, stage, *neighbours)
+    from tidemill.runner.cuda_stage import CudaStageRunner  # needs Triton
+
+    return CudaStageRunner(cast(CausalLM, model), replace(config, nano_batching="off"), stage, *neighbours)

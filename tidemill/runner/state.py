@@ -153,7 +153,7 @@ class RowState:
 
     def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Sampled tokens go into their rows, where the next step reads them."""
-        self.tokens[rows_S, positions_S] = tokens_S.to(self.tokens.dtype).clamp(min=0)
+        self.tokens[rows_S, positions_S] = tokens_S.to(self.tokens).clamp(min=0)
 
 
 def _aligned(num_columns: int) -> int:

@@ -26,7 +26,7 @@ from tidemill.errors import ERRORS_BY_NAME, ConfigError, TidemillError, WorkerLo
 from tidemill.kernels import native
 from tidemill.kv.tiers import Moved
 from tidemill.parallel.channel import Address, Channel, Door
-from tidemill.parallel.shared import make_shared
+from tidemill.parallel.shared import WEIGHTS_SUFFIX, make_shared
 from tidemill.parallel.world import World
 from tidemill.runner.worker_messages import (
     Failed,
@@ -161,8 +161,12 @@ class Team:
         folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self._folder
         path = folder / f"{self._folder.name}-{ranks[0]}"
         if path not in self._shared:  # one that somebody else made there is refused
-            make_shared(path, len(ranks))
+            make_shared(path, *(shard.size for shard, _ in self.world.axes(rank)))
             self._shared.append(path)
+            if self.world.layout == "gathered":
+                weights = path.with_name(path.name + WEIGHTS_SUFFIX)
+                self._shared.append(weights)
+                os.close(os.open(weights, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         return str(path)
 
     def join(self, make: Callable[[int], Join]) -> None:

@@ -44,6 +44,7 @@ def drawn_in(launched: Launched, result: StepResult) -> list[Drawn]:
     return [Drawn(item.row, item.start + item.count - item.num_drafts, result.tokens[item.row]) for item in items]
 
 
+@torch.inference_mode()
 def append(state: RowState, drawn: list[Drawn]) -> None:
     """Of a stage that does not sample: the tokens that others did."""
     rows = [one.row for one in drawn for _ in one.token_ids]

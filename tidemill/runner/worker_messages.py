@@ -51,6 +51,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """All are loaded: make the runner. Ranks compute trial steps together meanwhile."""
 
+    weights: bytes = b""  # a digest, if pages of this engine are compared with others
+
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     fallback: str = ""

@@ -16,6 +16,7 @@ _FADE = 0.95  # weight of older guesses with each new one
 _PRIOR = 3.0  # guesses that what is known of all requests counts for, where little is known of one
 _SHAPE, _SCALE = 0.2, 0.03  # how fast measured times follow: of one number of tokens, and of all (contexts grow)
 _FIRST = 3  # measurements of a number of tokens, of which the least counts
+_NEAR = 0.25  # a step whose tokens differ by this part tells what one takes
 _TRIAL = 8  # drafts of a step, before it is known what they cost
 _FORGET_AFTER = 512  # steps without drafts, after which times of steps with them are measured anew
 _HOPE = 0.5  # of what a token is thought to add: beyond what was measured
@@ -106,8 +107,13 @@ class StepTimes:
         self._scale += _SCALE * (seconds / found - self._scale)
 
     def knows(self, num_tokens: int) -> bool:
-        """A step of about so many tokens without drafts was measured."""
-        return (False, _bucket(num_tokens)) in self._shape
+        """A step of about so many tokens without drafts was measured: as requests end one by one, each number of them need not be
+        measured anew, in steps without drafts."""
+        key = False, _bucket(num_tokens)
+        if key in self._shape:
+            return True
+        near = self._near(key)
+        return near is not None and not near[0] and abs(near[1] - num_tokens) <= _NEAR * num_tokens
 
     @property
     def is_believed(self) -> bool:
@@ -125,16 +131,20 @@ class StepTimes:
         found = self._shape.get(key)
         if found is not None and is_believed:
             return found
-        if key not in self._nearest:
-            known = [key for key in self._shape if is_believed or not key[0]]
-            self._nearest[key] = min(known, key=lambda one: (one[0] is not drafted, abs(one[1] - key[1])), default=None)
-        near = self._nearest[key]
+        near = self._near(key)
         if near is None:
             return 1 + self.slope * (num_tokens - 1)
         if near[0] is not drafted or num_tokens < near[1]:
             return self._shape[near] * (1 + self.slope * (num_tokens - 1)) / (1 + self.slope * (near[1] - 1))
         # Waiting takes as long for any number of drafts. More of them are tried rather than never known.
         return self._shape[near] + _HOPE * self.slope * (num_tokens - near[1])
+
+    def _near(self, key: tuple[bool, int]) -> tuple[bool, int] | None:
+        """What was measured that is nearest to what was not."""
+        if key not in self._nearest:
+            known = [one for one in self._shape if not one[0] or (key[0] and self.is_believed)]
+            self._nearest[key] = min(known, key=lambda one: (one[0] is not key[0], abs(one[1] - key[1])), default=None)
+        return self._nearest[key]
 
 
 def _bucket(num_tokens: int) -> int:

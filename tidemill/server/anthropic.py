@@ -50,13 +50,18 @@ def make_router(models: Models) -> APIRouter:
         await service.check_grammar(params, of_tools=body.must_call)
         caller: Caller = request.state.caller
         prompt, how = await prompt_of(service, body, caller.call)
-        holds = await mark_holds(service, caller.tenant, prompt, body.marks(), how)
+        salt = body.cache_salt or ""
+        holds = await mark_holds(service, caller.tenant, prompt, body.marks(), how, salt)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt
         message_id = own_id(caller.call, "msg")
         reading = service.reading(prompt, body.functions() if body.looks_for_calls else (), body.must_call, body.continued())
         writer = MessageWriter(message_id, service.model_name, body, len(prompt), reading, body.max_tokens > room, holds)
-        params = reading.gated(msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)))
-        outputs = service.stream(caller, prompt, params, reading=reading, holds=holds)
+        budget = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
+        if budget is not None and not reading.takes_budget:
+            caller.call.ignored.add("budget_tokens")
+            budget = None
+        params = reading.gated(msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)), budget)
+        outputs = service.stream(caller, prompt, params, salt=salt, reading=reading, holds=holds)
         if not body.stream:
             return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))

@@ -208,10 +208,10 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """How much a model thinks is its own choice: a budget has no effect."""
+    """Thinking is ended after `budget_tokens`."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"budget_tokens"})
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=0)
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -347,6 +347,7 @@ class MessagesRequest(Prompt):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)  # vLLM's: the prefix cache is separate for each salt
 
     @property
     def must_call(self) -> bool:

@@ -16,9 +16,11 @@ from tidemill.server import (
     anthropic,
     batches,
     chat_batch,
+    cohere,
     embeddings,
     errors,
     files,
+    label_scores,
     llamacpp,
     lora,
     ollama,
@@ -59,6 +61,8 @@ def create_app(
     app.include_router(chat_batch.make_router(models))
     app.include_router(embeddings.make_router(models))
     app.include_router(rerank.make_router(models))
+    app.include_router(cohere.make_router(models))
+    app.include_router(label_scores.make_router(models))
     app.include_router(responses.make_router(models))
     app.include_router(anthropic.make_router(models))
     app.include_router(tokens.make_router(models))

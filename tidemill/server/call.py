@@ -33,6 +33,8 @@ _PREFIXES = {
     "/v1/embeddings": "embd",
     "/generate": "gen",
     "/v1/rerank": "rerank",
+    "/generative_scoring": "generative-scoring",
+    "/v2/embed": "embd",
     "/v1/score": "score",
 }
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names

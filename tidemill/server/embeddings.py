@@ -142,7 +142,7 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
     vectors, inputs = [b""] * len(prompts), [Input(ids) for ids in prompts]
     async with aclosing(pooled(service, caller, inputs, pooling, body.use_activation)) as made:
         async for i, vector in made:  # encoded as they arrive, not all at the end
-            vectors[i] = _encoded(_shortened(vector, body.dimensions, body.use_activation is not False), body)
+            vectors[i] = _encoded(shortened(vector, body.dimensions, body.use_activation is not False), body)
     num_tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
     head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
@@ -172,7 +172,7 @@ def num_kept(service: Service, num: int) -> int:
     return service.max_context if num < 0 else min(num, service.max_context)
 
 
-def _shortened(vector: list[float], num: int | None, is_normalized: bool) -> list[float]:
+def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list[float]:
     """The first dimensions, of length 1 again."""
     if num is None or num == len(vector):
         return vector

@@ -13,7 +13,7 @@ BEGIN, END = "<!-- Made by `python -m tidemill.server.fields_doc`. -->", "<!-- E
 _APIS = {
     "openai_messages": "OpenAI", "openai_types": "OpenAI", "responses_types": "Responses", "anthropic_types": "Anthropic",
     "ollama_types": "Ollama", "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp", "sglang": "SGLang",
-    "lora": "Adapters", "rerank": "vLLM",
+    "lora": "Adapters", "rerank": "vLLM", "cohere": "Cohere",
 }  # fmt: skip
 
 

@@ -59,6 +59,11 @@ class TooLarge(InvalidRequest):
     status = 413
 
 
+# In place of an origin: any page, or any of this machine.
+_ANY_ORIGIN, _LOCAL_ORIGINS = "*", "localhost"
+_LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Access:
     """Without keys, every client that reaches the address is accepted, and is an admin."""
@@ -108,9 +113,15 @@ class Access:
                 f"The host {given[:100]!r} is not served here.", fix="Serve with --allowed-host if this name is yours."
             ) from None
 
+    def is_allowed(self, origin: str) -> bool:
+        """Pages of another origin than the server's own may use it."""
+        if origin in self.origins or (origin and _ANY_ORIGIN in self.origins):
+            return True
+        return _LOCAL_ORIGINS in self.origins and re.fullmatch(_LOCAL, origin) is not None
+
     def check_origin(self, origin: str, host: str) -> None:
         """`origin`: of the web page that sends the request; empty: none."""
-        if origin and origin not in self.origins and origin.partition("://")[2] != host.lower():
+        if origin and not self.is_allowed(origin) and origin.partition("://")[2] != host.lower():
             raise Forbidden(
                 f"Pages of {origin[:100]!r} may not use this server.", fix="Serve with --allowed-origin if that page is yours."
             )
@@ -194,9 +205,11 @@ def tenant_name(digest: bytes) -> str:
 
 
 def _origin_given(origin: str) -> str:
+    if origin in (_ANY_ORIGIN, _LOCAL_ORIGINS):
+        return origin
     url = urlsplit(origin)
     if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query or url.fragment:
-        fix = "It must be a scheme and a host, and a port if there is one, like https://app.example.org."
+        fix = "It must be a scheme and a host, and a port if there is one, like https://app.example.org; or localhost, or *."
         raise ConfigError(f"An allowed origin is {origin!r}.", fix=fix, param="allowed_origin")
     return origin.rstrip("/").lower()
 
@@ -256,7 +269,7 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get(b"origin", "").rstrip("/").lower()
         call: Call = scope["state"]["call"]
-        if origin in self._access.origins:
+        if self._access.is_allowed(origin):
             send = _with_origin(send, origin)
         try:
             check_path(scope.get("raw_path", b""))

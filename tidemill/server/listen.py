@@ -50,6 +50,9 @@ class Listen:
                 )
             return {}
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for name, path in (("cert", self.tls_cert), ("key", self.tls_key), ("client-ca", self.tls_client_ca)):
+            if path is not None and not Path(path).exists():
+                raise ConfigError(f"There is no file {str(path)!r}.", fix=f"Check --tls-{name}.", param="tls_cert")
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # rather than to ask for one on the terminal
             if self.tls_client_ca is not None:

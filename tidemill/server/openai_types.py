@@ -119,14 +119,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
     "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "lora": ([],),
     "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,),
+    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,), "adaptive_target": (-1,),
+    "t_max_prompt_ms": _OFF, "grammar_lazy": (False,), "grammar_triggers": ([],), "reasoning_budget_tokens": (-1,),
+    "thinking_budget_tokens": (-1,),
     # vLLM
     "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
-    "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
+    "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},), "ec_transfer_params": ({},),
+    "media_io_kwargs": ({},), "vllm_xargs": ({},), "return_assistant_tokens_mask": (False,), "return_token_offsets": (False,),
+    "return_prompt_text": (False,), "thinking_token_budget": (-1,),
     # SGLang
     "separate_reasoning": (True,), "stream_reasoning": (True,), "no_stop_trim": (False,), "return_hidden_states": (False,),
-    "tfs_z": (1,),
+    "tfs_z": (1,), "return_meta_info": (False,), "return_prompt_token_ids": (False,), "return_cached_tokens_details": (False,),
+    "return_routed_experts": (False,), "return_spec_tokens_details": (False,), "return_sampling_mask": (False,),
+    "session_params": ({},),
 }  # fmt: skip
+# The same parameter under names of SGLang and llama.cpp.
+_ALIASES = {"rid": "request_id", "extra_key": "cache_salt", "n_cmpl": "n"}
 
 
 class SamplingRequest(Body):
@@ -134,9 +142,15 @@ class SamplingRequest(Body):
 
     without_effect = frozenset({
         # OpenAI
-        "metadata", "prediction", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "metadata", "prediction", "prompt_cache_options", "safety_identifier", "service_tier", "store", "user", "verbosity",
         # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
         "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "backend_sampling",
+        "session_id", "stream_interval", "sse_ping_interval", "speculative.n_max", "speculative.n_min", "speculative.p_min",
+        # what refines a sampler of llama.cpp that is off
+        "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "mirostat_eta", "mirostat_tau", "xtc_threshold",
+        # SGLang: which replica does it
+        "bootstrap_room", "data_parallel_rank", "disagg_prefill_dp_rank", "routed_dp_rank",
     })  # fmt: skip
 
     model: str | None = None
@@ -214,7 +228,13 @@ class SamplingRequest(Body):
         dropped = {name for name in given.keys() & NEUTRAL.keys() if given[name] in NEUTRAL[name]}
         if info.context is not None:
             info.context.ignored.update(dropped)
-        return {name: value for name, value in given.items() if name not in dropped}
+        kept = {name: value for name, value in given.items() if name not in dropped}
+        for alias in kept.keys() & _ALIASES.keys():
+            value, name = kept.pop(alias), _ALIASES[alias]
+            if value is not None and kept.get(name) not in (None, value):
+                raise InvalidRequest(f"{name} and {alias} differ.", fix="Give one.", param=alias)
+            kept[name] = kept.get(name) if value is None else value
+        return kept
 
     @property
     def wants_usage_always(self) -> bool:
@@ -250,11 +270,7 @@ class SamplingRequest(Body):
             what = "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
             raise InvalidRequest(what, param="logprob_token_ids")
         if self.logit_bias is not None:
-            if wrong := [token[:40] for token in self.logit_bias if not _is_token_id(token)]:
-                raise InvalidRequest(
-                    f"logit_bias is keyed by token ids; got {', '.join(map(repr, wrong[:10]))}.", param="logit_bias"
-                )
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+            given["logit_bias"] = biases(self.logit_bias)
         if "grammar" not in more:
             given["grammar"] = self._asked_grammar()
         return SamplingParams(**given | more, beams=self._beams())
@@ -288,6 +304,13 @@ class SamplingRequest(Body):
         if isinstance(value, StructuredOutputs | ResponseFormat):
             return value.to_grammar()
         return _grammar(_GRAMMARS[names[0]], value)
+
+
+def biases(given: dict[str, float]) -> dict[int, float]:
+    """A logit_bias by token id."""
+    if wrong := [token[:40] for token in given if not _is_token_id(token)]:
+        raise InvalidRequest(f"logit_bias is keyed by token ids; got {', '.join(map(repr, wrong[:10]))}.", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def _is_token_id(text: str) -> bool:
@@ -362,12 +385,20 @@ class ChatRequest(SamplingRequest, ChatMessages):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
     include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # vLLM's: reasoning is ended after so many tokens
+    reasoning_budget_tokens: int | None = Field(default=None, ge=0)  # llama.cpp's names
+    thinking_budget_tokens: int | None = Field(default=None, ge=0)
     echo: bool | None = None  # begin with the message that is continued
     add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @property
     def must_call(self) -> bool:
         return self.chosen == "required" or isinstance(self.chosen, NamedTool)
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        given = (self.thinking_token_budget, self.reasoning_budget_tokens, self.thinking_budget_tokens)
+        return next((budget for budget in given if budget is not None), None)
 
     @property
     def custom_names(self) -> frozenset[str]:

@@ -19,12 +19,14 @@ from tidemill.frontend.scoring import MAX_PAIRS, check_scores, cosine, pairs_of
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.embeddings import Input, num_kept, pooled, pooling_of
 from tidemill.server.guard import Caller
+from tidemill.server.label_scores import Items, Labels, LabelScoreRequest, label_scores
 from tidemill.server.models import Models
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
 
 _json = msgspec.json.Encoder().encode
 
+_OF_LABELS = ("query", "items", "label_token_ids", "apply_softmax", "item_first")
 Texts = str | Annotated[list[str], Field(max_length=MAX_PAIRS)]
 
 
@@ -33,21 +35,43 @@ class Document(Body):
 
 
 class RerankRequest(Body):
+    """`texts`: as Text Embeddings Inference has it, whose response is a list."""
+
     without_effect = frozenset({"user"})
     model: str | None = None
     query: str
-    documents: list[str | Document] = Field(max_length=MAX_PAIRS)
+    documents: Annotated[list[str | Document], Field(max_length=MAX_PAIRS)] | None = None
+    texts: Annotated[list[str], Field(max_length=MAX_PAIRS)] | None = None
     top_n: int | None = Field(default=None, ge=0)  # 0: all, as in vLLM
     return_documents: bool = True
+    return_text: bool = False  # with `texts`
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 
 
 class ScoreRequest(Body):
+    """Of pairs of texts, or SGLang's: how likely labels follow each item."""
+
     without_effect = frozenset({"user"})
     model: str | None = None
-    text_1: Texts
-    text_2: Texts
+    text_1: Texts | None = None
+    text_2: Texts | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    query: str | list[int] | None = None
+    items: Items | None = None
+    label_token_ids: Labels | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+
+    @property
+    def of_labels(self) -> LabelScoreRequest | None:
+        given = {name: value for name in _OF_LABELS if (value := getattr(self, name)) is not None}
+        if not given:
+            return None
+        if self.text_1 is not None or self.text_2 is not None:
+            raise InvalidRequest("text_1 and text_2 do not go with items.", fix="Give one of them.", param="items")
+        if missing := [name for name in ("query", "items", "label_token_ids") if name not in given]:
+            raise InvalidRequest(f"The parameter {missing[0]!r} is required.", param=missing[0])
+        return LabelScoreRequest.model_construct(**{"apply_softmax": False, "item_first": False} | given)
 
 
 def make_router(models: Models) -> APIRouter:
@@ -75,9 +99,13 @@ def make_router(models: Models) -> APIRouter:
 
 async def _rerank(models: Models, body: RerankRequest, caller: Caller) -> bytes:
     service = models.of(body.model)
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    if (body.documents is None) == (body.texts is None):
+        raise InvalidRequest("Give one of documents and texts.", param="documents")
+    texts = body.texts or [one if isinstance(one, str) else one.text for one in body.documents or ()]
     scored = await _scored(service, caller, [body.query], texts, ("query", "documents"), body.truncate_prompt_tokens)
     best = sorted(range(len(texts)), key=lambda i: -scored.scores[i])[: body.top_n or None]
+    if body.texts is not None:
+        return _json([{"index": i, "score": scored.scores[i]} | ({"text": texts[i]} if body.return_text else {}) for i in best])
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scored.scores[i]} for i in best]
     if body.return_documents:
         results = [one | {"document": {"text": texts[one["index"]]}} for one in results]
@@ -87,6 +115,13 @@ async def _rerank(models: Models, body: RerankRequest, caller: Caller) -> bytes:
 
 async def _score(models: Models, body: ScoreRequest, caller: Caller) -> bytes:
     service = models.of(body.model)
+    if (of_labels := body.of_labels) is not None:
+        made = await label_scores(service, of_labels, caller)
+        usage = {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens, "completion_tokens": 0}
+        return _json({"object": "scoring", "model": service.model_name, "scores": made.by_item, "usage": usage})
+    if body.text_1 is None or body.text_2 is None:
+        name = "text_1" if body.text_1 is None else "text_2"
+        raise InvalidRequest(f"The parameter {name!r} is required.", param=name)
     first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
     scored = await _scored(service, caller, first, second, ("text_1", "text_2"), body.truncate_prompt_tokens)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scored.scores)]

@@ -77,6 +77,8 @@ class Responses:
 
     async def begin(self, body: ResponseRequest, caller: Caller) -> _Job:
         service = self._models.of(body.model)
+        if body.request_id is not None and body.request_id not in caller.call.labels:
+            caller.call.labels.append(body.request_id)
         if body.background and (body.stream or body.store is False):
             raise InvalidRequest(
                 "background can only be used when `store` is true, and without stream.",
@@ -97,7 +99,8 @@ class Responses:
         params = reading.gated(params)
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, prompt, reading)
         how: Any = {"one_by_one": body.wants_logprobs, "tells_progress": bool(body.stream and body.return_progress)}
-        holds = key_holds(caller.tenant, body.prompt_cache_key, body.prompt_cache_retention, prompt)
+        how |= {"priority": body.priority, "salt": body.cache_salt or ""}
+        holds = key_holds(caller.tenant, body.prompt_cache_key, body.prompt_cache_retention, prompt, salt=body.cache_salt or "")
         outputs = service.stream(caller, prompt, params, reading=reading, holds=holds, **how)
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:

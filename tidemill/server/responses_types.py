@@ -12,9 +12,12 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
+from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 from tidemill.server.body import Body
+from tidemill.server.call import ID_PATTERN
+from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES
+from tidemill.server.openai_types import biases
 from tidemill.server.retention import MAX_KEY_CHARS, Retention
 
 MAX_REFERENCES = 128  # to stored items, in one request
@@ -236,8 +239,8 @@ class ResponsePrompt(Body):
 
 class ResponseRequest(ResponsePrompt):
     without_effect: ClassVar[frozenset[str]] = frozenset({
-        "client_metadata", "max_tool_calls", "prompt_cache_options", "safety_identifier", "service_tier", "stream_options",
-        "user",
+        "client_metadata", "max_tool_calls", "prompt_cache_options", "safety_identifier", "service_tier", "session_id",
+        "stream_options", "user",
     })  # fmt: skip
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
@@ -258,6 +261,13 @@ class ResponseRequest(ResponsePrompt):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
+    priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
+    request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
     kv_policy: str | dict[str, Any] | None = None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
     timings_per_token: bool = False  # llama.cpp's times, in each delta and at the end
     return_progress: bool = False  # llama.cpp's: events that tell how much of the prompt is computed
@@ -271,9 +281,11 @@ class ResponseRequest(ResponsePrompt):
         given: dict[str, Any] = {"max_tokens": self.max_output_tokens}
         names = (
             "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-            "stop", "kv_policy",
+            "stop", "kv_policy", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
         )  # fmt: skip
         given |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = biases(self.logit_bias)
         if self.wants_logprobs:
             given["logprobs"] = self.top_logprobs or 0
         wanted = self.text.format if self.text else None

@@ -153,7 +153,8 @@ class ModelEngine:
             self.take([self._advisor.begin(ready.config, now)])
 
     async def service(self) -> Service:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, self.served.engine.chat_template)
+        engine = self.served.engine
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, engine.chat_template, engine.chat_template_kwargs)
         served, options = self.served, self.served.engine
 
         def defaults_of(num_parameters: int) -> SamplingDefaults:

@@ -158,8 +158,9 @@ class Calibration:
         given, _ = getattr(self._core.runner, "graph_sizes", ((), ()))
         sizes = sorted({1, *(size for size in given or _BATCHES if size < config.max_requests), config.max_requests})
         for context in _CONTEXTS:
-            room = min(most, int(0.8 * config.num_kv_tokens) - 64 * config.max_requests) // context
-            own = [size for size in sizes if size <= room]
+            own = [size for size in sizes if size * context <= most]
+            while own and own[-1] * (context + self._num_output(0, context, own)) > 0.8 * config.num_kv_tokens:
+                own.pop()
             if own and context + self._num_output(0, context, own) < config.max_context:
                 yield [(0, self._prompt(i, context), self._num_output(i, context, own)) for i in range(own[-1])]
 

@@ -86,10 +86,8 @@ class SimRunner:
     def repeat(self, plan: StepPlan, most: int, until_s: float) -> tuple[list[float], float]:
         """Launch and collect the steps that follow this one and are like it, at most so many and as long as they are planned
         before some time. Returns when the tokens of each came, and when the last was planned."""
-        if self._shape_s is not None and self._shape.num_prompt:
-            takes_s = self._goes_on_s
-        else:
-            takes_s = self._decodes_s(plan)
+        goes_on = self._shape_s is not None and self._shape.num_prompt > 0
+        takes_s = self._goes_on_s if goes_on else self._decodes_s(plan)
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
         first_s, times, host_s, is_ahead = free_s, list[float](), self._host_s, self.steps_ahead > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from tidemill.transfer.base import (
     check_same,
 )
 
+_LOOK_S = 0.001  # between two looks whether something was announced
 _AGAIN_S = 0.2  # between two tries to reach an engine
 _SLOW_S = 5.0  # if it has other pages
 _SILENT_S = 30.0  # without a message, an engine is given up
@@ -72,9 +74,10 @@ class _Link:
 
 
 class Importer:
-    def __init__(self, peers: Sequence[Peer], identity: Identity, page_bytes: int) -> None:
-        """Raises PeerMismatch if a peer can be reached now and has other pages. Those that cannot are tried again, for ever."""
-        self._identity, self._page_bytes = dict(identity), page_bytes
+    def __init__(self, peers: Sequence[Peer], identity: Identity, page_bytes: int, patience_s: float = 0.0) -> None:
+        """Raises PeerMismatch if a peer can be reached now and has other pages. Those that cannot are tried again, for ever.
+        `patience_s`: for which a fetch waits for the announcement of its page, which others may have had before."""
+        self._identity, self._page_bytes, self._patience_s = dict(identity), page_bytes, patience_s
         self._links = [_Link(peer, number * MAX_SLOTS) for number, peer in enumerate(peers)]
         self._lock = threading.Lock()
         self._changed: dict[int, bytes] = {}  # by place; not taken yet
@@ -108,8 +111,12 @@ class Importer:
     def fetch(self, place: int, key: bytes, page: np.ndarray) -> None:
         """Into `page`, which holds nothing of use if this raises TransferError."""
         link, slot = self._links[place // MAX_SLOTS], place % MAX_SLOTS
-        with self._lock:
-            reader, entry = link.reader, link.slots.get(slot)
+        until = time.monotonic() + self._patience_s
+        while True:
+            with self._lock:
+                reader, entry = link.reader, link.slots.get(slot)
+            if (entry is not None and entry[0] == key) or time.monotonic() >= until or self._closing.wait(_LOOK_S):
+                break
         if reader is None:
             raise TransferError(f"{link.peer.name} is gone")
         if entry is None or entry[0] != key:

@@ -38,9 +38,11 @@ def open_exporter(address: str, num_slots: int, page_bytes: int, identity: Ident
         raise
 
 
-def open_importer(addresses: Sequence[str], page_bytes: int, identity: Identity, key_file: str | None) -> Importer:
+def open_importer(
+    addresses: Sequence[str], page_bytes: int, identity: Identity, key_file: str | None, patience_s: float = 0.0
+) -> Importer:
     peers = [_peer(parse_address(address, "kv_import"), key_file) for address in addresses]
-    return Importer(peers, identity, page_bytes)
+    return Importer(peers, identity, page_bytes, patience_s)
 
 
 def _source(kind: str, num_slots: int, page_bytes: int) -> Source:

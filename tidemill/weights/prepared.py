@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -83,6 +83,16 @@ def key_of(path: Path, about: str) -> str:
     for file in parts(path) if path.is_file() else sorted(path.glob("*.safetensors")):
         made.update(f"{file.stat().st_mtime_ns}\n".encode())
     return made.hexdigest()[:40]
+
+
+class WeightFile(Protocol):
+    """What a stream reads from."""
+
+    fd: int
+    file_bytes: int
+    changed_ns: int
+
+    def close(self) -> None: ...
 
 
 class PreparedFile:

@@ -47,6 +47,30 @@ class Inner:
         return Inner(self._tensor.columns(begin, end), self._dim, self._begin, self._end)
 
 
+class NoRows:
+    """None of the rows of a tensor."""
+
+    num_bytes = 0
+
+    def __init__(self, tensor: WeightTensor) -> None:
+        self.name, self.type_name, self.shape = tensor.name, tensor.type_name, (0, *tensor.shape[1:])
+
+    def read_into(self, out: torch.Tensor) -> None:
+        return
+
+    def codes(self) -> Codes | None:
+        return None
+
+    def matrix(self, number: int) -> WeightTensor:
+        raise AssertionError("no rows are no stack of matrices")
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        return self
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        return self
+
+
 class Below:
     """Tensors one below the other."""
 

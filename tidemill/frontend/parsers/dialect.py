@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.parsers.families import HARMONY, JSON, TOOL_PARSERS, Family, family_of
 from tidemill.frontend.parsers.harmony import HarmonyParser
 from tidemill.frontend.parsers.pieces import OutputParser
@@ -96,12 +96,21 @@ class Reading:
         calls = self.family.marks if self.family is not None and self.functions else ()
         return frozenset((*reasoning, *calls))
 
-    def gated(self, params: SamplingParams) -> SamplingParams:
-        """The grammar applies to what follows the reasoning."""
-        if params.grammar is None or self.markers is None or not self.is_expected:
-            return params
+    @property
+    def takes_budget(self) -> bool:
+        """The model reasons, and between marks: its reasoning can be ended."""
+        return self.markers is not None and self.is_expected and not self.markers.is_repeated
+
+    def gated(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
+        """The grammar applies to what follows the reasoning, which is ended after `budget` tokens."""
         markers = self.markers
-        gate = Reasoning(markers.opening, markers.answer or markers.ending, self.is_open or markers.is_repeated)
+        if markers is not None and markers.is_repeated and budget is not None:
+            what = "A budget of reasoning is not supported for a model that writes channels."
+            raise InvalidRequest(what, fix="Give reasoning_effort instead.", param="thinking_token_budget")
+        is_gated = budget is not None if params.grammar is None else self.is_expected
+        if markers is None or not is_gated:
+            return params
+        gate = Reasoning(markers.opening, markers.answer or markers.ending, self.is_open or markers.is_repeated, budget)
         return msgspec.structs.replace(params, reasoning=gate)
 
 

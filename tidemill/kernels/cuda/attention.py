@@ -276,9 +276,9 @@ def _part(part, there, columns, DIM: tl.constexpr):
 def _merge_parts(
     partial_ptr, out_ptr, sinks_ptr, token, slot, num_splits, kv_head, factor,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr, SINKS: tl.constexpr,
-    HALVES: tl.constexpr = False,
+    PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """In order. `HALVES`: they have the even columns first, then the odd ones."""
+    """In order. `PARTS`: 2: they have the even columns first, then the odd ones; 4: so have the first half and the second."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_rows: tl.constexpr = triton.next_power_of_2(group)
     rows, columns = tl.arange(0, num_rows), tl.arange(0, DIM)
@@ -295,20 +295,23 @@ def _merge_parts(
             more, more_top, more_weight = parts[i]
             acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, factor)
         part += TOGETHER * NUM_HEADS * (DIM + 2)
-    if HALVES:
-        columns = 2 * (columns % (DIM // 2)) + columns // (DIM // 2)
+    if PARTS > 1:
+        part_of = columns // (DIM // PARTS)
+        columns = 2 * (columns % (DIM // PARTS)) + part_of % 2 + part_of // 2 * (DIM // 2)
     out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["layer_run"])
+@triton.jit(do_not_specialize=["layer_run", "table_width", "head_width"])
 def _attend_single(
-    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, layer_run, runs_per_page,
-    table_width, scale, factor, softcap, window, bias_width,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, paths_ptr, layer_run,
+    runs_per_page, table_width, head_width, scale, factor, softcap, window, bias_width, path_width,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    """`TREES`: a token may be a draft of a tree. Its record in `paths` says from which position on its ancestors are not where
+    they would be in a sequence, and where they are; they are read into the places of their positions, so bits are the same."""
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -323,7 +326,8 @@ def _attend_single(
     while num_splits > 0:
         tile += tl.num_programs(1) * SINGLE_WIDTH
         num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
-        token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
+        token, slot0 = token.to(tl.int64), slot0.to(tl.int64)
+        table = table_ptr + row.to(tl.int64) * table_width + kv_head * head_width
         valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
         q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
@@ -337,10 +341,19 @@ def _attend_single(
             seen = keys[None, :] <= positions[:, None]
             if WINDOW:
                 seen &= keys[None, :] > positions[:, None] - window
-            keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
-                BLOCK * DIM
-            )
-            at = tl.arange(0, BLOCK) * DIM
+            if TREES:
+                path = paths_ptr + token * path_width
+                base = tl.load(path)
+                moved = there & (keys >= base)
+                place = tl.where(moved, tl.load(path + 1 + keys - base, mask=moved, other=0), keys)
+                page = tl.load(table + place // BLOCK, mask=there, other=0).to(tl.int64)
+                keys_ptr = cache_ptr
+                at = (page * runs_per_page + layer_run + kv_head) * (BLOCK * DIM) + place % BLOCK * DIM
+            else:
+                keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
+                    BLOCK * DIM
+                )
+                at = tl.arange(0, BLOCK) * DIM
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
             scores = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
@@ -399,7 +412,9 @@ class Lists:
     done: torch.Tensor  # int32 [tokens, KV heads], zeros
     prompts: PromptAttention | None = None  # None: ours
     by_roles: bool = False  # ours is the kernel made for this GPU
+    head_width: int = 0  # columns of the page table of one KV head, if each has its own (singles only)
     ends: torch.Tensor | None = None  # int32, of each row of the page table: where its prompt ends, if layers are bidirectional
+    paths: torch.Tensor | None = None  # int32, of each token (runner/cuda_trees.py), if drafts are trees
 
 
 def attend(
@@ -418,6 +433,7 @@ def attend(
     """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
     go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`. `scales`: [P, layers, 2, G, S], if there are any."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
+    dim *= 2 if cache.dtype == torch.uint8 else 1  # int4
     assert page_size == BLOCK
     num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads
     where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.stride(0))
@@ -447,7 +463,9 @@ def attend(
     if lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
-            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias,
+            lists.singles if lists.paths is None else lists.paths, *where, lists.head_width, *how_much,
+            0 if lists.paths is None else lists.paths.stride(0), TREES=lists.paths is not None,
             ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:

@@ -12,7 +12,7 @@ from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
-LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}  # of the values of types that have scales
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127, torch.uint8: 7}  # of the values of types that have scales; the last: int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +282,23 @@ def _scale_of(x, y, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def _scale_and_offset(x, y):
+    """Of each row of both, for int4, as kv_cache.quantize has them: the scale's bits, the offset, and what values less the
+    offset are multiplied by."""
+    high, low = tl.maximum(tl.max(x, 1), tl.max(y, 1)), tl.minimum(tl.min(x, 1), tl.min(y, 1))
+    offset = low * 0.5 + high * 0.5 + (high - low) * 0.03333333333
+    bits = offset.to(tl.int32, bitcast=True)
+    offset = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    step = tl.maximum((high - offset) * 0.14285714285, (offset - low) * 0.125)
+    step = tl.where(step < 1e-30, 0.0, step)
+    bits = (step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    scale = bits.to(tl.float32, bitcast=True)
+    is_finite = (tl.sum(x - x, 1) + tl.sum(y - y, 1) == 0.0) & (step - step == 0.0)
+    factor = tl.where(is_finite & (step > 0.0), tl.div_rn(tl.zeros_like(scale) + 1.0, scale), 0.0)
+    return tl.where(is_finite, bits, 0x7FC00000), tl.where(is_finite, offset, 0.0), factor
+
+
+@triton.jit
 def _code_of(x, LARGEST: tl.constexpr):
     """The nearest int8, or e4m3: the upper bits of a float32 times 2**-120, rounded to even."""
     if LARGEST == 448:
@@ -319,8 +336,9 @@ def _enter_heads(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Pairs are (i, i +
-    DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated. `LARGEST`: of a format with scales; 0: has none."""
+    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Where the slot is
+    -1, k and v stay in place, too. Pairs are (i, i + DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated.
+    `LARGEST`: of a format with scales; 0: has none."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     turned: tl.constexpr = ROTATED // 2
@@ -346,18 +364,32 @@ def _enter_heads(
         y = (y * scale[:, None] * weight).to(kind).to(tl.float32)
     first = tl.where(is_turned[:, None], x * cos - y * sin, first)
     second = tl.where(is_turned[:, None], y * cos + x * sin, second)
-    tl.store(base + low, first.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
-    tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
+    has_slot = slot + tl.zeros_like(head) >= 0
+    stays = is_q | (there & (slot + tl.zeros_like(head) < 0))
+    tl.store(base + low, first.to(qkv_ptr.dtype.element_ty), mask=stays[:, None])
+    tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=stays[:, None])
     number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
-    to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE)[:, None] * DIM
-    enters = there & (head >= NUM_HEADS)
-    if LARGEST:
-        bits, factor = _scale_of(first, second, LARGEST)
-        first, second = _code_of(first * factor[:, None], LARGEST), _code_of(second * factor[:, None], LARGEST)
-        scale_to = scales_ptr + slot // PAGE * page_scales + layer_scales + number * PAGE + slot % PAGE
+    in_layer = number * PAGE + slot % PAGE
+    to = cache_ptr + slot // PAGE * page_stride + layer_offset + in_layer[:, None] * (DIM // 2 if LARGEST == 7 else DIM)
+    enters = there & (head >= NUM_HEADS) & has_slot
+    if LARGEST == 7:
+        bits, offset, factor = _scale_and_offset(first, second)
+        first, second = (
+            _code_of((first - offset[:, None]) * factor[:, None], 127),
+            _code_of((second - offset[:, None]) * factor[:, None], 127),
+        )
+        scale_to = scales_ptr + slot // PAGE * page_scales + layer_scales + 2 * in_layer
         tl.store(scale_to, (bits >> 16).to(tl.int16), mask=enters)
-    tl.store(to + low, first.to(cache_ptr.dtype.element_ty), mask=enters[:, None])
-    tl.store(to + high, second.to(cache_ptr.dtype.element_ty), mask=enters[:, None])
+        tl.store(scale_to + 1, (offset.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=enters)
+        tl.store(to + pair, (first & 15) | (second << 4), mask=enters[:, None])
+    else:
+        if LARGEST:
+            bits, factor = _scale_of(first, second, LARGEST)
+            first, second = _code_of(first * factor[:, None], LARGEST), _code_of(second * factor[:, None], LARGEST)
+            scale_to = scales_ptr + slot // PAGE * page_scales + layer_scales + in_layer
+            tl.store(scale_to, (bits >> 16).to(tl.int16), mask=enters)
+        tl.store(to + low, first.to(cache_ptr.dtype.element_ty), mask=enters[:, None])
+        tl.store(to + high, second.to(cache_ptr.dtype.element_ty), mask=enters[:, None])
 
 
 def enter_heads(
@@ -372,9 +404,11 @@ def enter_heads(
     scales: torch.Tensor | None = None,
 ) -> None:
     """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]; `scales`: [P, layers, 2,
-    G, S], if its format has them."""
+    G, S], if its format has them (int4: [.., S, 2], and rotation of whole heads or of none)."""
     _, _, _, num_kv_heads, page_size, dim = cache.shape
     largest = 0 if scales is None else LARGEST[cache.dtype]
+    per_row = 2 if largest == 7 else 1  # of scales; and of values in a byte
+    dim *= per_row
     codes, marks = (cache, positions_T) if scales is None else (cache.view(torch.int8), scales.view(torch.int16))
     cos, sin = (qkv_TC, qkv_TC) if angles is None else (angles.cos, angles.sin)  # not read if there are none
     has_norm = learned.q_norm is not None
@@ -383,7 +417,7 @@ def enter_heads(
     launch(
         _enter_heads, (qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads)),
         qkv_TC, codes, marks, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0),
-        layer * 2 * num_kv_heads * page_size, 0 if scales is None else scales.stride(0), learned.eps,
+        layer * 2 * num_kv_heads * page_size * per_row, 0 if scales is None else scales.stride(0), learned.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, ROTATED=0 if angles is None else 2 * angles.cos.shape[1],
         PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4, **HOW,
     )  # fmt: skip

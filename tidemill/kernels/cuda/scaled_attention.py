@@ -1,12 +1,13 @@
-"""Attention over a KV cache of 8-bit values with a scale for each token and head: fp8 (e4m3) or int8.
+"""Attention over a KV cache of 8-bit values with a scale for each token and head, fp8 (e4m3) or int8; or of 4-bit values, int4,
+with a scale and an offset.
 
 The same work lists, splits and order of summation as attention.py, whose parts it uses. A tile is loaded as it is stored, two
-values in a word of 16 bits, and becomes bfloat16 in registers: value times scale, rounded once. So matmuls stay those of
-bfloat16 with sums in float32, and no copy of a cache in bfloat16 is ever in memory.
+values (or four) in a word of 16 bits, and becomes bfloat16 in registers: value times scale, rounded once. So matmuls stay those
+of bfloat16 with sums in float32, and no copy of a cache in bfloat16 is ever in memory.
 
-A word goes through the matrix unit's loads as 16-bit values do and is taken apart there. So dimensions come in halves: the even
-ones, then the odd ones. Scores add the products of the even dimensions first, in every kernel; results of a split are kept in
-halves until they are written.
+A word goes through the matrix unit's loads as 16-bit values do and is taken apart there. So dimensions come in parts: the even
+ones, then the odd ones; of int4, those of the first half of a head, then those of the second. Scores add the products of one part
+after the other, in every kernel; results of a split are kept in parts until they are written.
 """
 
 from __future__ import annotations
@@ -78,6 +79,16 @@ fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 $0, a, $3, none; shr.u32 c, $2, 8;
 lop3.b32 a, c, 0x007f007f, 0x43004300, 0xEA; lop3.b32 b, c, 0x00800080, 0xc300c300, 0xEA;
 fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 $1, a, $3, none;
 }""")
+# Four bits (two's complement), the highest turned over, added to 128 are the bits of a bfloat16; less 136, the code. $4: two
+# words, $5: scales, $6: offsets; $0 to $3: bits 0, 8, 4 and 12 on of each word.
+INT4_PAIRS = tl.constexpr("""{
+.reg .b32 a, b, one, less; mov.b32 one, 0x3f803f80; mov.b32 less, 0xc308c308;
+lop3.b32 a, $4, 0x000f000f, 0x43084308, 0x6A; fma.rn.bf16x2 a, a, one, less; fma.rn.bf16x2 $0, a, $5, $6; shr.u32 b, $4, 8;
+lop3.b32 a, b, 0x000f000f, 0x43084308, 0x6A; fma.rn.bf16x2 a, a, one, less; fma.rn.bf16x2 $1, a, $5, $6; shr.u32 b, $4, 4;
+lop3.b32 a, b, 0x000f000f, 0x43084308, 0x6A; fma.rn.bf16x2 a, a, one, less; fma.rn.bf16x2 $2, a, $5, $6; shr.u32 b, $4, 12;
+lop3.b32 a, b, 0x000f000f, 0x43084308, 0x6A; fma.rn.bf16x2 a, a, one, less; fma.rn.bf16x2 $3, a, $5, $6;
+}""")
+KINDS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.uint8: 2}  # `KIND` of the kernels: int8, fp8, int4
 
 
 @triton.jit
@@ -114,42 +125,115 @@ def _scales(scales_ptr, there, FP8: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, values_ptr, scales, DIM: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr):
-    at = tl.arange(0, BLOCK)[None, :] * (DIM // 2) + tl.arange(0, DIM // 2)[:, None]
-    even, odd = unpack(tl.load(values_ptr + at), tl.broadcast_to(scales[None, :], (DIM // 2, BLOCK)), FP8, AHEAD)
-    return tl.dot(q[1], odd, tl.dot(q[0], even))
+def _nibble(words, shift: tl.constexpr):
+    return ((((words.to(tl.int32) >> shift) & 15) ^ 8) - 8).to(tl.float32)
+
+
+@triton.jit
+def unpack_four(words, scales, offsets, AHEAD: tl.constexpr):
+    """Of int4: the values in words' low bytes' lower halves, those in high bytes' lower halves, then those in upper halves; times
+    scales, plus offsets."""
+    if AHEAD:
+        return tl.inline_asm_elementwise(
+            INT4_PAIRS, "=r,=r,=r,=r,r,r,r", [words, scales.to(tl.bfloat16), offsets.to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # interpreted
+        first, second = _nibble(words, 0) * scales + offsets, _nibble(words, 8) * scales + offsets
+        return first, second, _nibble(words, 4) * scales + offsets, _nibble(words, 12) * scales + offsets
+
+
+@triton.jit
+def _both(scales_ptr, there, BLOCK: tl.constexpr):
+    """Scales and offsets of a page's keys or values in int4, a word of 32 bits each."""
+    words = tl.load(scales_ptr + tl.arange(0, BLOCK))
+    scales, offsets = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    return tl.where(there, scales, 0.0), tl.where(there, offsets, 0.0)
+
+
+@triton.jit
+def _scores(q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """`values_ptr`, `scales_ptr`: of a page's keys of a head."""
+    width: tl.constexpr = DIM // 4 if KIND == 2 else DIM // 2
+    if KIND == 2:
+        scales, offsets = _both(scales_ptr, there, BLOCK)
+        scales, offsets = tl.broadcast_to(scales[None, :], (width, BLOCK)), tl.broadcast_to(offsets[None, :], (width, BLOCK))
+        at = tl.arange(0, BLOCK)[None, :] * width + tl.arange(0, width)[:, None]
+        k0, k1, k2, k3 = unpack_four(tl.load(values_ptr + at), scales, offsets, AHEAD)
+        return tl.dot(q[3], k3, tl.dot(q[2], k2, tl.dot(q[1], k1, tl.dot(q[0], k0))))
+    else:
+        scales = _scales(scales_ptr, there, KIND == 1, BLOCK)
+        at = tl.arange(0, BLOCK)[None, :] * width + tl.arange(0, width)[:, None]
+        even, odd = unpack(tl.load(values_ptr + at), tl.broadcast_to(scales[None, :], (width, BLOCK)), KIND == 1, AHEAD)
+        return tl.dot(q[1], odd, tl.dot(q[0], even))
 
 
 @triton.jit
 def _add_values(
-    even, odd, weights, shrink, values_ptr, scales, DIM: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr
-):
-    at = tl.arange(0, BLOCK)[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :]
-    more_even, more_odd = unpack(tl.load(values_ptr + at), tl.broadcast_to(scales[:, None], (BLOCK, DIM // 2)), FP8, AHEAD)
-    weights = weights.to(more_even.dtype)
-    return tl.dot(weights, more_even, even * shrink[:, None]), tl.dot(weights, more_odd, odd * shrink[:, None])
+    acc, weights, shrink, values_ptr, scales_ptr, there,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    width: tl.constexpr = DIM // 4 if KIND == 2 else DIM // 2
+    if KIND == 2:
+        scales, offsets = _both(scales_ptr, there, BLOCK)
+        scales, offsets = tl.broadcast_to(scales[:, None], (BLOCK, width)), tl.broadcast_to(offsets[:, None], (BLOCK, width))
+        at = tl.arange(0, BLOCK)[:, None] * width + tl.arange(0, width)[None, :]
+        values = unpack_four(tl.load(values_ptr + at), scales, offsets, AHEAD)
+    else:
+        scales = _scales(scales_ptr, there, KIND == 1, BLOCK)
+        at = tl.arange(0, BLOCK)[:, None] * width + tl.arange(0, width)[None, :]
+        values = unpack(tl.load(values_ptr + at), tl.broadcast_to(scales[:, None], (BLOCK, width)), KIND == 1, AHEAD)
+    weights = weights.to(values[0].dtype)
+    made = ()  # type: tuple
+    for i in tl.static_range(4 if KIND == 2 else 2):
+        made = made + (tl.dot(weights, values[i], acc[i] * shrink[:, None]),)
+    return made
 
 
 @triton.jit
-def _queries(qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr):
+    """The parts of a result of zeros."""
+    made = ()  # type: tuple
+    for _ in tl.static_range(4 if KIND == 2 else 2):
+        made = made + (tl.zeros((ROWS, DIM // 4 if KIND == 2 else DIM // 2), tl.float32),)
+    return made
+
+
+@triton.jit
+def _merge_all(acc, top, total, more, more_top, more_total, factor, KIND: tl.constexpr):
+    made = ()  # type: tuple
+    for i in tl.static_range(4 if KIND == 2 else 2):
+        one, new_top, new_total = _merge(acc[i], top, total, more[i], more_top, more_total, factor)
+        made = made + (one,)
+    return made, new_top, new_total
+
+
+@triton.jit
+def _queries(
+    qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr
+):
     at = (token[:, None] * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * DIM + tl.arange(0, DIM)[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
-    return tl.split(tl.reshape(q, (q.shape[0], DIM // 2, 2)))
+    if KIND == 2:
+        first, second = tl.split(tl.permute(tl.reshape(q, (q.shape[0], 2, DIM // 4, 2)), (0, 2, 3, 1)))
+        return tl.split(first) + tl.split(second)
+    else:
+        return tl.split(tl.reshape(q, (q.shape[0], DIM // 2, 2)))
 
 
 @triton.jit
-def _put(out_ptr, even, odd, valid, DIM: tl.constexpr):
-    """`out_ptr`: of each row."""
-    to = out_ptr[:, None] + 2 * tl.arange(0, DIM // 2)[None, :]
-    tl.store(to, even.to(out_ptr.dtype.element_ty), mask=valid[:, None])
-    tl.store(to + 1, odd.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+def _put(out_ptr, acc, weight, valid, DIM: tl.constexpr, KIND: tl.constexpr):
+    """The parts over the sums of weights. `out_ptr`: of each row."""
+    for i in tl.static_range(4 if KIND == 2 else 2):
+        to = out_ptr[:, None] + (2 * tl.arange(0, acc[i].shape[1]) + i % 2 + i // 2 * (DIM // 2))[None, :]
+        tl.store(to, (acc[i] / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
-def _put_part(part, even, odd, top, weight, valid, DIM: tl.constexpr):
-    to = part[:, None] + tl.arange(0, DIM // 2)[None, :]
-    tl.store(to, even, mask=valid[:, None])
-    tl.store(to + DIM // 2, odd, mask=valid[:, None])
+def _put_part(part, acc, top, weight, valid, DIM: tl.constexpr, KIND: tl.constexpr):
+    for i in tl.static_range(4 if KIND == 2 else 2):
+        to = part[:, None] + (tl.arange(0, acc[i].shape[1]) + i * acc[i].shape[1])[None, :]
+        tl.store(to, acc[i], mask=valid[:, None])
     tl.store(part + DIM, top, mask=valid)
     tl.store(part + DIM + 1, weight, mask=valid)
 
@@ -158,15 +242,17 @@ def _put_part(part, even, odd, top, weight, valid, DIM: tl.constexpr):
 def _attend_prompts_scaled(
     qkv_ptr, values_ptr, scales_ptr, table_ptr, out_ptr, lists_ptr, sinks_ptr, bias_ptr, layer_run, page_words, page_scales,
     table_width, scale, factor, softcap, window, bias_width,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, WORD: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, WORD: tl.constexpr, KIND: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head
+    num_scales: tl.constexpr = BLOCK if KIND == 2 else BLOCK // 2
     rows = tl.arange(0, ROWS)
-    none, lowest = tl.zeros((ROWS, DIM // 2), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
+    lowest = tl.full((ROWS,), float("-inf"), tl.float32)
     tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * PROMPT_WIDTH
     num = tl.load(tile + PROMPT_TOKENS)
     while num > 0:
@@ -174,9 +260,9 @@ def _attend_prompts_scaled(
         start, row = tl.load(tile + PROMPT_POSITION), tl.load(tile + PROMPT_ROW).to(tl.int64)
         token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
         positions = start + rows // group
-        q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-        even, odd, top, total = none, none, lowest, tl.zeros((ROWS, 4), tl.float32)
-        all_even, all_odd = none, none
+        q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND)
+        acc, top, total = _nothing(ROWS, DIM, KIND), lowest, tl.zeros((ROWS, 4), tl.float32)
+        all_acc = _nothing(ROWS, DIM, KIND)
         all_top, all_total = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
         end = start + num  # after the last key
         first = 0
@@ -184,33 +270,30 @@ def _attend_prompts_scaled(
             first = tl.maximum(start - window + 1, 0) // BLOCK
         for block in range(first, tl.cdiv(end, BLOCK)):
             if (block % (SPLIT // BLOCK) == 0) & (block > first):
-                weight = _in_all(total, ROWS)
-                all_even, _, _ = _merge(all_even, all_top, all_total, even, top, weight, factor)
-                all_odd, all_top, all_total = _merge(all_odd, all_top, all_total, odd, top, weight, factor)
-                even, odd, top, total = none, none, lowest, tl.zeros((ROWS, 4), tl.float32)
+                all_acc, all_top, all_total = _merge_all(
+                    all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor, KIND
+                )
+                acc, top, total = _nothing(ROWS, DIM, KIND), lowest, tl.zeros((ROWS, 4), tl.float32)
             keys = block * BLOCK + tl.arange(0, BLOCK)
             there = keys < end
             seen = keys[None, :] <= positions[:, None]
             if WINDOW:
                 seen &= keys[None, :] > positions[:, None] - window
             page = tl.load(table_ptr + row * table_width + block).to(tl.int64)
-            words = values_ptr + page * page_words + (layer_run + kv_head) * (BLOCK * DIM // 2)
-            scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * (BLOCK // 2)
-            scores = _scores(q, words, _scales(scales_at, there, FP8, BLOCK), DIM, BLOCK, FP8, AHEAD)
+            words = values_ptr + page * page_words + (layer_run + kv_head) * num_words
+            scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * num_scales
+            scores = _scores(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
             scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
             scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
-            scales = _scales(scales_at + NUM_KV_HEADS * (BLOCK // 2), there, FP8, BLOCK)
-            words += NUM_KV_HEADS * (BLOCK * DIM // 2)
-            even, odd = _add_values(even, odd, weights, shrink, words, scales, DIM, BLOCK, FP8, AHEAD)
-        weight = _in_all(total, ROWS)
-        all_even, _, _ = _merge(all_even, all_top, all_total, even, top, weight, factor)
-        all_odd, all_top, all_total = _merge(all_odd, all_top, all_total, odd, top, weight, factor)
-        to = out_ptr + (token * NUM_HEADS + head) * DIM
-        _put(to, all_even / all_total[:, None], all_odd / all_total[:, None], valid, DIM)
+            scales_at += NUM_KV_HEADS * num_scales
+            words += NUM_KV_HEADS * num_words
+            acc = _add_values(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
+        all_acc, all_top, all_total = _merge_all(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor, KIND)
+        _put(out_ptr + (token * NUM_HEADS + head) * DIM, all_acc, all_total, valid, DIM, KIND)
         tile += tl.num_programs(1) * PROMPT_WIDTH
         num = tl.load(tile + PROMPT_TOKENS)
 
@@ -219,13 +302,15 @@ def _attend_prompts_scaled(
 def _attend_shared_scaled(
     qkv_ptr, values_ptr, scales_ptr, table_ptr, partial_ptr, lists_ptr, positions_ptr, bias_ptr, layer_run, page_words,
     page_scales, table_width, scale, factor, softcap, window, bias_width,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WORD: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WORD: tl.constexpr, KIND: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head
+    num_scales: tl.constexpr = BLOCK if KIND == 2 else BLOCK // 2
     members_ptr = lists_ptr + tl.load(lists_ptr + WORD + 1)  # the list after this one
     rows = tl.arange(0, ROWS)
     tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * SHARED_WIDTH
@@ -240,16 +325,16 @@ def _attend_shared_scaled(
         if WINDOW or BIAS:
             positions = tl.load(positions_ptr + token, mask=valid, other=0)
         head = kv_head * group + rows % group
-        q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-        even, odd = tl.zeros((ROWS, DIM // 2), tl.float32), tl.zeros((ROWS, DIM // 2), tl.float32)
+        q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND)
+        acc = _nothing(ROWS, DIM, KIND)
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         for block in range(SPLIT // BLOCK):
             keys = split * SPLIT + block * BLOCK + tl.arange(0, BLOCK)
             there = keys >= 0
             page = tl.load(table + block).to(tl.int64)
-            words = values_ptr + page * page_words + (layer_run + kv_head) * (BLOCK * DIM // 2)
-            scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * (BLOCK // 2)
-            scores = _scores(q, words, _scales(scales_at, there, FP8, BLOCK), DIM, BLOCK, FP8, AHEAD)
+            words = values_ptr + page * page_words + (layer_run + kv_head) * num_words
+            scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * num_scales
+            scores = _scores(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             if BIAS:
                 whole = valid[:, None] & there[None, :]
@@ -258,11 +343,11 @@ def _attend_shared_scaled(
                 scores = tl.where(keys[None, :] > positions[:, None] - window, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
-            scales = _scales(scales_at + NUM_KV_HEADS * (BLOCK // 2), there, FP8, BLOCK)
-            words += NUM_KV_HEADS * (BLOCK * DIM // 2)
-            even, odd = _add_values(even, odd, weights, shrink, words, scales, DIM, BLOCK, FP8, AHEAD)
+            scales_at += NUM_KV_HEADS * num_scales
+            words += NUM_KV_HEADS * num_words
+            acc = _add_values(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
         part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
-        _put_part(part, even, odd, top, _in_all(total, ROWS), valid, DIM)
+        _put_part(part, acc, top, _in_all(total, ROWS), valid, DIM, KIND)
         tile += tl.num_programs(1) * SHARED_WIDTH
         num = tl.load(tile + SHARED_MEMBERS)
 
@@ -271,12 +356,14 @@ def _attend_shared_scaled(
 def _attend_single_scaled(
     qkv_ptr, values_ptr, scales_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, layer_run,
     page_words, page_scales, table_width, scale, factor, softcap, window, bias_width,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head
+    num_scales: tl.constexpr = BLOCK if KIND == 2 else BLOCK // 2
     rows = tl.arange(0, ROWS)
     head, behind = kv_head * group + rows % group, rows // group  # `behind`: its token after the record's first
     # The first record was there long before the kernel that this one waits for.
@@ -291,8 +378,8 @@ def _attend_single_scaled(
         num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
         token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
         valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
-        q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-        even, odd = tl.zeros((ROWS, DIM // 2), tl.float32), tl.zeros((ROWS, DIM // 2), tl.float32)
+        q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND)
+        acc = _nothing(ROWS, DIM, KIND)
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         begins = split * SPLIT
         if WINDOW:
@@ -304,30 +391,27 @@ def _attend_single_scaled(
             if WINDOW:
                 seen &= keys[None, :] > positions[:, None] - window
             page = tl.load(table + first // BLOCK).to(tl.int64)
-            words = values_ptr + page * page_words + (layer_run + kv_head) * (BLOCK * DIM // 2)
-            scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * (BLOCK // 2)
-            scores = _scores(q, words, _scales(scales_at, there, FP8, BLOCK), DIM, BLOCK, FP8, AHEAD)
+            words = values_ptr + page * page_words + (layer_run + kv_head) * num_words
+            scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * num_scales
+            scores = _scores(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
             scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
             scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
-            scales = _scales(scales_at + NUM_KV_HEADS * (BLOCK // 2), there, FP8, BLOCK)
-            words += NUM_KV_HEADS * (BLOCK * DIM // 2)
-            even, odd = _add_values(even, odd, weights, shrink, words, scales, DIM, BLOCK, FP8, AHEAD)
+            scales_at += NUM_KV_HEADS * num_scales
+            words += NUM_KV_HEADS * num_words
+            acc = _add_values(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
         weight = _in_all(total, ROWS)
         if num_splits == 1:
             if SINKS:
                 sink, one = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
-                nothing = tl.zeros((ROWS, DIM // 2), tl.float32)
-                even, _, _ = _merge(nothing, sink, one, even, top, weight, factor)
-                odd, top, weight = _merge(nothing, sink, one, odd, top, weight, factor)
-            to = out_ptr + ((token + behind) * NUM_HEADS + head) * DIM
-            _put(to, even / weight[:, None], odd / weight[:, None], valid, DIM)
+                acc, top, weight = _merge_all(_nothing(ROWS, DIM, KIND), sink, one, acc, top, weight, factor, KIND)
+            _put(out_ptr + ((token + behind) * NUM_HEADS + head) * DIM, acc, weight, valid, DIM, KIND)
         else:
             part = partial_ptr + ((slot0 + split + behind * num_splits) * NUM_HEADS + head) * (DIM + 2)
-            _put_part(part, even, odd, top, weight, valid, DIM)
+            _put_part(part, acc, top, weight, valid, DIM, KIND)
             tl.debug_barrier()
             for _i in range(num_tokens):
                 done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
@@ -335,7 +419,7 @@ def _attend_single_scaled(
                     tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
                     _merge_parts(
                         partial_ptr, out_ptr, sinks_ptr, token, slot0, num_splits, kv_head, factor, NUM_HEADS, NUM_KV_HEADS,
-                        DIM, TOGETHER, SINKS, True,
+                        DIM, TOGETHER, SINKS, 4 if KIND == 2 else 2,
                     )  # fmt: skip
                 token, slot0 = token + 1, slot0 + num_splits
         token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
@@ -369,7 +453,7 @@ def attend_scaled(
     words, pairs, page_words, page_scales = places(cache, scales)
     num_kv_heads, group = common["NUM_KV_HEADS"], common["NUM_HEADS"] // common["NUM_KV_HEADS"]
     where = (layer * 2 * num_kv_heads, page_words, page_scales, table.stride(0))
-    common = common | {"FP8": cache.dtype == torch.float8_e4m3fn}
+    common = common | {"KIND": KINDS[cache.dtype]}
     if lists.num_shared:
         launch(
             _attend_shared_scaled, (num_kv_heads, lists.num_shared),

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from tidemill.errors import WeightsLost, WorkerLost
 from tidemill.kernels.kv_cache import HeadWeights
+from tidemill.kernels.native.exchanges import ExchangeCalls, ExchangeSpec
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
 from tidemill.kernels.native.streams import STREAM_ERRORS, Neurons, Piece, StreamCalls, StreamFigures, StreamSpec
@@ -82,7 +83,10 @@ class Policy(ctypes.Structure):
     """tm_policy of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("kind", "capacity", "kept", "recent", "sinks", "first_observed", "dense_layers", "stride")),
+        *(
+            (name, _LONG)
+            for name in ("kind", "capacity", "kept", "recent", "sinks", "first_observed", "dense_layers", "channels", "stride")
+        ),
         ("memory", _POINTER),
     ]
 
@@ -216,7 +220,7 @@ _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
     ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
-    ("tm_group", GroupSpec), ("tm_neurons", Neurons),
+    ("tm_group", GroupSpec), ("tm_exchange", ExchangeSpec), ("tm_neurons", Neurons),
     ("tm_piece", Piece), ("tm_stream_spec", StreamSpec), ("tm_stream_figures", StreamFigures),
 )  # fmt: skip
 
@@ -241,7 +245,7 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
         raise OSError(f"its structs are laid out differently ({wrong[0]}); {fix}")
 
 
-class Library(StreamCalls):
+class Library(StreamCalls, ExchangeCalls):
     """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
 
     def __init__(self, path: Path) -> None:
@@ -309,6 +313,7 @@ class Library(StreamCalls):
         self._copy_sum = lib.tm_copy_sum
         self._copy_sum.argtypes, self._copy_sum.restype = [_POINTER, _POINTER, _LONG, _POINTER], None
         self._bind_streams(lib)
+        self._bind_exchanges(lib)
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -408,7 +413,7 @@ class Library(StreamCalls):
         if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, *places):
             raise MemoryError("no memory for attention")
         if self._recording:
-            own = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
+            own: dict[str, Any] = {"c": q_norm, "d": k_norm, "e": sinks, "eps": learned.eps}
             self._recording.note("attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own)
         return out
 

@@ -32,7 +32,7 @@ typedef struct {
     float softcap; /* of scores as they are here, logarithms to base 2 */
     float *queries, *sums, *top, *total;
     code_factor *factors; /* queries in whole numbers, and what one of each row is worth */
-    float *worth;
+    float *worth, *query_sums;
 } tile;
 
 /* Of a thread: a block of keys and values, a tile's queries and sums, and a block as KVQuant gives it. */
@@ -67,9 +67,9 @@ static void put(char *row, const float *x, long dim, int format) {
         memcpy(row, x, dim * sizeof(float));
 }
 
-/* A scale of a page, of a head's token. */
+/* A scale of a page, of a head's token; in four bits the offset follows. */
 TM_INLINE uint16_t *scale_at(const tm_step *s, const char *scales, long page, long head, long offset) {
-    return (uint16_t *)(scales + page * s->page_bytes) + head * s->page_size + offset;
+    return (uint16_t *)(scales + page * s->page_bytes) + ((head * s->page_size + offset) << (s->kv_format == TM_KV_INT4));
 }
 
 static void enter_token(void *arg, long token, int thread) {
@@ -124,18 +124,29 @@ static void find_rows(const tm_step *s, long dim, const char *cache, const tm_pl
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
-/* Scales of the same positions; of codes of four bits, which are taken sixteen times as large, a sixteenth. Past the last: 0. */
+/* Scales and offsets of the same positions, of codes of four bits, which are taken sixteen times as large: a sixteenth. */
+static void find_offsets(const tm_step *s, const char *scales, const tm_places *w, long head, long first, long num, float *to, float *offsets) {
+    long shift = __builtin_ctzl(s->page_size), last = s->page_size - 1;
+    for (long i = 0; i < BLOCK; i++) {
+        long position = i < num ? place_of(w, first + i) : 0;
+        const uint16_t *both = scale_at(s, scales, w->pages[position >> shift], head, position & last);
+        uint32_t scale = i < num ? (uint32_t)both[0] << 16 : 0, offset = i < num ? (uint32_t)both[1] << 16 : 0;
+        memcpy(to + i, &scale, 4);
+        memcpy(offsets + i, &offset, 4);
+        to[i] *= 0.0625f;
+    }
+}
+
+/* Scales of the same positions. Past the last: 0. */
 static void find_scales(const tm_step *s, const char *scales, const tm_places *w, long head, long first, long num, float *to) {
-    float factor = s->kv_format == TM_KV_INT4 ? 0.0625f : 1;
     long shift = __builtin_ctzl(s->page_size), i = 0, last = s->page_size - 1;
     if (s->page_size >= 8)
         for (; i + 8 <= num && first + i + 8 <= w->base; i += 8)
-            f32x8_store(to + i, f32x8_mul1(f32x8_load_bf16(scale_at(s, scales, w->pages[(first + i) >> shift], head, (first + i) & last)), factor));
+            f32x8_store(to + i, f32x8_load_bf16(scale_at(s, scales, w->pages[(first + i) >> shift], head, (first + i) & last)));
     for (; i < BLOCK; i++) {
         long position = i < num ? place_of(w, first + i) : 0;
         uint32_t bits = i < num ? (uint32_t)*scale_at(s, scales, w->pages[position >> shift], head, position & last) << 16 : 0;
         memcpy(to + i, &bits, 4);
-        to[i] *= factor;
     }
 }
 
@@ -429,9 +440,10 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         long last = last_key(t, row + n - 1);
         if (last < first || (t->window && first + BLOCK <= t->start + row / t->group - t->window + 1)) continue;
         const float *q = t->queries + row * dim;
-        if (codes)
+        if (codes) {
             CODE_SCORES[size](t->factors + row * FACTOR_PARTS * padded_dim(dim), t->worth + row, codes, num, padded_dim(dim), n, scores);
-        else if (copied)
+            if (codes->has_offsets) score_offsets(t->query_sums + row, codes, n, scores);
+        } else if (copied)
             COPIED_SCORES[size](q, copied, dim, n, scores);
         else
             SCORES[format][size](q, keys, dim, n, scores);
@@ -450,9 +462,10 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
             if (shrink[r] != 1)
                 for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
         long num_keys = last + 1 - first < num ? last + 1 - first : num, num_seen = last_key(t, row) + 1 - first; /* by all of these rows */
-        if (codes)
+        if (codes) {
+            if (codes->has_offsets) mix_offsets(scores, codes, dim, n, acc);
             CODE_MIXES[size](scores, codes, num_keys, dim, n, acc);
-        else if (num_seen < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, dim, format))))
+        } else if (num_seen < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, dim, format))))
             mix_seen(t, row, n, first, scores, values, format, acc);
         else if (copied)
             COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);
@@ -485,13 +498,13 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
     int format = l->quant ? TM_KV_F32 : (int)s->kv_format, has_codes = l->key_scales && !l->quant, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
-    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], *dequantized = copied + 2 * BLOCK * padded_dim(dim);
+    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], query_sums[MAX_TILE_ROWS + 2], *dequantized = copied + 2 * BLOCK * padded_dim(dim);
     float *queries = dequantized + 2 * BLOCK * padded_dim(dim);
     tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = start, .dim = dim, .window = l->window,
               .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
               .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
               .queries = queries, .sums = queries + padded * padded_dim(dim), .top = top, .total = total,
-              .factors = (code_factor *)queries, .worth = worth};
+              .factors = (code_factor *)queries, .worth = worth, .query_sums = query_sums};
     for (long row = 0; row < padded; row++) {
         long token = first_token + row / group;
         const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;
@@ -501,7 +514,12 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
             f32x8_store(t.sums + row * dim + i, f32x8_set(0));
         }
         /* A sink is a key that was seen before all others, of which only the score counts. */
-        if (has_codes) worth[row] = query_factors(query, dim, t.factors + row * FACTOR_PARTS * padded_dim(dim));
+        if (has_codes) {
+            f32x8 sum = f32x8_set(0);
+            for (long i = 0; i < dim && format == TM_KV_INT4; i += 8) sum = f32x8_add(sum, f32x8_load(query + i));
+            query_sums[row] = f32x8_sum(sum);
+            worth[row] = query_factors(query, dim, t.factors + row * FACTOR_PARTS * padded_dim(dim));
+        }
         top[row] = j->learned.sinks ? j->learned.sinks[head * group + row % group] * LOG2_E : -1e30f; /* lower than any score */
         total[row] = j->learned.sinks ? 1 : 0;
     }
@@ -515,8 +533,14 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         if (first + BLOCK < end) prefetch(s, l, j, where->pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
-            find_scales(s, l->key_scales, where, head, first, num, codes.key_scales);
-            find_scales(s, l->value_scales, where, head, first, num, codes.value_scales);
+            codes.has_offsets = format == TM_KV_INT4;
+            if (codes.has_offsets) {
+                find_offsets(s, l->key_scales, where, head, first, num, codes.key_scales, codes.key_offsets);
+                find_offsets(s, l->value_scales, where, head, first, num, codes.value_scales, codes.value_offsets);
+            } else {
+                find_scales(s, l->key_scales, where, head, first, num, codes.key_scales);
+                find_scales(s, l->value_scales, where, head, first, num, codes.value_scales);
+            }
         }
         if (l->quant) {
             block_rows key_extras, value_extras;

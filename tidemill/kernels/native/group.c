@@ -36,7 +36,7 @@ typedef struct {
 
 _Static_assert(sizeof(shared_head) == LINE && sizeof(shared_rank) == LINE, "of a cache line each");
 
-enum { REDUCE = 1, GATHER, RANGES };
+enum { REDUCE = 1, GATHER, RANGES, TO_COLUMNS, TO_ROWS };
 
 static shared_head *head_of(const tm_group *g) { return (shared_head *)g->shared; }
 static shared_rank *rank_of(const tm_group *g, long rank) { return (shared_rank *)(g->shared + LINE * (1 + rank)); }
@@ -109,7 +109,8 @@ static int meet(const tm_group *g, unsigned number, unsigned kind, long num_valu
         int failed = r == g->rank ? 0 : wait_for(g, r, number);
         if (failed) return failed;
         const shared_rank *other = rank_of(g, r);
-        if (other->kind[number & 1] != kind || (kind == REDUCE && other->num_values[number & 1] != num_values)) {
+        const int is_equal = other->num_values[number & 1] == num_values || kind == GATHER || kind == RANGES;
+        if (other->kind[number & 1] != kind || !is_equal) {
             atomic_store(&head_of(g)->failed, 1);
             return TM_PEERS_DIFFER;
         }
@@ -171,7 +172,66 @@ int all_gather_op(const tm_group *g, const float *x, float *out, long num_rows, 
     return 0;
 }
 
+/* ---- rows that are divided among ranks */
+
+void own_rows_op(const float *x, long all, long width, long rank, long size, float *out) {
+    const long first = first_row(all, rank, size), end = first_row(all, rank + 1, size);
+    memcpy(out, x + first * width, 4 * (end - first) * width);
+}
+
+void columns_op(const float *x, long num_rows, long width, long first, long num, float *out) {
+    for (long i = 0; i < num_rows; i++) memcpy(out + i * num, x + i * width + first, 4 * num);
+}
+
+int to_columns_op(const tm_exchange *e, const float *x, float *out, long all) {
+    const tm_group *g = e->group;
+    const long room = g->slot_bytes / 4 / e->width, most = (all + g->size - 1) / g->size;
+    const long own = first_row(all, g->rank + 1, g->size) - first_row(all, g->rank, g->size);
+    if (room < 1) return TM_PEERS_DIFFER;
+    for (long done = 0; done == 0 || done < most; done += room) {
+        const unsigned number = next_number(g);
+        if (done < own) memcpy(slot_of(g, g->rank, number), x + done * e->width, 4 * least(room, own - done) * e->width);
+        int failed = meet(g, number, TO_COLUMNS, all);
+        if (failed) return failed;
+        for (long r = 0; r < g->size; r++) {
+            const long first = first_row(all, r, g->size) + done, end = least(first + room, first_row(all, r + 1, g->size));
+            for (long i = first; i < end; i++) {
+                const float *from = slot_of(g, r, number) + (i - first) * e->width;
+                float *to = out + i * e->own_width;
+                for (long run = 0; run < e->num_runs; to += e->lens[run++]) memcpy(to, from + e->firsts[run], 4 * e->lens[run]);
+            }
+        }
+    }
+    return 0;
+}
+
+int to_rows_op(const tm_exchange *e, const float *x, float *out, long all) {
+    const tm_group *g = e->group;
+    const long begin = first_row(all, g->rank, g->size), end = first_row(all, g->rank + 1, g->size), own = e->widths[g->rank];
+    long widest = 1;
+    for (long r = 0; r < g->size; r++)
+        if (e->widths[r] > widest) widest = e->widths[r];
+    const long room = g->slot_bytes / 4 / widest;
+    if (room < 1) return TM_PEERS_DIFFER;
+    for (long done = 0; done < all; done += room) {
+        const unsigned number = next_number(g);
+        memcpy(slot_of(g, g->rank, number), x + done * own, 4 * least(room, all - done) * own);
+        int failed = meet(g, number, TO_ROWS, all);
+        if (failed) return failed;
+        const long first = begin > done ? begin : done, last = least(end, done + room);
+        for (long r = 0, column = 0; r < g->size; column += e->widths[r++])
+            for (long i = first; i < last; i++)
+                memcpy(out + (i - begin) * e->width + column, slot_of(g, r, number) + (i - done) * e->widths[r], 4 * e->widths[r]);
+    }
+    return 0;
+}
+
 /* ---- for Python */
+
+TM_API void tm_own_rows(const float *x, long all, long width, long rank, long size, float *out) { own_rows_op(x, all, width, rank, size, out); }
+TM_API void tm_columns(const float *x, long num_rows, long width, long first, long num, float *out) { columns_op(x, num_rows, width, first, num, out); }
+TM_API int tm_to_columns(const tm_exchange *e, const float *x, float *out, long all) { return to_columns_op(e, x, out, all); }
+TM_API int tm_to_rows(const tm_exchange *e, const float *x, float *out, long all) { return to_rows_op(e, x, out, all); }
 
 TM_API int tm_all_reduce(const tm_group *g, float *x, long num_rows, long width) { return all_reduce_op(g, x, num_rows, width); }
 

@@ -1,6 +1,7 @@
 /* Attention over keys and values in 8 or 4 bits, in whole numbers.
 
-A token and head has codes of -127 .. 127 (in 4 bits -7 .. 7, taken here sixteen times as large) and a scale. Queries, and the
+A token and head has codes of -127 .. 127 (in 4 bits -8 .. 7, taken here sixteen times as large) and a scale, in 4 bits also an offset:
+its part of a score is the offset times the sum of the query. Queries, and the
 probabilities of a block of keys times the values' scales, become whole numbers of 15 bits, each row with a factor of its own. Their
 sums of products with codes are exact, so they have no order; rounding a query to 15 bits changes it by less than float16 would. */
 #ifndef TM_KV_CODES_H
@@ -33,31 +34,57 @@ TM_INLINE float magnitude(const float *x, long num) {
 
 /* ---- into the cache; bit for bit as `quantize` of kv_cache.py */
 
+static void put_nibbles(char *row, uint16_t *scale, const float *x, long dim) {
+    f32x8 most = f32x8_load(x), least = most, bad = f32x8_set(0);
+    for (long i = 0; i < dim; i += 8) {
+        f32x8 value = f32x8_load(x + i);
+        most = f32x8_max(most, value), least = f32x8_min(least, value);
+        bad = f32x8_fma(bad, value, f32x8_set(0));
+    }
+    float high = f32x8_maximum(most), low = -f32x8_maximum(f32x8_sub(f32x8_set(0), least)), nothing = f32x8_sum(bad);
+    float middle[8] = {low * 0.5f + high * 0.5f + (high - low) * (0.5f / 15)}, factor = 0;
+    uint16_t offset[8];
+    f32x8_store_bf16(offset, f32x8_load(middle));
+    uint32_t bits = (uint32_t)offset[0] << 16;
+    memcpy(middle, &bits, 4);
+    float above = (high - *middle) * (1 / 7.0f), below = (*middle - low) * 0.125f, step = above > below ? above : below;
+    if (nothing != 0 || !(step < INFINITY)) {
+        scale[0] = 0x7fc0, scale[1] = 0;
+    } else {
+        step = step < TINY ? 0 : step;
+        memcpy(&bits, &step, 4);
+        bits = (bits + 0xffff) & 0xffff0000;
+        memcpy(&step, &bits, 4);
+        factor = step > 0 ? 1 / step : 0;
+        scale[0] = bits >> 16, scale[1] = offset[0];
+    }
+    for (long i = 0; i < dim / 2; i += 4) { /* of a byte, the lower half has value i, the upper one value dim / 2 + i */
+        int8_t codes[8] = {0};
+        float values[8];
+        memcpy(values, x + i, 16);
+        memcpy(values + 4, x + dim / 2 + i, 16);
+        if (factor) i32x8_store_bytes(codes, f32x8_to_i32x8(f32x8_mul1(f32x8_sub(f32x8_load(values), f32x8_set(*middle)), factor)));
+        for (int j = 0; j < 4; j++) row[i + j] = (codes[j] & 15) | (codes[j + 4] & 15) << 4;
+    }
+}
+
 static void put_codes(char *row, uint16_t *scale, const float *x, long dim, int format) {
-    float top = magnitude(x, dim), step = top / (format == TM_KV_INT8 ? 127 : 7);
+    if (format == TM_KV_INT4) {
+        put_nibbles(row, scale, x, dim);
+        return;
+    }
+    float top = magnitude(x, dim), step = top / 127;
     uint32_t bits;
     memcpy(&bits, &step, 4);
     bits = top == top ? (bits + 0xffff) & 0xffff0000 : 0x7fc00000;
     memcpy(&step, &bits, 4);
     *scale = bits >> 16;
     float factor = top > 0 ? 1 / step : 0;
-    if (format == TM_KV_INT8) {
-        for (long i = 0; i < dim; i += 8) {
-            if (factor)
-                i32x8_store_bytes((int8_t *)row + i, f32x8_to_i32x8(f32x8_mul1(f32x8_load(x + i), factor)));
-            else
-                memset(row + i, 0, 8);
-        }
-        return;
-    }
-    for (long i = 0; i < dim / 2; i += 4) { /* of a byte, the lower half has value i, the upper one value dim / 2 + i */
-        int8_t low[8] = {0}, high[8] = {0};
-        float values[8];
-        memcpy(values, x + i, 16);
-        memcpy(values + 4, x + dim / 2 + i, 16);
-        if (factor) i32x8_store_bytes(low, f32x8_to_i32x8(f32x8_mul1(f32x8_load(values), factor)));
-        memcpy(high, low + 4, 4);
-        for (int j = 0; j < 4; j++) row[i + j] = (low[j] & 15) | (high[j] & 15) << 4;
+    for (long i = 0; i < dim; i += 8) {
+        if (factor)
+            i32x8_store_bytes((int8_t *)row + i, f32x8_to_i32x8(f32x8_mul1(f32x8_load(x + i), factor)));
+        else
+            memset(row + i, 0, 8);
     }
 }
 
@@ -70,7 +97,26 @@ typedef struct {
     code_rows unpacked;
     value_code *values; /* [key / 4], each as `values_store` lays out four */
     float key_scales[CODE_BLOCK], value_scales[CODE_BLOCK]; /* past the last key: 0 */
+    float key_offsets[CODE_BLOCK], value_offsets[CODE_BLOCK];
+    int has_offsets;
 } code_block;
+
+/* To the scores of `n` rows, the keys' offsets times the sum of each row's query. */
+static void score_offsets(const float *sums, const code_block *block, int n, float *scores) {
+    for (int r = 0; r < n; r++)
+        for (long k = r * CODE_BLOCK; k < (r + 1) * CODE_BLOCK; k += 8)
+            f32x8_store(scores + k, f32x8_fma(f32x8_load(scores + k), f32x8_load(block->key_offsets + (k & (CODE_BLOCK - 1))), f32x8_set(sums[r])));
+}
+
+/* To the sums of `n` rows, the values' offsets times probabilities. */
+static void mix_offsets(const float *probs, const code_block *block, long dim, int n, float *sums) {
+    for (int r = 0; r < n; r++) {
+        f32x8 part = f32x8_set(0);
+        for (long k = 0; k < CODE_BLOCK; k += 8) part = f32x8_fma(part, f32x8_load(probs + r * CODE_BLOCK + k), f32x8_load(block->value_offsets + k));
+        f32x8 all = f32x8_set(f32x8_sum(part));
+        for (long i = r * dim; i < (r + 1) * dim; i += 8) f32x8_store(sums + i, f32x8_add(f32x8_load(sums + i), all));
+    }
+}
 
 /* Codes of a row in eight bits, followed by zeros. */
 static void unpack_row(const char *row, long dim, int format, int8_t *to) {

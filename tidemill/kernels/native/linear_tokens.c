@@ -158,8 +158,21 @@ TM_INLINE void tile_t2(const linear_job *j, long panel, const uint8_t *codes, co
         }
 }
 
+/* One row and one scale a row of weights: the same operations, without the loop over groups. */
 static __attribute__((noinline)) void single_t2(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
-    tile_t2(j, panel, codes, scales, 0, 1);
+    if (j->group * GROUP < j->num_in) {
+        tile_t2(j, panel, codes, scales, 0, 1);
+        return;
+    }
+    const int32_t sum = *(const int32_t *)j->xs;
+    const int span = j->num_panels - panel < SPAN ? (int)(j->num_panels - panel) : SPAN;
+    i32x8 dots[2][SPAN];
+    dots_t2(j, codes, 0, 1, 0, j->num_in, dots);
+    fields_finish(dots[0], sum);
+    for (int p = 0; p < span; p++) {
+        f32x8 value = f32x8_mul1(add_group(T2, sum, dots[0][p], (const float *)scales + p * LANES, f32x8_set(0)), j->xd[0]);
+        store_tile(j, panel + p, 0, 1, &value);
+    }
 }
 
 static __attribute__((noinline)) void panels_t2(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {

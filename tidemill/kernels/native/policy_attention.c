@@ -10,7 +10,7 @@ each KV head, and segments end at fixed positions: bits do not depend on how a p
 #include "simd.h"
 #include "tidemill.h"
 
-enum { WINDOW, STREAMING, H2O, SNAPKV, QUEST, RANDOM }; /* as in policies.py */
+enum { WINDOW, STREAMING, H2O, SNAPKV, QUEST, RANDOM, DOUBLE }; /* as in policies.py */
 
 #define LOG2_E 1.44269504f
 #define POOLED 3 /* SnapKV: slots before and after, whose attention counts for a slot, too */
@@ -225,20 +225,70 @@ static void evict(const tm_attention_job *j, const tm_segment *g, long head, uin
     if (p->kind == STREAMING) move_sinks(j, g, head);
 }
 
+static int is_sparse(const tm_segment *g) { return g->policy->kind == QUEST || g->policy->kind == DOUBLE; }
 static long scratch_bytes(const tm_segment *g) { return ((g->policy->capacity + 8) & ~7L) * 4 * (long)sizeof(float); }
+
+static long token_bytes(const tm_segment *g) { return 2 * (g->position + 1) * (long)sizeof(uint64_t); }
 
 static void finish_segment(void *arg, long task, int thread) {
     const round_job *r = arg;
     const tm_attention_job *j = r->attention;
     const tm_segment *g = r->round->segments + task / j->layer->num_kv_heads;
     long head = task % j->layer->num_kv_heads;
-    if (g->policy->kind == QUEST) return;
+    if (is_sparse(g)) return;
     void *scratch = tm_scratch(thread, 1, scratch_bytes(g)); /* policy_rounds has made sure there is */
     if (g->policy->kind == H2O || g->policy->kind == SNAPKV) accumulate(j, g, head, scratch);
     if (g->evicts) evict(j, g, head, scratch);
 }
 
 /* ---- Quest */
+
+static long num_channels(const tm_attention_job *j, const tm_segment *g) {
+    return g->policy->channels < j->layer->head_dim ? g->policy->channels : j->layer->head_dim;
+}
+
+static float value_at(const char *row, long i, int is_bf16) {
+    if (!is_bf16) return ((const float *)row)[i];
+    uint32_t bits = (uint32_t)((const uint16_t *)row)[i] << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* The channels in which the keys before a row's first sparse query differ most, in their order. */
+static void choose_channels(const tm_attention_job *j, const tm_segment *g, long head, float *chosen) {
+    const int32_t *pages = pages_of(j, g);
+    long dim = j->layer->head_dim, num = num_channels(j, g);
+    float mean[dim], spread[dim];
+    uint64_t ranks[dim];
+    int is_bf16 = has_bf16(j);
+    for (long i = 0; i < dim; i += 8) {
+        f32x8 sum = f32x8_set(0), squares = f32x8_set(0);
+        for (long k = 0; k < g->position; k++) sum = f32x8_add(sum, load(row_at(j, j->keys, pages, head, k), i, is_bf16));
+        f32x8_store(mean + i, f32x8_mul1(sum, 1.0f / (float)g->position));
+        for (long k = 0; k < g->position; k++) {
+            f32x8 off = f32x8_sub(load(row_at(j, j->keys, pages, head, k), i, is_bf16), f32x8_load(mean + i));
+            squares = f32x8_fma(squares, off, off);
+        }
+        f32x8_store(spread + i, squares);
+    }
+    for (long i = 0; i < dim; i++) ranks[i] = rank(spread[i], i);
+    qsort(ranks, dim, sizeof *ranks, by_rank);
+    for (long i = 0; i < num; i++) ranks[i] = 0xffffffffu - (uint32_t)ranks[i];
+    qsort(ranks, num, sizeof *ranks, by_place);
+    for (long i = 0; i < num; i++) chosen[i] = (float)ranks[i];
+}
+
+/* Double Sparsity: of the keys of new tokens, the chosen channels. */
+static void label(const tm_attention_job *j, const tm_segment *g, long head) {
+    float *chosen = memory_of(j, g, head);
+    long num = num_channels(j, g);
+    if (!g->first_page) choose_channels(j, g, head, chosen);
+    for (long k = g->first_page; k < g->first_page + g->num_pages; k++) {
+        const char *key = row_at(j, j->keys, pages_of(j, g), head, k);
+        for (long c = 0; c < num; c++) chosen[(k + 1) * num + c] = value_at(key, (long)chosen[c], has_bf16(j));
+    }
+}
 
 /* The lowest and the highest of a page's keys, dimension by dimension. */
 static void sum_up(void *arg, long task, int thread) {
@@ -249,6 +299,10 @@ static void sum_up(void *arg, long task, int thread) {
     const int32_t *pages = pages_of(j, g);
     long head = task % j->layer->num_kv_heads, dim = j->layer->head_dim, size = j->step->page_size;
     int is_bf16 = has_bf16(j);
+    if (g->policy->kind == DOUBLE) {
+        if (g->num_pages) label(j, g, head);
+        return;
+    }
     for (long page = g->first_page; page < g->first_page + g->num_pages; page++) {
         float *low = memory_of(j, g, head) + page * 2 * dim, *high = low + dim;
         for (long i = 0; i < dim; i += 8) {
@@ -281,6 +335,34 @@ static uint64_t signed_rank(float score, long page) {
     return (uint64_t)bits << 32 | (0xffffffffu - (uint32_t)page);
 }
 
+/* One token over the tokens that score highest in the chosen channels, by the best of the group's queries; its own is always among them. */
+static void attend_tokens(const tm_attention_job *j, const tm_segment *g, long head, int thread) {
+    const tm_layer *l = j->layer;
+    long num = g->num_read, width = num_channels(j, g), group = l->num_heads / l->num_kv_heads;
+    uint64_t *ranks = tm_scratch(thread, 0, token_bytes(g)); /* policy_rounds has made sure there is */
+    int64_t *path = (int64_t *)(ranks + g->position + 1);
+    const float *chosen = memory_of(j, g, head), *q = query_of(j, g->token, head);
+    float parts[group * width];
+    for (long i = 0; i < group * width; i++) parts[i] = q[i / width * l->head_dim + (long)chosen[i % width]];
+    for (long k = 0; k < g->position; k++) {
+        const float *own = chosen + (k + 1) * width;
+        float best = -INFINITY;
+        for (long h = 0; h < group; h++) {
+            float sum = 0;
+            for (long c = 0; c < width; c++) sum += parts[h * width + c] * own[c];
+            best = sum > best ? sum : best;
+        }
+        ranks[k] = signed_rank(best, k);
+    }
+    qsort(ranks, g->position, sizeof *ranks, by_rank);
+    for (long i = 0; i < num - 1; i++) ranks[i] = 0xffffffffu - (uint32_t)ranks[i];
+    qsort(ranks, num - 1, sizeof *ranks, by_place);
+    for (long i = 0; i < num - 1; i++) path[i] = (int64_t)ranks[i];
+    path[num - 1] = g->position;
+    tm_places where = {pages_of(j, g), path, 0};
+    attention_tile(j, g->token, 1, num - 1, 0, &where, head, thread);
+}
+
 /* One token over the pages that promise most; the first page and its own are always among them. */
 static void attend_sparse(void *arg, long task, int thread) {
     const round_job *r = arg;
@@ -290,7 +372,11 @@ static void attend_sparse(void *arg, long task, int thread) {
     if (!g->num_read) return;
     const int32_t *pages = pages_of(j, g);
     long head = task % l->num_kv_heads, size = j->step->page_size, last = g->position / size, num = g->num_read;
-    if (l->number < g->policy->dense_layers || num > last) {
+    if (g->policy->kind == DOUBLE && l->number >= g->policy->dense_layers && num <= g->position) {
+        attend_tokens(j, g, head, thread);
+        return;
+    }
+    if (l->number < g->policy->dense_layers || num > last || g->policy->kind == DOUBLE) {
         tm_places where = {pages, NULL, LONG_MAX};
         attention_tile(j, g->token, 1, g->position, 0, &where, head, thread);
         return;
@@ -317,17 +403,20 @@ int policy_rounds(const tm_attention_job *job) {
     for (long i = 0; i < job->step->num_rounds; i++) {
         round_job r = {job, job->step->rounds + i};
         long num_tasks = r.round->num_segments * num_heads;
-        int is_sparse = 0;
+        int some_sparse = 0;
         for (long g = 0; g < r.round->num_segments; g++) {
-            is_sparse |= r.round->segments[g].policy->kind == QUEST;
-            for (int t = 0; t < tm_num_threads() && r.round->segments[g].policy->kind != QUEST; t++)
-                if (!tm_scratch(t, 1, scratch_bytes(r.round->segments + g))) return -1;
+            const tm_segment *one = r.round->segments + g;
+            some_sparse |= is_sparse(one);
+            for (int t = 0; t < tm_num_threads(); t++) {
+                if (!is_sparse(one) && !tm_scratch(t, 1, scratch_bytes(one))) return -1;
+                if (one->policy->kind == DOUBLE && !tm_scratch(t, 0, token_bytes(one))) return -1;
+            }
         }
         if (r.round->tiles) {
             tm_parallel(num_tasks, 1, enter_segment, &r);
             tm_parallel(r.round->tiles->num_tiles * num_heads, 1, attend_round, &r);
         }
-        if (is_sparse) {
+        if (some_sparse) {
             tm_parallel(num_tasks, 1, sum_up, &r);
             tm_parallel(num_tasks, 1, attend_sparse, &r);
         }

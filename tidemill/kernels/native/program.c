@@ -31,6 +31,7 @@ typedef struct {
 #define SEGMENT(f) {"tm_segment." #f, offsetof(tm_segment, f)}
 #define ROUND(f) {"tm_round." #f, offsetof(tm_round, f)}
 #define GROUP(f) {"tm_group." #f, offsetof(tm_group, f)}
+#define EXCHANGE(f) {"tm_exchange." #f, offsetof(tm_exchange, f)}
 #define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 #define NEURONS(f) {"tm_neurons." #f, offsetof(tm_neurons, f)}
 #define PIECE(f) {"tm_piece." #f, offsetof(tm_piece, f)}
@@ -76,6 +77,8 @@ TM_API const field *tm_layout(void) {
         POLICY(stride), POLICY(memory), SEGMENT(policy), SEGMENT(row), SEGMENT(token), SEGMENT(count), SEGMENT(position), SEGMENT(slot),
         SEGMENT(evicts), SEGMENT(num_read), SEGMENT(first_page), SEGMENT(num_pages), ROUND(num_segments), ROUND(segments), ROUND(tiles),
         {"tm_group", sizeof(tm_group)}, GROUP(rank), GROUP(size), GROUP(slot_bytes), GROUP(deadline_ns), GROUP(shared), GROUP(call),
+        {"tm_exchange", sizeof(tm_exchange)}, EXCHANGE(group), EXCHANGE(width), EXCHANGE(num_runs), EXCHANGE(own_width), EXCHANGE(firsts),
+        EXCHANGE(lens), EXCHANGE(widths),
         {NULL, 0},
     };
     return fields;
@@ -161,31 +164,53 @@ static int run_concat(const tm_op *o, const tm_buffers *at) {
     return 0;
 }
 
+static int run_columns(const tm_op *o, const tm_buffers *at) {
+    columns_op(at->in, at->num_rows, o->width, o->kind, o->num_out, at->out);
+    return 0;
+}
+
+static int run_own_rows(const tm_op *o, const tm_buffers *at) {
+    own_rows_op(at->in, at->all_rows, o->width, o->kind, o->num_out, at->out);
+    return 0;
+}
+
+static int run_to_columns(const tm_op *o, const tm_buffers *at) { return to_columns_op(o->a, at->in, at->out, at->all_rows); }
+static int run_to_rows(const tm_op *o, const tm_buffers *at) { return to_rows_op(o->a, at->in, at->out, at->all_rows); }
+
+/* How many rows there are from an op on. */
+static long rank_rows(const tm_op *o, long all) { return first_row(all, o->kind + 1, o->num_out) - first_row(all, o->kind, o->num_out); }
+static long all_rows(const tm_op *o, long all) { return (void)o, all; }
+
 static int run_lora(const tm_op *o, const tm_buffers *at) { return lora_op(o->a, at->in, at->in_out, o->num_out); }
 
 static const struct {
     const char *name;
     int (*run)(const tm_op *, const tm_buffers *);
+    long (*rows)(const tm_op *, long all); /* NULL: as many as before */
 } OPS[] = {
-    {"linear", run_linear},
-    {"norm", run_norm},
-    {"post_norm", run_post_norm},
-    {"qk_norm", run_qk_norm},
-    {"layer_norm", run_layer_norm},
-    {"act", run_act},
-    {"glu", run_glu},
-    {"attention", run_attention},
-    {"conv", run_conv},
-    {"scan", run_scan},
-    {"gate", run_gate},
-    {"moe", run_moe},
-    {"lora", run_lora},
-    {"add", run_add},
-    {"all_reduce", run_all_reduce},
-    {"all_gather", run_all_gather},
-    {"stream", run_stream},
-    {"neurons", run_neurons},
-    {"concat", run_concat},
+    {"linear", run_linear, NULL},
+    {"norm", run_norm, NULL},
+    {"post_norm", run_post_norm, NULL},
+    {"qk_norm", run_qk_norm, NULL},
+    {"layer_norm", run_layer_norm, NULL},
+    {"act", run_act, NULL},
+    {"glu", run_glu, NULL},
+    {"attention", run_attention, NULL},
+    {"conv", run_conv, NULL},
+    {"scan", run_scan, NULL},
+    {"gate", run_gate, NULL},
+    {"moe", run_moe, NULL},
+    {"lora", run_lora, NULL},
+    {"add", run_add, NULL},
+    {"all_reduce", run_all_reduce, NULL},
+    {"all_gather", run_all_gather, NULL},
+    {"stream", run_stream, NULL},
+    {"neurons", run_neurons, NULL},
+    {"columns", run_columns, NULL},
+    {"own_rows", run_own_rows, rank_rows},
+    {"to_columns", run_to_columns, all_rows},
+    {"to_rows", run_to_rows, rank_rows},
+    {"concat", run_concat, NULL},
 };
 
 /* The name of op number `i`; NULL after the last. */
@@ -193,13 +218,16 @@ TM_API const char *tm_op_name(long i) { return i < (long)(sizeof OPS / sizeof *O
 
 TM_API int tm_replay(const tm_op *ops, long num_ops, float *arena, long num_rows, const tm_step *step) {
     int failed = 0;
+    long rows = num_rows;
     tm_lock();
     for (const tm_op *o = ops; o < ops + num_ops && !failed; o++) {
         const tm_buffers at = {
             o->in < 0 ? NULL : arena + o->in * num_rows, o->in_out < 0 ? NULL : arena + o->in_out * num_rows,
             o->out < 0 ? NULL : arena + o->out * num_rows, o->in_2 < 0 ? NULL : arena + o->in_2 * num_rows,
-            o->in_3 < 0 ? NULL : arena + o->in_3 * num_rows, num_rows, step,
+            o->in_3 < 0 ? NULL : arena + o->in_3 * num_rows, rows, step, num_rows,
         };
+        if (OPS[o->op].rows) rows = OPS[o->op].rows(o, num_rows);
+        else if (!rows && OPS[o->op].run != run_stream) continue; /* a rank without rows */
         failed = OPS[o->op].run(o, &at);
     }
     tm_unlock();

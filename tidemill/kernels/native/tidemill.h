@@ -45,7 +45,7 @@ typedef struct {
     long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
     const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
-    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. KVQuant: [4] of each */
+    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. int4: [2] of each, KVQuant: [4] */
     const tm_kvquant *quant;               /* NULL: another format */
     long number;            /* among attention layers */
     float scale, softcap;   /* softcap: 0: none */
@@ -115,9 +115,9 @@ void attention_tile(const tm_attention_job *j, long token, long len, long start,
 
 /* What a row keeps beside its pages. */
 typedef struct {
-    long kind, capacity, kept, recent, sinks, first_observed, dense_layers; /* capacity: slots; kind: as in policies.py */
+    long kind, capacity, kept, recent, sinks, first_observed, dense_layers, channels; /* capacity: slots; kind: as in policies.py */
     long stride;   /* values from a KV head's memory to the next's */
-    float *memory; /* [layer][kv head]: accumulated attention of slots; keys of sinks; lowest and highest keys of pages */
+    float *memory; /* [layer][kv head]: accumulated attention of slots; keys of sinks; lowest and highest keys of pages; channels, and those of tokens' keys */
 } tm_policy;
 
 /* Tokens of a row in slots that follow each other. */
@@ -125,8 +125,8 @@ typedef struct {
     const tm_policy *policy;
     long row, token, count, position, slot;
     long evicts;                  /* after these tokens, slots are given up */
-    long num_read;                /* pages that the query reads; 0: all */
-    long first_page, num_pages;   /* that are full now, and whose keys are to be summed up */
+    long num_read;                /* pages, or of Double Sparsity tokens, that the query reads; 0: all */
+    long first_page, num_pages;   /* that are full now, or tokens that are new, whose keys are to be summed up */
 } tm_segment;
 
 /* Segments that can be computed together, and the tiles of their queries. */
@@ -264,6 +264,21 @@ int all_reduce_op(const tm_group *group, float *x, long num_rows, long width);
 /* The ranks' columns side by side, which need not be as many from each. */
 int all_gather_op(const tm_group *group, const float *x, float *out, long num_rows, long width, long num_out);
 
+/* Of a matrix whose rows are divided among ranks, `width` columns: the columns that this rank has of all rows, in runs; or how many
+   each rank has, one after the other. Row i of `all` is rank r's from all * r / size on. */
+typedef struct {
+    const tm_group *group;
+    long width, num_runs, own_width;
+    const long *firsts, *lens, *widths;
+} tm_exchange;
+
+/* From own rows [.][width] to all rows [all][own_width]; and from these to own rows, all columns. */
+int to_columns_op(const tm_exchange *exchange, const float *x, float *out, long all);
+int to_rows_op(const tm_exchange *exchange, const float *x, float *out, long all);
+void own_rows_op(const float *x, long all, long width, long rank, long size, float *out);
+void columns_op(const float *x, long num_rows, long width, long first, long num, float *out);
+static inline long first_row(long all, long rank, long size) { return all * rank / size; }
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -278,8 +293,9 @@ typedef struct {
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
     float *in, *in_out, *out, *in_2, *in_3;
-    long num_rows;
+    long num_rows; /* of them: all, or those of this rank */
     const tm_step *step;
+    long all_rows;
 } tm_buffers;
 
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,

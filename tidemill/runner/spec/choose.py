@@ -33,12 +33,33 @@ class Chain:
         return len(self.tokens) + len(self.drafts)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Of a row, in a step that was computed: which of the step's tokens are right, from position `start` of the row on, and what
+    was drawn after the last of them."""
+
+    row: int
+    start: int
+    at: Sequence[int]  # numbers of those tokens in the step
+    drawn: Sequence[int]  # after each of the last so many; none where a prompt goes on
+
+    @property
+    def end(self) -> int:
+        """Past the last position."""
+        return self.start + len(self.at)
+
+    @property
+    def first_drawn(self) -> int:
+        """The position of the first token drawn."""
+        return self.end - len(self.drawn) + 1
+
+
 class Chooser:
     def __init__(self, ids_D: torch.Tensor, vocab_size: int, least: float) -> None:
         """`least`: the probability of a chain of drafts under which it ends."""
-        self._ids_D, self._least = ids_D, least
-        self._columns = torch.full((vocab_size,), -1)
-        self._columns[ids_D] = torch.arange(len(ids_D))
+        self._ids_D, self._least, self._device = ids_D, least, ids_D.device
+        self._columns = torch.full((vocab_size,), -1, device=self._device)
+        self._columns[ids_D] = torch.arange(len(ids_D), device=self._device)
 
     def extend(self, logits_RD: torch.Tensor, chains: Sequence[Chain]) -> list[int]:
         """Add a draft to each of these chains that is worth one; which of them go on. The logits are consumed."""
@@ -49,8 +70,8 @@ class Chooser:
         chosen_R = logits_RD.argmax(-1)
         if drawn:
             some = self._restricted(logits_RD[drawn], [chains[i].params for i in drawn])
-            seeds = torch.tensor([chains[i].params.seed or 0 for i in drawn])
-            chosen_R[drawn] = gumbel_argmax_among(some, self._ids_D, seeds, torch.tensor([chains[i].position for i in drawn]))
+            seeds, positions = self._ints([chains[i].params.seed or 0 for i in drawn], [chains[i].position for i in drawn])
+            chosen_R[drawn] = gumbel_argmax_among(some, self._ids_D, seeds, positions)
             logits_RD[drawn] = some
         probs = logits_RD.softmax(-1).gather(1, chosen_R.unsqueeze(1)).flatten().tolist()
         going = []
@@ -67,20 +88,24 @@ class Chooser:
         drawn = [i for i, chain in enumerate(chains) if not chain.params.greedy]
         if drawn:
             some = self._restricted(logits_RD[drawn], [chains[i].params for i in drawn])
-            seeds = torch.tensor([chains[i].params.seed or 0 for i in drawn])
-            positions = torch.tensor([len(chains[i].tokens) + number for i in drawn])
+            seeds, positions = self._ints(
+                [chains[i].params.seed or 0 for i in drawn], [len(chains[i].tokens) + number for i in drawn]
+            )
             logits_RD[drawn] = some - exponential_noise(noise_keys(seeds, positions), len(self._ids_D), self._ids_D).log_()
         best = logits_RD.topk(min(num, logits_RD.shape[1]), dim=-1).indices
         return [(row + [row[-1]] * (num - len(row))) for row in self._ids_D[best].tolist()]
 
     def _restricted(self, logits_SD: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        logits_SD /= torch.tensor([[p.temperature] for p in params], dtype=torch.float32)
+        logits_SD /= torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=self._device)
         restrict_top_k(logits_SD, [p.top_k for p in params])
         restrict_top_p(logits_SD, [p.top_p for p in params])
         restrict_min_p(logits_SD, [p.min_p for p in params])
         return logits_SD
 
     def _penalize(self, logits_D: torch.Tensor, chain: Chain) -> None:
-        columns = self._columns[torch.tensor([*chain.tokens, *chain.drafts])]
+        columns = self._columns[self._ints([*chain.tokens, *chain.drafts])]
         prompt, output = columns[: chain.num_prompt], columns[chain.num_prompt :]
         penalize(logits_D, prompt[prompt >= 0], output[output >= 0], chain.params)
+
+    def _ints(self, *values: list[int]) -> torch.Tensor:
+        return torch.tensor(values[0] if len(values) == 1 else values, device=self._device)

@@ -16,7 +16,7 @@ class ForcedDrafter:
         self._forced = forced
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
-        return [self._forced(ask.seq)[: ask.most] if ask.params.grammar is not None else () for ask in asks]
+        return [self._forced(ask.seq)[: ask.most] if ask.params.has_masks else () for ask in asks]
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         pass

@@ -30,15 +30,23 @@ class Target:
         head = getattr(model, "head", None)
         if not isinstance(head, Head | TiedHead):
             raise ConfigError(f"Draft heads need the output head of {model.config.architecture}, which has none of its own.")
-        self.model, self.ids_D = model, ids_D
+        self.model, self.device = model, torch.device(model.weight_plan.device)
+        self.ids_D = ids_D.to(self.device)
         with torch.inference_mode():
-            made = head.weight.rows(ids_D)
+            made = head.weight.rows(self.ids_D)
         self.table_DH = made.clone() * model.config.logits_scale
         self.softcap = model.config.logits_softcap
 
     @property
     def hidden_size(self) -> int:
         return self.table_DH.shape[1]
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """A head's weights as they run beside this model: on its device, in the type of its states."""
+        return values.detach().to(self.device, self.table_DH.dtype)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.table_DH.dtype, device=self.device)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[..., H]; positions that some models add are not among it."""
@@ -165,7 +173,7 @@ class EagleHead(DraftHead):
         step, num = len(cache.keys), x_BTH.shape[1]
         q, k, v = self.qkv(x_BTH).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         positions = torch.arange(num, device=x_BTH.device) + step
-        q, k = self.rotated(q, positions), self.rotated(k, positions)
+        q, k = rotated(q, positions, self.inverse), rotated(k, positions, self.inverse)
         cache.keys.append(k)
         cache.values.append(v)
         before = positions[:, None] - torch.arange(num, device=x_BTH.device)[None]  # how far back each true state is
@@ -178,15 +186,16 @@ class EagleHead(DraftHead):
             mixed = mixed + weights[..., num + i].transpose(1, 2).unsqueeze(-1) * one
         return self.out(mixed.flatten(2))
 
-    def rotated(self, x_BTND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        angles = positions_T[:, None, None] * self.inverse
-        cos, sin = angles.cos(), angles.sin()
-        a, b = x_BTND.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+def rotated(x_BTND: torch.Tensor, positions_T: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    angles = positions_T[:, None, None] * inverse
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x_BTND.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def normed(x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], None, EPS)
+def normed(x: torch.Tensor, weight_H: torch.Tensor | None = None) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight_H, EPS)
 
 
 KINDS: dict[str, type[DraftHead]] = {cls.kind: cls for cls in (MedusaHeads, EagleHead, ExitHead)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tidemill.config import EngineConfig
+from tidemill.config import HEADS, EngineConfig
 from tidemill.models.base import Model
 from tidemill.runner.base import Runner
 from tidemill.runner.spec import Drafter
@@ -43,7 +43,7 @@ DRAFTERS: dict[str, Callable[[DrafterParts], Drafter]] = {
     "ngram": lambda parts: NgramDrafter(),
     "suffix": lambda parts: SuffixDrafter(),
     "draft-model": _draft_model,
-    **{name: partial(_heads, name) for name in ("medusa", "eagle", "exit", "exit-bandit")},
+    **{name: partial(_heads, name) for name in HEADS},
 }
 
 

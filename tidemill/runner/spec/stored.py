@@ -54,8 +54,9 @@ def shape_of(config: ModelConfig) -> dict[str, int | str]:
 def digest_of(model: CausalLM) -> str:
     """Of some rows of the embedding, as this quantization has them."""
     ids = torch.arange(_ROWS) * max(1, model.config.vocab_size // _ROWS) % model.config.vocab_size
+    ids = ids.to(model.weight_plan.device)
     rows = model.embed_tokens(ids, torch.zeros_like(ids))
-    return hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(rows.float().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def save_draft(path: Path, head: DraftHead, target: Target, about: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_SCALES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0")
 _FIX = "Quantize the model again, or download it again."
 
 
@@ -54,10 +55,16 @@ class Stored:
 
     def scales(self, shape: tuple[int | None, ...] | None = None) -> torch.Tensor:
         """In float32, all finite."""
-        values = self.check(("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0"), shape).read().float()
+        values = self.check(_SCALES, shape).read().float()
         if not values.isfinite().all():
             raise CheckpointError(f"{self._path}: tensor {self.name} holds scales that are not finite.", fix=_FIX)
         return values
+
+    def single(self) -> Stored:
+        """That it is one number."""
+        if math.prod(self.check(_SCALES).shape) != 1:
+            raise self.broken(f"has shape {list(self.shape)}; it must be one number")
+        return self
 
     def broken(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: tensor {self.name} {what}.", fix=_FIX)

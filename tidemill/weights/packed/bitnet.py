@@ -18,13 +18,14 @@ class TernaryTensor(PackedTensor):
     def __init__(self, module: str, parts: dict[str, Stored], is_inverse: bool) -> None:
         lacks(module, parts, ("weight", "weight_scale"))
         quarter, width = parts["weight"].check(("U8",), (None, None)).shape
+        parts["weight_scale"].single()
         self._parts, self._is_inverse = parts, is_inverse
         super().__init__(module, parts, (quarter * 4, width), "TERNARY")
 
     def codes(self) -> Codes:
         scale = self._parts["weight_scale"].scales().flatten()
-        if scale.numel() != 1 or not scale.item() > 0:
-            raise self._parts["weight_scale"].broken("must be one positive number")
+        if not scale.item() > 0:
+            raise self._parts["weight_scale"].broken("must be above 0")
         raw = self._parts["weight"].read().numpy()
         numbers = np.concatenate([(raw >> shift) & 3 for shift in (0, 2, 4, 6)])
         if (numbers == 3).any():

@@ -54,6 +54,11 @@ class FourBitTensor(PackedTensor):
         parts["weight.quant_map"].check(("F32",), (16,))
         parts["weight.absmax"].check(("F32", "U8"), (-(-num // self._block),))
         self._group = math.gcd(width, self._block)  # a block may begin within a row
+        if parts["weight.absmax"].dtype == "U8":
+            lacks(f"{module}.weight", parts, ("weight.nested_absmax", "weight.nested_quant_map"))
+            num_nested = -(-parts["weight.absmax"].shape[0] // self._number("nested_blocksize"))
+            parts["weight.nested_absmax"].check(("F32", "F16", "BF16"), (num_nested,))
+            parts["weight.nested_quant_map"].check(("F32", "F16", "BF16"), (256,))
         super().__init__(module, parts, (num_out, width), group_name(kind.upper(), self._group, width))
 
     def _number(self, key: str) -> int:
@@ -67,13 +72,12 @@ class FourBitTensor(PackedTensor):
         stored = self._parts["weight.absmax"]
         if stored.dtype == "F32":
             return stored.scales()
-        lacks(self.name, self._parts, ("weight.nested_absmax", "weight.nested_quant_map"))
         block, offset = self._number("nested_blocksize"), self._state.get("nested_offset")
         if not isinstance(offset, (int, float)) or not abs(offset) < _LARGEST_OFFSET:
             raise stored.broken(f"has the nested_offset {str(offset)[:50]!r}")
         codes = stored.read().int()
-        nested = self._parts["weight.nested_absmax"].scales((-(-codes.numel() // block),))
-        numbers = self._parts["weight.nested_quant_map"].scales((256,))
+        nested = self._parts["weight.nested_absmax"].scales()
+        numbers = self._parts["weight.nested_quant_map"].scales()
         largest = numbers[codes] * nested.repeat_interleave(block)[: codes.numel()] + offset
         if not largest.isfinite().all():
             raise stored.broken("has scales that are not finite")

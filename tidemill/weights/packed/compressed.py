@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tidemill.weights.packed.fp8 import FP8Tensor
 from tidemill.weights.packed.sparse import Sparse24Tensor
 
 _FLOATS = ("F32", "F16", "BF16")
+_CODES = ("I8", "F8_E4M3", "F8_E5M2")  # which mean nothing without scales
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mixed-precision", "dense",
@@ -46,6 +48,8 @@ class _Integers(PackedTensor):
         if len(scale.shape) > 2 or rows not in (1, num_out) or width % self._num_groups:
             raise scale.broken(f"has shape {list(scale.shape)}, which does not fit a matrix of {list(shape)}")
         self._group = width // self._num_groups
+        if "weight_g_idx" in parts:
+            parts["weight_g_idx"].check(("I32", "I64"), (width,))
         super().__init__(module, parts, shape, group_name(kind, self._group, width))
 
     def _scales(self) -> torch.Tensor:
@@ -55,7 +59,7 @@ class _Integers(PackedTensor):
     def _order(self) -> torch.Tensor | None:
         if "weight_g_idx" not in self._parts:
             return None
-        groups = self._parts["weight_g_idx"].check(("I32", "I64"), (self.shape[1],)).read().long()
+        groups = self._parts["weight_g_idx"].read().long()
         expected = torch.arange(groups.numel()) // self._group
         if torch.equal(groups, expected) or bool((groups < 0).all()):  # -1: not set
             return None
@@ -95,6 +99,8 @@ class PackedIntegers(_Integers):
             _check_words(parts["weight_zero_point"], bits, num_out, (None, None), dim=0)
         kind = "UINT" if "weight_zero_point" in parts else "INT"
         super().__init__(module, parts, (num_out, width), f"{kind}{4 if bits <= 4 else 8}", bits, activations)
+        if "weight_zero_point" in parts:
+            parts["weight_zero_point"].check(("I32",), (None, self._num_groups))
 
     def codes(self) -> Codes:
         num_out, width = self.shape
@@ -102,7 +108,6 @@ class PackedIntegers(_Integers):
         zeros = np.full((num_out, self._num_groups), 2 ** (self.bits - 1), np.int16)
         stored = self._parts.get("weight_zero_point")
         if stored is not None:
-            stored.check(("I32",), (None, self._num_groups))
             zeros = unpack_words(stored.read().t().contiguous(), self.bits, num_out).T
         return self._made(values, zeros)
 
@@ -114,14 +119,15 @@ class ByteIntegers(_Integers):
         num_out, width = parts["weight"].shape
         kind = "UINT8" if "weight_zero_point" in parts else "W8A8" if activations else "INT8"
         super().__init__(module, parts, (num_out, width), kind, bits, activations)
+        zeros = parts.get("weight_zero_point")
+        num_zeros = 0 if zeros is None else math.prod(zeros.check(("I8",)).shape)
+        if zeros is not None and num_zeros not in (self._num_groups, num_out * self._num_groups):
+            raise zeros.broken(f"has {num_zeros} zero points for {num_out} rows of {self._num_groups} groups")
 
     def codes(self) -> Codes:
         codes, stored, zeros = self._parts["weight"].read(), self._parts.get("weight_zero_point"), None
         if stored is not None:
-            values = stored.check(("I8",)).read()
-            if values.numel() not in (self._num_groups, self.shape[0] * self._num_groups):
-                raise stored.broken(f"has {values.numel()} zero points for {self.shape[0]} rows of {self._num_groups} groups")
-            zeros = values.reshape(-1, self._num_groups).float().expand(self.shape[0], -1).contiguous()
+            zeros = stored.read().reshape(-1, self._num_groups).float().expand(self.shape[0], -1).contiguous()
         return Codes(
             8, codes, self._scales(), None, group=self._group, zeros_NG=zeros,
             activations=None if zeros is not None else self._activations,
@@ -139,6 +145,8 @@ class FourBitFloats(PackedTensor):
         if width % num_groups:
             raise parts["weight_scale"].broken(f"has {num_groups} groups, but the matrix has {width} columns")
         self._group = width // num_groups
+        if "weight_global_scale" in parts:
+            parts["weight_global_scale"].single()
         super().__init__(module, parts, (num_out, width), group_name("E2M1", self._group, width))
 
     def codes(self) -> Codes:
@@ -147,8 +155,8 @@ class FourBitFloats(PackedTensor):
         scales = torch.ldexp(torch.tensor(1.0), stored.read().int() - 127) if stored.dtype == "U8" else stored.scales()
         if "weight_global_scale" in self._parts:
             of_all = self._parts["weight_global_scale"].scales()
-            if of_all.numel() != 1 or not of_all.item() > 0:
-                raise self._parts["weight_global_scale"].broken("must be one positive number")
+            if not of_all.item() > 0:
+                raise self._parts["weight_global_scale"].broken("must be above 0")
             scales = scales / of_all.item()
         if not scales.isfinite().all():
             raise stored.broken("holds scales that are not finite")
@@ -185,8 +193,9 @@ class CompressedTensors(Scheme):
                 return FourBitFloats(module, parts)
             group = self._group(module)
             return PackedIntegers(module, parts, group.bits, None)
-        if "weight" not in parts or "weight_scale" not in parts:
+        if "weight" not in parts or (parts["weight"].dtype not in _CODES and "weight_scale" not in parts):
             return None
+        lacks(module, parts, ("weight_scale",))
         if parts["weight"].dtype == "I8":
             parts["weight"].check(("I8",), (None, None))
             group = self._group(module)

@@ -30,6 +30,10 @@ class CentroidTensor(PackedTensor):
         parts["weight_packed"].check(("I32",), (num_out, -(-width * bits // 32)))
         parts["weight_centroids"].check(_FLOATS, (2**bits,))
         if self._has_outliers and (
+            parts["weight_outliers"].dtype not in _FLOATS or parts["weight_places"].dtype not in ("I32", "I64")
+        ):
+            raise parts["weight_places"].broken("or the outliers have types that cannot be read")
+        if self._has_outliers and (
             parts["weight_outliers"].shape != parts["weight_places"].shape or len(parts["weight_places"].shape) != 1
         ):
             raise parts["weight_places"].broken("does not have a place for each outlier")

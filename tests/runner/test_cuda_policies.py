@@ -1,0 +1,55 @@
+"""KV policies on the GPU's runner, interpreted: what the CPU's engine says, in any company, and nobody else changes by a bit."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.helpers import greedy, load_model, make_core, make_llama, run
+from tests.runner.test_cuda_runner import ids, on_gpu
+
+__all__ = ["on_gpu"]
+POLICIES = {
+    "window": {"kind": "window", "recent": 34},
+    "streaming": {"kind": "streaming", "sinks": 2, "recent": 38},
+    "h2o": {"kind": "h2o", "budget": 34},
+    "snapkv": {"kind": "snapkv", "budget": 20, "observed": 4},
+    "quest": {"kind": "quest", "budget": 0.4, "dense_layers": 1},
+    "random": {"kind": "random", "budget": 34},
+}
+PROMPT = ids(50, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cuda")
+    make_llama(
+        path, vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=2048,
+    )  # fmt: skip
+    return path
+
+
+def said(answer):
+    return answer.tokens, [entry.logprob for entry in answer.logprobs]
+
+
+def asks(kind, num=6):
+    return greedy(num, logprobs=1, ignore_eos=True, kv_policy=POLICIES[kind])
+
+
+@pytest.mark.parametrize(
+    "kind", ["streaming", *(pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "streaming")]
+)
+def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):
+    """A prompt in chunks that evict in the middle, beside one without a policy; and alone in other chunks: equal bits."""
+    other, plain = ids(20, 9), greedy(3, logprobs=1, ignore_eos=True)
+    core = on_gpu(token_budget=48)
+    both = run(core, {"x": (PROMPT, asks(kind)), "y": (other, plain)})
+    cpu = make_core(load_model(folder), max_requests=8, page_size=16, max_context=128)
+    theirs = run(cpu, {"x": (PROMPT, asks(kind)), "y": (other, plain)})
+    for name in both:
+        assert both[name].tokens == theirs[name].tokens
+        assert said(both[name])[1] == pytest.approx(said(theirs[name])[1], abs=1e-3)
+    assert said(run(on_gpu(token_budget=16), {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
+    assert said(run(core, {"y": (other, plain)})["y"]) == said(both["y"])
+    assert said(run(core, {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])

@@ -9,7 +9,7 @@ from tests.helpers import load_model
 from tidemill.config import EngineOptions, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, alike
+from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, Rotation, alike
 from tidemill.runner.cpu_runner import CpuRunner
 
 SMOLLM2 = ModelConfig(
@@ -65,6 +65,17 @@ def test_quantized_is_refused_where_it_cannot_be():
 
 class TestWithAGPU:
     MACHINE = replace(LARGE, gpu="NVIDIA Test", gpu_bytes=80 * 2**30, gpu_free_bytes=78 * 2**30)
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [({"speculate": "eagle", "draft_heads": "x"}, "does not know KV policies"), ({"tensor_parallel": 3}, "on CPUs only")],
+    )
+    def test_kv_policies_are_for_one_rank_without_heads(self, given, why):
+        model = replace(SMOLLM2, layers=tuple(replace(one, rotation=Rotation(64, 1e4)) for one in SMOLLM2.layers))
+        assert "streaming" in resolve(EngineOptions(), model, self.MACHINE).kv_policies
+        config = resolve(EngineOptions(**given), model, self.MACHINE)
+        assert not config.kv_policies
+        assert why in config.reasons["kv_policies"]
 
     def test_it_is_taken_and_filled(self):
         config = resolve(EngineOptions(), SMOLLM2, self.MACHINE)

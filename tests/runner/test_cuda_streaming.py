@@ -82,6 +82,7 @@ def test_layers_from_host_memory_give_the_same_bits(tmp_path, monkeypatch):
     [
         ({"kv_layout": "virtual"}, "--kv-layout virtual"),
         ({"weight_memory_bytes": 10_000}, "too few"),
+        ({"speculate": "eagle"}, "--speculate eagle on a GPU"),
         ({"available_bytes": 200_000}, "host memory"),
         ({"available_bytes": 400_000, "data_parallel": 2}, "host memory"),
         ({"available_bytes": 400_000, "kv_host_memory_bytes": 200_000}, "beside the KV cache's"),

@@ -62,6 +62,8 @@ VALID = {
     "/pooling": {"model": "tiny", "input": "x"},
     "/v1/rerank": {"model": "tiny", "query": "x", "documents": ["y"]},
     "/v1/score": {"model": "tiny", "text_1": "x", "text_2": ["y"]},
+    "/generative_scoring": {"model": "tiny", "query": "x", "items": ["y"], "label_token_ids": [5, 6]},
+    "/v2/embed": {"model": "tiny", "texts": ["x"], "embedding_types": ["float"]},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/tokenize": {"messages": SAID},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError, InvalidRequest
@@ -13,7 +16,7 @@ _TIMES_CONTEXT, _MOST_BY_DEFAULT, _MOST = 8, 2**17, 2**20  # tokens of a request
 
 
 def decide_kv_policies(
-    device: str, kv_dtype: str, kv_layout: str, fast_math: bool, evict: bool, model: ModelConfig
+    device: str, kv_dtype: str, kv_layout: str, fast_math: bool, evict: bool, drafters: Collection[str], model: ModelConfig
 ) -> Decision[tuple[str, ...]]:
     """The kinds that requests may ask for, or why they may not."""
     specs, why = model.attention_layers, ""
@@ -33,6 +36,8 @@ def decide_kv_policies(
         why = f"KV policies need pages, and the layout is {kv_layout}"
     elif not evict:
         why = "what a policy's copies of shared pages take is not reserved, and nothing is preempted (--no-evict)"
+    elif device != "cpu" and (heads := [name for name in drafters if name in HEADS]):
+        why = f"on a GPU the drafter {heads[0]} does not know KV policies"
     elif fast_math and uncovered("C", specs):
         why = "FlexAttention does not compute KV policies"
     if why:

@@ -253,9 +253,11 @@ def resolve(
             "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine)
         )
         kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
-    kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
-    if tensor_parallel * pipeline_parallel > 1 and kv_policies and not machine.kernels:
-        kv_policies = settle("kv_policies", ((), "with several ranks they need the compiled kernels"))
+    kv_policies = settle(
+        "kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, speculate, model)
+    )
+    if tensor_parallel * pipeline_parallel > 1 and kv_policies and not (device == "cpu" and machine.kernels):
+        kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(

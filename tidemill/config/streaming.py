@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import GIB, MIB, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
@@ -25,6 +26,7 @@ def decide_weight_memory(
         return 0, "all weights are in memory"
     wrong = {
         "--kv-layout virtual on a GPU": device == "cuda" and options.kv_layout == "virtual",
+        f"--speculate {options.speculate} on a GPU": device == "cuda" and options.speculate in HEADS,
         "several ranks": num_ranks > 1,
         "an encoder": model.pooler is not None,
     }

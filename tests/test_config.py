@@ -71,7 +71,7 @@ class TestWithAGPU:
         [({"speculate": "eagle", "draft_heads": "x"}, "does not know KV policies"), ({"tensor_parallel": 3}, "on CPUs only")],
     )
     def test_kv_policies_are_for_one_rank_without_heads(self, given, why):
-        model = replace(SMOLLM2, layers=tuple(replace(one, rotation=Rotation(64, 1e4)) for one in SMOLLM2.layers))
+        model = replace(SMOLLM2, layers=tuple(replace(one, rotation=Rotation(num_dims=64, theta=1e4)) for one in SMOLLM2.layers))
         assert "streaming" in resolve(EngineOptions(), model, self.MACHINE).kv_policies
         config = resolve(EngineOptions(**given), model, self.MACHINE)
         assert not config.kv_policies

@@ -32,7 +32,7 @@ from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
-from tidemill.runner.cuda_runner import Launched
+from tidemill.runner.cuda_step import Launched
 from tidemill.runner.virtual_cuda import VirtualCudaRunner
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan

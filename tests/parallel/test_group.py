@@ -9,6 +9,7 @@ import torch
 
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels import native
+from tidemill.kernels.native import structs
 from tidemill.parallel.channel import Door, connect
 from tidemill.parallel.peers import meet_peers
 from tidemill.parallel.shared import SharedGroup, make_shared
@@ -111,8 +112,8 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(tmp_path):
 @pytest.mark.skipif(native.lib is None, reason="needs the compiled kernels")
 def test_collectives_are_ops_of_a_recorded_program(tmp_path):
     """Of one rank, whose neighbour is it itself: what it gathers is its own, and a message."""
-    doubled = native.COLLECTIVE(double_it)
-    spec = native.GroupSpec(0, 2, 0, 0, None, doubled)
+    doubled = structs.COLLECTIVE(double_it)
+    spec = structs.GroupSpec(0, 2, 0, 0, None, doubled)
     address, x = native.ctypes.addressof(spec), torch.randn(4, 8)
     with native.lib.recording() as recording:
         given = x.clone()

@@ -17,6 +17,7 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
+from tidemill.kernels.native import structs
 
 _ROWS = 4  # of a tile, as in lora.c
 _LANES = 8
@@ -49,7 +50,7 @@ class LoraStep:
     """Which rows of the step at hand have which adapter: one object for all linear layers."""
 
     def __init__(self) -> None:
-        self.native = native.LoraStep()
+        self.native = structs.LoraStep()
         self.groups: list[tuple[int, torch.Tensor]] = []
         self.set(np.zeros(0, np.int64))
 
@@ -109,8 +110,8 @@ class NativeLora(LinearLora):
         self._lib, self._names = native.lib, list(outs)
         sizes = np.array(list(outs.values()), np.int64)
         columns = np.cumsum(sizes) - sizes
-        self._pairs = (native.LoraPair * (num_slots * len(outs)))()
-        self._lora = native.Lora(
+        self._pairs = (structs.LoraPair * (num_slots * len(outs)))()
+        self._lora = structs.Lora(
             num_in, len(outs), -(-max_rank // _LANES) * _LANES, columns.ctypes.data, sizes.ctypes.data,
             ctypes.addressof(self._pairs), ctypes.addressof(step.native),
         )  # fmt: skip

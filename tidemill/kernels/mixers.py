@@ -14,6 +14,7 @@ from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention, TorchStep
 from tidemill.kernels.flex_attention import FlexAttention, FlexStep, unavailable_on_cpu
 from tidemill.kernels.kv_cache import HeadWeights, PagedKV
+from tidemill.kernels.native import structs
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.kernels.native_state import NativeStates, NativeStateStep
@@ -97,7 +98,7 @@ class Mixers:
         """The tm_step of a replay."""
         if not isinstance(states, NativeStateStep):
             return None
-        step = attention.alive[0] if isinstance(attention, NativeStep) else native.Step()
+        step = attention.alive[0] if isinstance(attention, NativeStep) else structs.Step()
         step.states = states.address
         return step
 

@@ -22,6 +22,7 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.glu import ACTIVATIONS, glu, glu_reference
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
+from tidemill.kernels.native import structs
 from tidemill.kernels.quantized_linear import Codes, code_panels, kind_number, kind_of
 from tidemill.model_config import MoESpec
 
@@ -130,9 +131,9 @@ class Stack:
     scales: torch.Tensor | None = None  # [E, ...]
     bias: torch.Tensor | None = None  # [E, num_out]
 
-    def struct(self) -> native.Matrices:
+    def struct(self) -> structs.Matrices:
         """Addresses of tensors that the owner keeps."""
-        return native.Matrices(
+        return structs.Matrices(
             kind=self.kind,
             num_in=self.num_in,
             num_out=self.num_out,
@@ -155,8 +156,8 @@ class StreamedStack:
     scale_place: int | None
     bias: torch.Tensor | None = None  # [E, num_out]
 
-    def struct(self) -> native.Matrices:
-        return native.Matrices(
+    def struct(self) -> structs.Matrices:
+        return structs.Matrices(
             kind=self.kind,
             num_in=self.num_in,
             num_out=self.num_out,
@@ -201,15 +202,15 @@ class NativeExperts(ExpertWeights):
         self._lib, self.stacks = native.lib, (gate_up, down, *(shared or ()))
         self._following: tuple[NativeExperts, Callable[[torch.Tensor], torch.Tensor]] | None = None
         self.counts: np.ndarray = np.zeros(spec.num_experts, np.int64)
-        structs = [stack.struct() for stack in self.stacks]
-        self._struct = native.MoE(
+        matrices = [stack.struct() for stack in self.stacks]
+        self._struct = structs.MoE(
             num_experts=spec.num_experts,
             top_k=spec.top_k,
             renormalise=spec.renormalise,
             topk_first=spec.scoring == "topk_then_softmax",
             act=ACTIVATIONS[spec.act],
             counts=self.counts.ctypes.data,
-            **dict(zip(("gate_up", "down", "shared_gate_up", "shared_down"), structs, strict=False)),
+            **dict(zip(("gate_up", "down", "shared_gate_up", "shared_down"), matrices, strict=False)),
         )
 
     def read_from(self, stream: int, first_unit: int) -> None:

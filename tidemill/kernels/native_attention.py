@@ -16,6 +16,7 @@ from tidemill.coverage import uncovered
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.kvquant import KVQuantLayer, bounds_of
+from tidemill.kernels.native import structs
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import NUMBERS, Placed, Round, RowPolicy
 from tidemill.kernels.trees import Paths
@@ -94,11 +95,11 @@ class NativeAttention:
         """A step in which some rows have a KV policy. The first round is the step's own."""
         tiles = [self._tiles(one.rows, one.tokens, one.slots, one.counts, one.paths(paths)) for one in rounds]
         steps = [self._step(of_round, positions_T, slots_GT) for of_round in tiles]
-        made, alive = (native.Round * len(rounds))(), list[Any]()
+        made, alive = (structs.Round * len(rounds))(), list[Any]()
         for i, one in enumerate(rounds):
             segments, policies = _segments(one.segments)
             alive += [segments, policies]
-            made[i] = native.Round(len(one.segments), ctypes.addressof(segments), ctypes.addressof(steps[i]) if i else None)
+            made[i] = structs.Round(len(one.segments), ctypes.addressof(segments), ctypes.addressof(steps[i]) if i else None)
         steps[0].num_rounds, steps[0].rounds = len(rounds), ctypes.addressof(made)
         kept = (*steps, made, alive, tiles, positions_T, slots_GT)
         return NativeStep(self._lib, ctypes.addressof(steps[0]), self._layers, self._num_out, kept)
@@ -121,9 +122,9 @@ class NativeAttention:
         of_paths = None if paths is None else (paths.bases[request[order]], paths.places[request[order]])
         return _Tiles(np.ascontiguousarray(tiles[:, order], dtype=np.int64), of_paths)
 
-    def _step(self, tiles: _Tiles, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> native.Step:
+    def _step(self, tiles: _Tiles, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> structs.Step:
         kv, fields = self.kv, tiles.fields
-        step = native.Step(
+        step = structs.Step(
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
             page_bytes=kv.cache.stride(0) * kv.cache.element_size(),
@@ -141,13 +142,13 @@ class NativeAttention:
         return step
 
 
-def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
+def _segments(placed: Sequence[Placed]) -> tuple[Any, list[structs.Policy]]:
     """For C: the segments, and what they point to."""
-    segments, policies = (native.Segment * len(placed))(), list[native.Policy]()
+    segments, policies = (structs.Segment * len(placed))(), list[structs.Policy]()
     for i, part in enumerate(placed):
         policy, memory = part.owner.policy, part.owner.memory_LGX
         policies.append(
-            native.Policy(
+            structs.Policy(
                 NUMBERS[policy.kind],
                 RowPolicy.num_slots(policy),
                 policy.kept,
@@ -162,7 +163,7 @@ def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
         )
         where = (part.row, part.token, part.count, part.position, part.slot)
         how = (part.evicts, part.num_read, part.first_page, part.num_pages)
-        segments[i] = native.Segment(ctypes.addressof(policies[-1]), *where, *how)
+        segments[i] = structs.Segment(ctypes.addressof(policies[-1]), *where, *how)
     return segments, policies
 
 
@@ -171,7 +172,7 @@ def _bias_table(bias: torch.Tensor) -> torch.Tensor:
     return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
 
 
-def _quant(layer: KVQuantLayer) -> tuple[native.KVQuantSpec, dict[str, torch.Tensor]]:
+def _quant(layer: KVQuantLayer) -> tuple[structs.KVQuantSpec, dict[str, torch.Tensor]]:
     """And what it points to."""
     made = {
         "scales": layer.scales,
@@ -183,13 +184,13 @@ def _quant(layer: KVQuantLayer) -> tuple[native.KVQuantSpec, dict[str, torch.Ten
         "value_levels": F.pad(layer.value_levels, (0, 16 - layer.value_levels.numel())).bfloat16(),
     }
     made = {name: tensor.contiguous() for name, tensor in made.items()}
-    return native.KVQuantSpec(bits=layer.bits, **{name: tensor.data_ptr() for name, tensor in made.items()}), made
+    return structs.KVQuantSpec(bits=layer.bits, **{name: tensor.data_ptr() for name, tensor in made.items()}), made
 
 
-def _spec(kv: PagedKV, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:
+def _spec(kv: PagedKV, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> structs.LayerSpec:
     scales = (None, None) if kv.scales is None else (kv.scales[0, place.index, i].data_ptr() for i in (0, 1))
     key_scales, value_scales = scales
-    return native.LayerSpec(
+    return structs.LayerSpec(
         group=place.group,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

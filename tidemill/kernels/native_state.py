@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels import native
+from tidemill.kernels.native import structs
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, cut
 from tidemill.model_config import STATE_KINDS, StateSpec
 
@@ -41,7 +42,7 @@ class NativeStates:
     def plan(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> NativeStateStep:
         states = self.states
         segments = cut(rows, starts, counts, states.interval)
-        made = native.States(
+        made = structs.States(
             num_tokens=int(counts.sum()),
             num_chains=rows.size,
             page_bytes=states.layout.page_bytes,
@@ -55,9 +56,9 @@ class NativeStates:
         return NativeStateStep(self._lib, ctypes.addressof(made), self._places, states.specs, (made, segments))
 
 
-def _layer(spec: StateSpec, pieces: np.ndarray) -> native.StateLayer:
+def _layer(spec: StateSpec, pieces: np.ndarray) -> structs.StateLayer:
     names = "num_heads", "head_dim", "state_size", "num_groups", "kernel", "norm_size", "num_channels", "num_projected"
-    return native.StateLayer(
+    return structs.StateLayer(
         kind=STATE_KINDS.index(spec.kind), pieces=pieces.ctypes.data, **{name: getattr(spec, name) for name in names}
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels import native
+from tidemill.kernels.native import structs
 
 SLOT_BYTES = 4 * 2**20  # what a rank shows at once; larger messages go in pieces
 DEADLINE_S = 300.0  # to wait for a rank that lives and does not come
@@ -44,7 +45,7 @@ class SharedGroup:
             self._memory = mmap.mmap(file.fileno(), shared_bytes(size, slot_bytes), offset=first)
         self._view = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
         shared = ctypes.addressof(self._view)
-        self._spec = native.GroupSpec(rank, size, slot_bytes, int(deadline_s * 1e9), shared, native.COLLECTIVE())
+        self._spec = structs.GroupSpec(rank, size, slot_bytes, int(deadline_s * 1e9), shared, structs.COLLECTIVE())
         self.address = ctypes.addressof(self._spec)
 
     def begin(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tidemill.errors import WorkerLost
 from tidemill.kernels import native
+from tidemill.kernels.native import structs
 from tidemill.parallel.channel import Channel
 
 _ALL_REDUCE = 0  # of tidemill.h
@@ -21,8 +22,8 @@ class SocketGroup:
         self.rank, self.size, self._channels = rank, len(channels) + 1, channels
         self._why = ""
         if native.lib is not None:
-            self._call = native.COLLECTIVE(self._from_c)
-            self._spec = native.GroupSpec(rank, self.size, 0, 0, None, self._call)
+            self._call = structs.COLLECTIVE(self._from_c)
+            self._spec = structs.GroupSpec(rank, self.size, 0, 0, None, self._call)
             self._address = ctypes.addressof(self._spec)
 
     def begin(self) -> None:

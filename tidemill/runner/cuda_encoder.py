@@ -29,7 +29,7 @@ from tidemill.models.base import Model
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
-from tidemill.runner.cuda_runner import CudaStep
+from tidemill.runner.cuda_step import CudaStep
 from tidemill.runner.cuda_work import padded, prompts
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.reports import to_host

@@ -18,7 +18,8 @@ from tidemill.kernels.cuda.records import HEADER
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, accept, broken_rows, right_drafts
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, one_of_each_kind, uncaptured
-from tidemill.runner.cuda_runner import CudaRunner, CudaStep, Launched
+from tidemill.runner.cuda_runner import CudaRunner
+from tidemill.runner.cuda_step import CudaStep, Launched
 from tidemill.runner.cuda_trees import CudaTrees, settle
 from tidemill.runner.cuda_work import Work, make_work, padded, parts
 from tidemill.runner.state import upload

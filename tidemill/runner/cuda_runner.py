@@ -13,9 +13,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 import torch
@@ -27,7 +25,6 @@ from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention import (
     SPLIT,
     Lists,
-    attend,
     by_roles,
     num_prompt_programs,
     prompt_rows,
@@ -35,24 +32,24 @@ from tidemill.kernels.cuda.attention import (
     single_rows,
 )
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.elementwise import enter_heads, look_up
-from tidemill.kernels.cuda.lanes import Lanes, change_over, in_order
+from tidemill.kernels.cuda.elementwise import look_up
+from tidemill.kernels.cuda.lanes import Lanes
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
-from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep, StateLists
+from tidemill.kernels.cuda.scan import CudaStates, StateLists
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages, views
-from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
-from tidemill.kv_format import FORMATS
+from tidemill.kernels.kv_cache import PagedKV, copy_pages, views
+from tidemill.kernels.state import PagedStates
 from tidemill.layers.cuda_lora import CudaLoras
-from tidemill.model_config import AttentionSpec, ModelConfig
+from tidemill.model_config import AttentionSpec
 from tidemill.models.base import CausalLM
 from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes, uncaptured
 from tidemill.runner.cuda_policies import CudaPolicies, Launches
 from tidemill.runner.cuda_sampler import CudaSampler, score
+from tidemill.runner.cuda_step import CudaStep, Launched, new_pool, pinned
 from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded, parts
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
@@ -65,49 +62,6 @@ from tidemill.sched.plan import StepItem, StepPlan
 _STEPS_IN_FLIGHT = 2
 _SHARED_PROGRAMS = 128
 _STATES_AT_ONCE = 32  # sequences of a step with prompts
-
-
-@dataclass(slots=True)
-class CudaStep:
-    """What a layer's attention, or its state, needs."""
-
-    kv: PagedKV
-    biases: list[torch.Tensor | None]  # of each layer, by distance
-    lists: Lists
-    positions_T: torch.Tensor
-    slots_GT: torch.Tensor
-    numbers: list[int] | None = None  # of each layer, among those with attention; None: they all have it
-    states: CudaStateStep | None = None
-
-    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        if self.numbers is not None:
-            layer = self.numbers[layer]
-        kv, at = self.kv, self.kv.places[layer]
-        slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
-        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
-        out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
-        spec, bias = kv.specs[layer], self.biases[layer]
-        with in_order("attention"):
-            attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias, kv.scales)
-        change_over()
-        return out
-
-    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
-        assert self.states is not None
-        return self.states.convolve(layer, projected_TC, learned)
-
-    def scan(self, layer: int, inputs: ScanInputs, learned: StateWeights) -> torch.Tensor:
-        assert self.states is not None
-        return self.states.scan(layer, inputs, learned)
-
-
-@dataclass(slots=True)
-class Launched:
-    plan: StepPlan
-    tokens: torch.Tensor | None  # drawn: pinned, valid once `ready` has passed
-    reports: list[Report]
-    ready: torch.cuda.Event
-    hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
 
 
 class CudaRunner:
@@ -173,8 +127,8 @@ class CudaRunner:
         model.count_experts(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
         self._turn = 0
-        self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
-        self._tokens = [_pinned(config.max_draws, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
+        self._staging = [pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
+        self._tokens = [pinned(config.max_draws, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self.loras: CudaLoras | None = None
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
@@ -240,7 +194,7 @@ class CudaRunner:
                 raise ConfigError(f"Steps cannot be cut in two: {why}.", fix="Leave --nano-batching out.", param="nano_batching")
             return
         self._second_words = torch.zeros_like(self._words)
-        self._second_staging = [_pinned(one.numel(), torch.int32) for one in self._staging]
+        self._second_staging = [pinned(one.numel(), torch.int32) for one in self._staging]
         self._second_stream = torch.cuda.Stream()
         cuts = {(True, size): cut for size, cut in halves(self._decode_sizes).items()}
         cuts |= {(False, size): cut for size, cut in halves(self._mixed_sizes).items()}
@@ -276,7 +230,7 @@ class CudaRunner:
         return capture(step, self._graph_pool, run_first=True)
 
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
-        return _new_pool(config, self.model.config, self._device)
+        return new_pool(config, self.model.config, self._device)
 
     def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What attention reads: keys and values, and their scales, if the format has them."""
@@ -640,21 +594,6 @@ class CudaRunner:
         return pick_tokens(logits, index_S, rows, positions, self.state.draws, self.state.tokens)
 
 
-def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:
-    """Pages of keys and values, or of states where a model has no others; and the null page."""
-    layout, num = config.layout, config.num_pages + 1
-    if layout.states is not None and not shape.attention_layers:
-        return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
-    page, kind = (layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim), FORMATS[config.kv_dtype]
-    if kind.has_scales:
-        return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
-    return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
-
-
 def _num_singles(num_requests: int) -> int:
     """Programs for requests with one token each: for all their splits in a usual context, and for long ones of a few."""
     return max(2 * num_requests, min(64 * num_requests, 512))
-
-
-def _pinned(num: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(num, dtype=dtype, pin_memory=True)

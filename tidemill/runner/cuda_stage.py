@@ -16,7 +16,8 @@ from tidemill.parallel.channel import Channel
 from tidemill.parallel.world import Stage
 from tidemill.runner.base import StepResult
 from tidemill.runner.cuda_graphs import one_of_each_kind
-from tidemill.runner.cuda_runner import CudaRunner, Launched
+from tidemill.runner.cuda_runner import CudaRunner
+from tidemill.runner.cuda_step import Launched
 from tidemill.runner.reports import Report
 from tidemill.sched.plan import StepPlan
 

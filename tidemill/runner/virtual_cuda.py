@@ -15,7 +15,8 @@ from tidemill.kernels.cuda.elementwise import look_up
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
 from tidemill.runner.cuda_graphs import Graph, Step, uncaptured
-from tidemill.runner.cuda_runner import CudaRunner, Launched
+from tidemill.runner.cuda_runner import CudaRunner
+from tidemill.runner.cuda_step import Launched
 from tidemill.runner.cuda_work import Work
 from tidemill.runner.state import upload
 from tidemill.runner.virtual import rows_changed

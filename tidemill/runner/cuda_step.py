@@ -1,0 +1,78 @@
+"""What a step on a GPU gives to the model's layers and what it leaves behind, and the pool of pages that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from tidemill.config import EngineConfig
+from tidemill.kernels.cuda.attention import Lists, attend
+from tidemill.kernels.cuda.elementwise import enter_heads
+from tidemill.kernels.cuda.lanes import change_over, in_order
+from tidemill.kernels.cuda.scan import CudaStateStep
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
+from tidemill.kernels.state import ScanInputs, StateWeights
+from tidemill.kv_format import FORMATS
+from tidemill.model_config import ModelConfig
+from tidemill.runner.reports import Report
+from tidemill.sched.plan import StepPlan
+
+
+@dataclass(slots=True)
+class CudaStep:
+    """What a layer's attention, or its state, needs."""
+
+    kv: PagedKV
+    biases: list[torch.Tensor | None]  # of each layer, by distance
+    lists: Lists
+    positions_T: torch.Tensor
+    slots_GT: torch.Tensor
+    numbers: list[int] | None = None  # of each layer, among those with attention; None: they all have it
+    states: CudaStateStep | None = None
+
+    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+        if self.numbers is not None:
+            layer = self.numbers[layer]
+        kv, at = self.kv, self.kv.places[layer]
+        slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
+        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
+        out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
+        spec, bias = kv.specs[layer], self.biases[layer]
+        with in_order("attention"):
+            attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias, kv.scales)
+        change_over()
+        return out
+
+    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+        assert self.states is not None
+        return self.states.convolve(layer, projected_TC, learned)
+
+    def scan(self, layer: int, inputs: ScanInputs, learned: StateWeights) -> torch.Tensor:
+        assert self.states is not None
+        return self.states.scan(layer, inputs, learned)
+
+
+@dataclass(slots=True)
+class Launched:
+    plan: StepPlan
+    tokens: torch.Tensor | None  # drawn: pinned, valid once `ready` has passed
+    reports: list[Report]
+    ready: torch.cuda.Event
+    hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
+
+
+def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:
+    """Pages of keys and values, or of states where a model has no others; and the null page."""
+    layout, num = config.layout, config.num_pages + 1
+    if layout.states is not None and not shape.attention_layers:
+        return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
+    page, kind = (layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim), FORMATS[config.kv_dtype]
+    if kind.has_scales:
+        return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
+    return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
+
+
+def pinned(num: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(num, dtype=dtype, pin_memory=True)

@@ -69,9 +69,10 @@ _UNSUPPORTED = frozenset({
 # What changes logits or restricts tokens. Beams are ranked by the model's own log-probabilities, so it cannot go with them.
 _NOT_WITH_BEAMS = (
     "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_word_ids", "grammar", "stop", "stop_regex", "logprob_token_ids", "prompt_logprobs", "pooling",
+    "allowed_token_ids", "bad_word_ids", "grammar", "reasoning", "stop", "stop_regex", "logprob_token_ids", "prompt_logprobs",
+    "pooling",
 )  # fmt: skip
-_NAMES = {"bad_word_ids": "bad_words", "grammar": "structured output"}  # as users know them
+_NAMES = {"bad_word_ids": "bad_words", "grammar": "structured output", "reasoning": "a budget of reasoning"}  # as users know them
 
 
 class UnsetReal(float):

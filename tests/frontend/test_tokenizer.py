@@ -300,6 +300,8 @@ def test_an_unknown_name_of_a_chat_template(tiny_folder):
 
 
 def test_variables_of_the_template(thinking_folder):
+    with pytest.raises(ConfigError, match="may not set 'messages'"):
+        Tokenizer.load(thinking_folder, chat_template_kwargs='{"messages": []}')
     tokenizer = Tokenizer.load(thinking_folder, chat_template_kwargs='{"enable_thinking": false}')
     plain, messages = Tokenizer.load(thinking_folder), [{"role": "user", "content": "hi"}]
     off = plain.render_chat(messages, variables={"enable_thinking": False})

@@ -298,6 +298,8 @@ def test_probabilities_of_labels_after_items(roomy):
         assert scores == pytest.approx([math.exp(top["a"]), math.exp(top["b"])])
     soft = post(roomy, "/v1/score", asked | {"apply_softmax": True})["scores"]
     assert [sum(scores) for scores in soft] == pytest.approx([1.0, 1.0])
+    for wrong in ({"query": [2**70], "items": [[5]]}, {"query": [5] * 10**5, "items": [[5]] * 2000}, {"query": [5]}):
+        assert post(roomy, "/generative_scoring", asked | wrong, 400)["error"]["type"] == "invalid_request_error"
     made = post(roomy, "/generative_scoring", asked)
     assert made["id"].startswith("generative-scoring-")
     assert [one["score"] for one in made["data"]] == [scores[0] for scores in soft]

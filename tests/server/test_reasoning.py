@@ -138,8 +138,12 @@ def test_a_budget_of_reasoning(server, ends, name):
     assert reply["choices"][0]["message"]["content"]
     unlimited = post(server, body | {name: -1})
     assert unlimited["usage"]["completion_tokens_details"] == {"reasoning_tokens": 20}
-    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body | {name: -2})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    for wrong in (-2, 10**30):
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=body | {name: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    beams = {"use_beam_search": True, "n": 2, "temperature": 0}
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": USER, "max_tokens": 20, name: 6} | beams)
+    assert (refused.status_code, "a budget of reasoning" in refused.text) == (400, True), refused.text
     refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", name: 6})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 

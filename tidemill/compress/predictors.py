@@ -83,7 +83,7 @@ def train_predictors(options: PredictorOptions, report: Reporter | None = None) 
         ids = calibration_tokens(source, decoder, options.calibration, work, report)
     num_tokens = ids.numel()
     if num_tokens < 64:
-        raise CalibrationError(f"{num_tokens} tokens are too few to learn from.", fix="Give more with --tokens.")
+        raise CalibrationError(f"{num_tokens} tokens are too few to learn from.", fix="Give more with --samples.")
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         kept: dict[str, torch.Tensor] = {}

@@ -116,6 +116,12 @@ def _is_local(addresses: str | None) -> bool:
 def _check_remote(options: EngineOptions) -> None:
     if not options.remote_workers:
         return
+    if options.kv_export or options.kv_import:
+        raise ConfigError(
+            "KV pages of other engines are in this host's memory, and remote_workers are on others.",
+            fix="Leave --kv-export and --kv-import out.",
+            param="remote_workers",
+        )
     for name in ("workers_address", "workers_key_file"):
         if getattr(options, name) is None:
             flag = f"--{name.replace('_', '-')}"

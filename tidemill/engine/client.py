@@ -28,7 +28,7 @@ from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, Link, error_from
 from tidemill.engine.pending import EngineLost, Pending
 from tidemill.engine.progress import Progress
-from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
+from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND
@@ -323,7 +323,10 @@ class EngineClient:
         """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
         if self._link is not None and not self._is_held and not pending.waits_because:
             pending.is_submitted = True
-            self._send(pending.again())
+            try:
+                self._send(pending.again())
+            except OverflowError:  # of this request alone
+                self._end(pending, InvalidRequest("A number in the request is too large.", fix="Give a smaller one."))
 
     def _end(self, pending: Pending, why: TidemillError | None = None) -> None:
         """Take a request off the list, abort what the engine still computes of it, at once, and have its stream raise `why`. No

@@ -24,6 +24,7 @@ from tidemill.frontend.templates import NAMED
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_file, read_json
 
+_OWN_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})  # of a template
 _SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
 _log = logging.getLogger("tidemill.frontend")
 
@@ -192,9 +193,8 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         variables = {**self.variables, **(variables or {})}
-        taken = next((name for name in ("messages", "tools", *ours) if name in variables), None)
-        if taken is not None:
-            raise InvalidRequest(f"chat_template_kwargs may not set {taken!r}.", param="chat_template_kwargs")
+        if taken := _OWN_VARIABLES & variables.keys():
+            raise InvalidRequest(f"chat_template_kwargs may not set {sorted(taken)[0]!r}.", param="chat_template_kwargs")
         text = self.chat_template.render(messages, tools, {**variables, **ours}, marks=bool(self._marks))
         if not continue_final_message:
             return text
@@ -297,6 +297,9 @@ def _read_variables(text: str) -> dict[str, Any]:
         raise ConfigError(f"chat_template_kwargs is not JSON: {error}.", fix=fix, param="chat_template_kwargs") from error
     if not isinstance(made, dict):
         raise ConfigError(f"chat_template_kwargs is {text[:100]!r}.", fix=fix, param="chat_template_kwargs")
+    if taken := _OWN_VARIABLES & made.keys():
+        what = f"chat_template_kwargs may not set {sorted(taken)[0]!r}, which every chat has its own of."
+        raise ConfigError(what, fix="Leave it out.", param="chat_template_kwargs")
     return made
 
 

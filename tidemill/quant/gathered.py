@@ -21,6 +21,7 @@ from tidemill.parallel.cuts import Cut, even
 from tidemill.parallel.group import Group
 from tidemill.parallel.shard import Shard
 from tidemill.quant.base import ExpertParts, LinearMethod
+from tidemill.quant.low_rank import plain
 from tidemill.quant.streamed import of_expert, streamed_stack
 from tidemill.weights.checkpoint import WeightTensor
 
@@ -117,14 +118,13 @@ class Gathered(LinearMethod[Any]):
         self.matrix: PlacedMatrix | None = None
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
-        return self._inner.read(tensor, row_order) if tensor.shape[0] else None
+        return plain(self._inner.read(tensor, row_order)) if tensor.shape[0] else None
 
     def join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         own = [part for part in parts if part is not None]
         if own:
             made = self._inner.join(own, None)
-            assert isinstance(made, Panels | QuantizedPanels)
-            if isinstance(made, QuantizedPanels) and made.has_head:
+            if not isinstance(made, Panels | QuantizedPanels) or (isinstance(made, QuantizedPanels) and made.has_head):
                 raise ConfigError(
                     f"Weights quantized as those of {self.name} cannot be gathered.",
                     fix="Use --tensor-layout 1d, or --dtype float32.",

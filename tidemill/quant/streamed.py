@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tidemill.errors import ConfigError
 from tidemill.kernels.linear import Held, Panels, PlacedMatrix, Weight
 from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, StreamedStack
 from tidemill.kernels.quantized_linear import QuantizedPanels
@@ -76,7 +77,12 @@ class Streamed(LinearMethod[Any]):
     def join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         if self._store.is_new:
             made = self._inner.join(parts, None)
-            assert isinstance(made, Panels | QuantizedPanels)
+            if not isinstance(made, Panels | QuantizedPanels):
+                raise ConfigError(
+                    f"Weights quantized as those of {self.name}, whose parts differ, cannot be streamed.",
+                    fix="Leave --weight-memory out.",
+                    param="weight_memory_bytes",
+                )
             self._store.put(self.name, [made.held], {"matrix": _about(made.held)})
         kind, num_in, num_out, _ = self._store.about(self.name)["matrix"]
         return PlacedMatrix(kind, num_in, num_out, bias)

@@ -211,7 +211,7 @@ class Thinking(Body):
     """Thinking is ended after `budget_tokens`."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(default=None, ge=0)
+    budget_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     display: Literal["summarized", "omitted"] | None = None
 
 

@@ -65,11 +65,12 @@ async def _embedded(models: Models, body: EmbedRequest, caller: Caller) -> bytes
         most = num_kept(service, body.max_tokens or -1)
         side = _SIDES.get(body.truncate)
         prompts.append(await (service.encode(text) if side is None else service.encode_cut(text, most, side)))
-    vectors: list[list[float]] = [[]] * len(prompts)
+    embeddings: dict[str, list[Any]] = {kind: [None] * len(prompts) for kind in kinds}
     async with aclosing(pooled(service, caller, [Input(ids) for ids in prompts], pooling)) as made:
         async for i, vector in made:
-            vectors[i] = shortened(vector, body.output_dimension, is_normalized=True)
-    embeddings = {kind: [_as_kind(vector, kind) for vector in vectors] for kind in kinds}
+            short = shortened(vector, body.output_dimension, is_normalized=True)
+            for kind in kinds:  # encoded one by one, as they come: all of them at the end would hold up everybody
+                embeddings[kind][i] = msgspec.Raw(_json(_as_kind(short, kind)))
     units = {"input_tokens": sum(map(len, prompts)), "image_tokens": 0}
     meta = {"api_version": {"version": "2"}, "billed_units": units}
     head = {"id": caller.call.request_id, "response_type": "embeddings_by_type", "texts": body.texts}

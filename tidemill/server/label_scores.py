@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -29,19 +29,20 @@ _AT_ONCE = 64  # items of one request
 
 _json = msgspec.json.Encoder().encode
 
+Id = Annotated[int, Field(ge=0, lt=2**31)]
 Items = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PAIRS)]
-    | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PAIRS)]
+    | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PAIRS)]
 )
-Labels = Annotated[list[int], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]
+Labels = Annotated[list[Id], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]
 
 
 class LabelScoreRequest(Body):
     """vLLM's: the score of an item is the probability of the first label."""
 
     model: str | None = None
-    query: str | list[int]
+    query: str | list[Id]
     items: Items
     label_token_ids: Labels
     apply_softmax: bool = True  # over the labels alone, so that they add up to 1
@@ -75,35 +76,44 @@ async def _scoring(models: Models, body: LabelScoreRequest, caller: Caller) -> b
 
 
 async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller) -> LabelScores:
-    query = await service.encode(body.query) if isinstance(body.query, str) else body.query
-    prompts = []
-    for item in [body.items] if isinstance(body.items, str) else body.items:
-        prompt: list[int]
-        if isinstance(item, str) and isinstance(body.query, str):
-            prompt = await service.encode(item + body.query if body.item_first else body.query + item)
-        elif isinstance(item, str):
-            raise InvalidRequest("query has token ids, and items are texts.", fix="Give both in the same way.", param="items")
-        else:
-            prompt = [*item, *query] if body.item_first else [*query, *item]
-        prompts.append(prompt)
+    items = [body.items] if isinstance(body.items, str) else body.items
+    query = await service.encode(body.query) if isinstance(body.query, str) and not isinstance(items[0], str) else body.query
+    _check_lengths(service, query, items)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(body.label_token_ids))
-    by_item: list[list[float]] = [[]] * len(prompts)
-    left = iter(enumerate(prompts))
-    streams = [_in_turn(service, caller, left, params) for _ in range(min(_AT_ONCE, len(prompts)))]
+    by_item, num_tokens = [list[float]()] * len(items), 0
+    left = enumerate(items)
+    streams = [_in_turn(service, caller, query, left, body.item_first, params) for _ in range(min(_AT_ONCE, len(items)))]
     async with aclosing(merge(streams)) as merged:
-        async for _, (i, logprobs) in merged:
+        async for _, (i, num, logprobs) in merged:
+            num_tokens += num
             values = [math.exp(logprobs[label]) for label in body.label_token_ids]
             total = sum(values) if body.apply_softmax else 1.0
             by_item[i] = [value / total if total else 1.0 / len(values) for value in values]
-    return LabelScores(by_item, sum(map(len, prompts)))
+    return LabelScores(by_item, num_tokens)
+
+
+def _check_lengths(service: Service, query: str | list[int], items: Sequence[str | list[int]]) -> None:
+    """Before any prompt is made of them: there may be thousands of items."""
+    for item in items:
+        if isinstance(item, str) is not isinstance(query, str):
+            raise InvalidRequest("query has token ids, and items are texts.", fix="Give both in the same way.", param="items")
+        if isinstance(item, list) and len(query) + len(item) >= service.max_context:
+            raise InvalidRequest(
+                f"The query and an item have {len(query) + len(item)} tokens; the context is {service.max_context}.",
+                fix="Shorten the query or the item.",
+                param="items",
+            )
 
 
 async def _in_turn(
-    service: Service, caller: Caller, left: Iterator[tuple[int, list[int]]], params: SamplingParams
-) -> AsyncGenerator[tuple[int, dict[int, float]], None]:
-    """The labels' logprobs after one prompt after another, while there are any left."""
-    for i, prompt in left:
+    service: Service, caller: Caller, query: Any, left: Iterator[tuple[int, Any]], item_first: bool, params: SamplingParams
+) -> AsyncGenerator[tuple[int, int, dict[int, float]], None]:
+    """The number of tokens and the labels' logprobs of one prompt after another, while there are any left. `query` and items are
+    both texts, or both ids."""
+    for i, item in left:
+        whole = item + query if item_first else query + item
+        prompt = await service.encode(whole) if isinstance(whole, str) else whole
         async with aclosing(service.stream(caller, prompt, params, i)) as outputs:
             async for delta, _ in outputs:
                 for made in delta.logprobs or ():
-                    yield i, dict(made.top)
+                    yield i, len(prompt), dict(made.top)

@@ -385,9 +385,9 @@ class ChatRequest(SamplingRequest, ChatMessages):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
     include_reasoning: bool = True
-    thinking_token_budget: int | None = Field(default=None, ge=0)  # vLLM's: reasoning is ended after so many tokens
-    reasoning_budget_tokens: int | None = Field(default=None, ge=0)  # llama.cpp's names
-    thinking_budget_tokens: int | None = Field(default=None, ge=0)
+    thinking_token_budget: int | None = Field(default=None, ge=0, lt=2**31)  # vLLM's: reasoning is ended after so many tokens
+    reasoning_budget_tokens: int | None = Field(default=None, ge=0, lt=2**31)  # llama.cpp's names
+    thinking_budget_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     echo: bool | None = None  # begin with the message that is continued
     add_special_tokens: Literal[False] | None = None  # the template writes them
 

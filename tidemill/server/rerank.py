@@ -19,7 +19,7 @@ from tidemill.frontend.scoring import MAX_PAIRS, check_scores, cosine, pairs_of
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.embeddings import Input, num_kept, pooled, pooling_of
 from tidemill.server.guard import Caller
-from tidemill.server.label_scores import Items, Labels, LabelScoreRequest, label_scores
+from tidemill.server.label_scores import Id, Items, Labels, LabelScoreRequest, label_scores
 from tidemill.server.models import Models
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
@@ -56,7 +56,7 @@ class ScoreRequest(Body):
     text_1: Texts | None = None
     text_2: Texts | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
-    query: str | list[int] | None = None
+    query: str | list[Id] | None = None
     items: Items | None = None
     label_token_ids: Labels | None = None
     apply_softmax: bool | None = None

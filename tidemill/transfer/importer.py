@@ -70,6 +70,7 @@ class _Link:
     reader: Reader | None = None
     news: Channel | None = None
     problem: str = ""
+    is_late: bool = False  # a page that others know was not announced in time, and nothing has been since
     pause_s: float = _AGAIN_S  # before the next try
 
 
@@ -115,8 +116,10 @@ class Importer:
         while True:
             with self._lock:
                 reader, entry = link.reader, link.slots.get(slot)
-            if (entry is not None and entry[0] == key) or time.monotonic() >= until or self._closing.wait(_LOOK_S):
+                found = entry is not None and entry[0] == key
+            if found or reader is None or link.is_late or self._closing.wait(_LOOK_S):
                 break
+            link.is_late = time.monotonic() >= until
         if reader is None:
             raise TransferError(f"{link.peer.name} is gone")
         if entry is None or entry[0] != key:
@@ -210,7 +213,7 @@ class Importer:
             channel.send_now(msgspec.msgpack.encode(Ask(since)))
             news = msgspec.msgpack.decode(channel.receive(MAX_MESSAGE), type=News)
             self._check(link, news)
-            link.pause_s = _AGAIN_S
+            link.pause_s, link.is_late = _AGAIN_S, False
             since = news.until
             self._learn(link, news)
 

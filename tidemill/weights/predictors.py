@@ -56,6 +56,10 @@ def read_predictors(folder: Path, num_layers: int, hidden_size: int, units: dict
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix=_FIX) from error
     kinds = [kind for kind in units if any(name.startswith(f"{kind}.") for name in tensors)]
+    if not kinds:
+        raise CheckpointError(
+            f"{path} has no predictors: no tensor is named {' or '.join(f'{kind}.*' for kind in units)}.", fix=_FIX
+        )
     return {
         kind: [_predictor(path, tensors, f"{kind}.{number}", hidden_size, units[kind]) for number in range(num_layers)]
         for kind in kinds
@@ -74,7 +78,8 @@ def _predictor(path: Path, tensors: dict[str, torch.Tensor], name: str, hidden_s
                 f"{path}: tensor {name}.{part} has shape {list(tensor.shape)}; the model asks for {list(shape)}.",
                 fix="Are they of this model? " + _FIX,
             )
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        values = tensor.float().contiguous()
+        if not tensor.is_floating_point() or not bool(values.isfinite().all()):
             raise CheckpointError(f"{path}: tensor {name}.{part} holds values that are no finite numbers.", fix=_FIX)
-        found.append(tensor.float().contiguous())
+        found.append(values)
     return Predictor(*found)

@@ -101,6 +101,10 @@ class Reading:
         """The model reasons, and between marks: its reasoning can be ended."""
         return self.markers is not None and self.is_expected and not self.markers.is_repeated
 
+    def drops_budget(self, params: SamplingParams) -> bool:
+        """Nothing is there that a budget could end: the model does not reason, or not before this grammar."""
+        return self.markers is None or (params.grammar is not None and not self.is_expected)
+
     def gated(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
         """The grammar applies to what follows the reasoning, which is ended after `budget` tokens."""
         markers = self.markers

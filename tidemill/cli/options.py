@@ -265,7 +265,7 @@ OPTIONS = (
            help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
            "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
-           help="Stages of layers, each in processes of its own (CPU). Multiplies with --tensor-parallel."),
+           help="Stages of layers, each in processes of its own. Multiplies with --tensor-parallel."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",
            help="With --tensor-parallel: each process has some of the experts, instead of a part of each."),
     Option("remote-workers", "integer", ENGINE, field="remote_workers", low=0, high=MAX_RANKS - 1,

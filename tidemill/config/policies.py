@@ -36,6 +36,8 @@ def decide_kv_policies(
         why = f"KV policies need pages, and the layout is {kv_layout}"
     elif not evict:
         why = "what a policy's copies of shared pages take is not reserved, and nothing is preempted (--no-evict)"
+    elif device != "cpu" and (missing := uncovered("Triton", specs)):
+        why = missing
     elif device != "cpu" and (heads := [name for name in drafters if name in HEADS]):
         why = f"on a GPU the drafter {heads[0]} does not know KV policies"
     elif fast_math and uncovered("C", specs):

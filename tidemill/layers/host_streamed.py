@@ -175,6 +175,11 @@ class HostStreaming(Streaming):
         self.held_bytes = self.fixed_bytes + self.experts.held_bytes
         self.streamed_bytes = (first - num_slots) * size
 
+    @property
+    def is_in_use(self) -> bool:
+        """Experts are looked up by the host even where all of them have found a place."""
+        return self.streamed_bytes > 0 or self.experts is not None
+
     def _find(self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor) -> Any:
         assert self.experts is not None
         return self.experts.find(number, x_TH, live, experts_P)
@@ -184,7 +189,10 @@ class HostStreaming(Streaming):
     def _stream_layers(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         self.fixed_bytes = resident_bytes(model)
         sizes = [sum(one.num_bytes for one in moved) for moved in self._moved]
-        device = next(one.tensor.device for moved in self._moved for one in moved)
+        device = next((one.tensor.device for moved in self._moved for one in moved), None)
+        if device is None:  # nothing is worth a copy of its own
+            self.held_bytes = self.fixed_bytes
+            return
         plan = self.plan(sizes)
         largest = max((sizes[layer] for layer in plan.streamed), default=0)
         slots = torch.empty(plan.num_slots, largest, dtype=torch.uint8, device=device)

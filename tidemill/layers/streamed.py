@@ -169,6 +169,11 @@ class Streaming(ABC):
         self.stream: Stream | None = None  # None: all is in memory after all, or other streams than those of the C library
         self._taken = Reads(0, 0.0, 0, 0)  # figures when they were last asked for
 
+    @property
+    def is_in_use(self) -> bool:
+        """Layers wait for weights while they compute."""
+        return self.streamed_bytes > 0
+
     @abstractmethod
     def attach(self, blocks: nn.ModuleList) -> None: ...
 

@@ -62,8 +62,10 @@ class HeadsCudaRunner(CudaRunner):
         super()._make_halves(replace(config, nano_batching="off"), pool)
 
     def _more_steps(self) -> list[Step]:
-        some = one_of_each_kind(self._decode_sizes) if self._trees is not None else []
-        return [self._tree_step(True, size) for size in some]
+        if self._trees is None:
+            return []
+        kinds = ((True, self._decode_sizes), (False, self._mixed_sizes))
+        return [self._tree_step(decodes, size) for decodes, sizes in kinds for size in one_of_each_kind(sizes)]
 
     def _tree_step(self, decodes: bool, size: int) -> Step:
         plain = self._decode_step(size, True) if decodes else self._mixed_step(size, True)

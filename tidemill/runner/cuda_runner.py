@@ -104,7 +104,7 @@ class CudaRunner:
             raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
-        self._is_streamed = model.streaming is not None and model.streaming.streamed_bytes > 0
+        self._is_streamed = model.streaming is not None and model.streaming.is_in_use
         if self._is_streamed:
             self.fallback = "; ".join(filter(None, (self.fallback, "weights are streamed: steps run without CUDA graphs")))
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention

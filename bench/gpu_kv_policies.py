@@ -113,7 +113,7 @@ def check_engine() -> None:
 
     def core(**options: Any) -> EngineCore:
         given = {"kv_memory_bytes": 2**27, "max_requests": 64, "speculate": "off", "max_context": 2048} | options
-        return load_core(EngineOptions(model=str(folder), **given))
+        return load_core(EngineOptions(model=str(folder), kv_policy="full", **given))
 
     prompt, plain = ids(PROMPT), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
     others = {f"o{i}": (ids(1 + (i * 37) % 900), plain) for i in range(40)}
@@ -154,7 +154,14 @@ def loaded(model: str) -> EngineCore:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     return load_core(
-        EngineOptions(model=str(folder), load_format="dummy", max_context=20480, kv_memory_bytes=24 * 2**30, speculate="off")
+        EngineOptions(
+            model=str(folder),
+            load_format="dummy",
+            max_context=20480,
+            kv_memory_bytes=24 * 2**30,
+            speculate="off",
+            kv_policy="full",
+        )
     )
 
 

@@ -37,6 +37,7 @@ _ONLY_WHEN_SLOW = (
     "test_what_this_process_lacks_for_a_restart_is_waited_for",
     "test_drafts_change_nothing[0.6]",
     "test_cuda_runner.py::test_beams",
+    "test_the_cpus_tokens_in_any_company[streaming]",
     "test_requests_that_kill_engines_are_given_up_alone",
     "test_the_real_model_alone_and_in_a_crowd[float32]",
     "test_several_prompts_are_merged_without_a_backlog",

@@ -68,13 +68,18 @@ class TestWithAGPU:
 
     @pytest.mark.parametrize(
         ("given", "why"),
-        [({"speculate": "eagle", "draft_heads": "x"}, "does not know KV policies"), ({"tensor_parallel": 3}, "on CPUs only")],
+        [
+            ({}, "if the server has --kv-policy"),
+            ({"kv_policy": "full", "speculate": "eagle", "draft_heads": "x"}, "does not know KV policies"),
+            ({"kv_policy": "full", "tensor_parallel": 3}, "on CPUs only"),
+        ],
     )
     def test_kv_policies_are_for_one_rank_without_heads(self, given, why):
         model = replace(SMOLLM2, layers=tuple(replace(one, rotation=Rotation(num_dims=64, theta=1e4)) for one in SMOLLM2.layers))
         wide = replace(model, layers=tuple(replace(one, head_dim=96) for one in model.layers))
-        assert "take heads of" in resolve(EngineOptions(), wide, self.MACHINE).reasons["kv_policies"]  # by FlexAttention
-        assert "streaming" in resolve(EngineOptions(), model, self.MACHINE).kv_policies
+        may = EngineOptions(kv_policy="full")
+        assert "take heads of" in resolve(may, wide, self.MACHINE).reasons["kv_policies"]  # by FlexAttention
+        assert "streaming" in resolve(may, model, self.MACHINE).kv_policies
         config = resolve(EngineOptions(**given), model, self.MACHINE)
         assert not config.kv_policies
         assert why in config.reasons["kv_policies"]

@@ -43,13 +43,13 @@ def asks(kind, num=6):
 def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):
     """A prompt in chunks that evict in the middle, beside one without a policy; and alone in other chunks: equal bits."""
     other, plain = ids(20, 9), greedy(3, logprobs=1, ignore_eos=True)
-    core = on_gpu(token_budget=48)
+    core = on_gpu(token_budget=48, kv_policy="full")
     both = run(core, {"x": (PROMPT, asks(kind)), "y": (other, plain)})
     cpu = make_core(load_model(folder), max_requests=8, page_size=16, max_context=128)
     theirs = run(cpu, {"x": (PROMPT, asks(kind)), "y": (other, plain)})
     for name in both:
         assert both[name].tokens == theirs[name].tokens
         assert said(both[name])[1] == pytest.approx(said(theirs[name])[1], abs=1e-3)
-    assert said(run(on_gpu(token_budget=16), {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
+    assert said(run(on_gpu(token_budget=16, kv_policy="full"), {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
     assert said(run(core, {"y": (other, plain)})["y"]) == said(both["y"])
     assert said(run(core, {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])

@@ -253,9 +253,7 @@ def resolve(
             "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine)
         )
         kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
-    kv_policies = settle(
-        "kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, speculate, model)
-    )
+    kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, fast_math, speculate, model))
     if tensor_parallel * pipeline_parallel > 1 and kv_policies and not (device == "cpu" and machine.kernels):
         kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))

@@ -37,15 +37,13 @@ def decide_kv_policies(
     elif any(spec.kv_is_shared for spec in specs):
         why = "there are more ranks than KV heads: none sees all of the attention that a key gets"
     elif kv_dtype not in ("float32", "bfloat16"):
-        why = "on a GPU they take memory of their own and are there if the server has --kv-policy (full: requests choose)"
+        why = f"KV policies take keys in float32 or bfloat16, not in {kv_dtype}"
     elif kv_layout != "paged":
         why = f"KV policies need pages, and the layout is {kv_layout}"
     elif not options.evict:
         why = "what a policy's copies of shared pages take is not reserved, and nothing is preempted (--no-evict)"
     elif device != "cpu" and options.kv_policy is None:
-        why = (
-            "on a GPU they take memory beside the KV cache's, and are there if the server has --kv-policy (full: requests choose)"
-        )
+        why = "on a GPU they take memory of their own and are there if the server has --kv-policy (full: requests choose)"
     elif device != "cpu" and (missing := uncovered("Triton", specs)):
         why = missing
     elif device != "cpu" and (heads := [name for name in drafters if name in HEADS]):

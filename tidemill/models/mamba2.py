@@ -52,16 +52,18 @@ class Mamba2(Mamba):
         low, *high = optional(data, "time_step_limit", list, [0.0, float("inf")], source)
         if low != 0 or high not in ([float("inf")], ["Infinity"], [{"__float__": "Infinity"}]):
             raise CheckpointError(f"{source}: time_step_limit {[low, *high]} is not supported.", fix="[0, infinity] is.")
-        # Transformers norms all inner values together, whatever the number of groups.
+        if groups < 1 or num_heads * head_dim % groups:
+            raise CheckpointError(f"{source}: {num_heads * head_dim} inner values cannot be cut into {groups} groups.")
+        # A group is normed on its own, as in the authors' code. Transformers before 5.23 normed all of them together.
         spec = StateSpec(
             kind="mamba2", num_heads=num_heads, head_dim=head_dim, state_size=size, num_groups=groups, kernel=kernel,
-            norm_size=num_heads * head_dim,
+            norm_size=num_heads * head_dim // groups,
         )  # fmt: skip
         return spec, layers
 
     @classmethod
     def _of_gguf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:
-        """Here the time step's rank is the number of heads, and a group is normed on its own."""
+        """Here the time step's rank is the number of heads."""
         data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
         inner, size, kernel, heads, groups = (
             required(data, f"{arch}.ssm.{key}", int, source)

@@ -17,7 +17,7 @@ from tidemill.engine.client import EngineClient
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink
 from tidemill.engine.pending import Pending
-from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, EngineDead
+from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest
 from tidemill.events import Aborted, EngineRestarted, Finished, KernelsFellBack, Submitted
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
@@ -173,6 +173,8 @@ def test_deadline_and_cancellation(tiny_folder):
         with pytest.raises(Cancelled, match="enough"):
             await going
         assert not client.cancel("long", Cancelled("enough"))
+        with pytest.raises(InvalidRequest, match="too large"):  # what cannot be sent to the engine
+            await collect(client, "huge", prompt=(2**70,))
         await collect(client, "next", length=3)
 
     run(test, tiny_folder)

@@ -4,10 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.helpers import greedy, load_model, make_core, make_llama, run
-from tests.runner.test_cuda_runner import ids, on_gpu
+from tests.helpers import greedy, load_model, make_core, run
+from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
 
-__all__ = ["on_gpu"]
 POLICIES = {
     "window": {"kind": "window", "recent": 34},
     "streaming": {"kind": "streaming", "sinks": 2, "recent": 38},
@@ -17,16 +16,6 @@ POLICIES = {
     "random": {"kind": "random", "budget": 34},
 }
 PROMPT = ids(50, 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cuda")
-    make_llama(
-        path, vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048,
-    )  # fmt: skip
-    return path
 
 
 def said(answer):
@@ -40,7 +29,7 @@ def asks(kind, num=6):
 @pytest.mark.parametrize(
     "kind", ["streaming", *(pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "streaming")]
 )
-def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):
+def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):  # noqa: F811
     """A prompt in chunks that evict in the middle, beside one without a policy; and alone in other chunks: equal bits."""
     other, plain = ids(20, 9), greedy(3, logprobs=1, ignore_eos=True)
     core = on_gpu(token_budget=48, kv_policy="full")

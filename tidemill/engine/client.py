@@ -26,7 +26,7 @@ from tidemill.engine import inbox
 from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, Link, error_from
-from tidemill.engine.pending import EngineLost, Pending
+from tidemill.engine.pending import EngineLost, Pending, names_of
 from tidemill.engine.progress import Progress
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event
@@ -257,7 +257,7 @@ class EngineClient:
         pending.num_finished = len(pending.over)
         for one in resumed:
             pending.outputs[one.index] = list(one.output_ids)
-        for index, name in enumerate(self._names(request)):
+        for index, name in enumerate(names_of(request)):
             if index not in pending.over and not is_queued:  # or else it is reported where it is queued
                 given = len(request.prompt_ids), request.priority, request.tenant
                 self._report([events.Submitted(time.monotonic(), name, *given)])
@@ -315,7 +315,7 @@ class EngineClient:
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))
         now = time.monotonic()
-        for name in self._names(request):
+        for name in names_of(request):
             submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
             self._report([submitted, events.Deferred(now, name, why)])
 
@@ -360,12 +360,6 @@ class EngineClient:
     def _note_use(self, request: Submit) -> None:
         if request.priority != PROBE:
             self.used_s = time.monotonic()
-
-    def _names(self, request: Submit) -> list[str]:
-        """Of its samples, as events have them."""
-        if request.params.n == 1 or request.params.beams:
-            return [request.request_id]
-        return [f"{request.request_id}:{index}" for index in range(request.params.n)]
 
     def _names_of(self, request_id: str) -> list[str]:
         """Its samples that were reported as submitted, and not as ended."""

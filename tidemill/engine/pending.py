@@ -59,3 +59,10 @@ class Pending:
             return self.request
         left = [Resumed(i, tokens) for i, tokens in enumerate(self.outputs) if i not in self.over]
         return msgspec.structs.replace(self.request, resumed=left)
+
+
+def names_of(request: Submit) -> list[str]:
+    """Of its samples, as events have them."""
+    if request.params.n == 1 or request.params.beams:
+        return [request.request_id]
+    return [f"{request.request_id}:{index}" for index in range(request.params.n)]

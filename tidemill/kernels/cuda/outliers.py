@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized
-from tidemill.kernels.cuda.gemm import _finish, _place
+from tidemill.kernels.cuda.gemm import _place
 from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.packed_gemm import _store
 
 # ---- LLM.int8()
 
@@ -71,12 +72,7 @@ def _add_outliers(
     scales = tl.load(scales_ptr + outs, mask=outs < num_out, other=0.0)
     inside = (rows[:, None] < num_rows) & (outs[None, :] < num_out)
     sums = tl.load(sums_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :], mask=inside, other=0.0)
-    acc = _finish(sums + acc * scales[None, :], bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
-    width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
-    num_out = num_out // 2 if ACT != "" else num_out
-    outs = n * width + tl.arange(0, width)
-    where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
+    _store(sums + acc * scales[None, :], bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
 def add_outliers(

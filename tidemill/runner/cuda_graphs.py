@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from tidemill.kernels.cuda.gemm import choice_of
+from tidemill.kernels.cuda.launch import capturing
 
 T = TypeVar("T")
 Programs = tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
@@ -55,7 +56,7 @@ def capture(step: Step, pool: Any, run_first: bool) -> Graph:
             step.run()
         torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with capturing(graph, pool):
         out = step.run()
     return Graph(graph, step.size, step.programs, out, step.second)
 

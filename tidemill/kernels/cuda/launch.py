@@ -13,10 +13,12 @@ Compilation: a step run inside `compile_only()` compiles its kernels for the arg
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -53,3 +55,17 @@ def compile_only() -> Iterator[None]:
         yield
     finally:
         _is_compiling = False
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Work inside is captured. The garbage collector waits: the graphs of an engine that is gone are destroyed by it, which CUDA
+    does not allow while another one is captured, and which would make that capture fail."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -20,6 +20,7 @@ import torch
 import triton
 
 from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, know, knows, library_agrees, matmul, own_tile
+from tidemill.kernels.cuda.launch import capturing
 
 # By rows: few enough that compiling them takes seconds; the library joins in where it has our bits.
 _CANDIDATES = {
@@ -40,7 +41,7 @@ def time_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for call in calls:
             call()
     best = math.inf

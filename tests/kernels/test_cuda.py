@@ -449,14 +449,15 @@ from triton.compiler import ASTSource
 from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, logprobs, lora, outliers, packed_gemm,
                                    policy_attention, pooling, sampling, scaled_gemm, scan)
 
-def build(kernel, types, warps=4, **constants):
+def build(kernel, types, warps=4, stages=3, **constants):
     constants |= {"AHEAD": True}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     signature |= {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
     constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    assert made.metadata.shared <= 227 * 2**10, (kernel.__name__, made.metadata.shared)  # what an H200 has
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
@@ -500,6 +501,9 @@ for bits, kind in packed_gemm._TEXTS:
     build(packed_gemm._dequantize, types, BITS=bits, KIND=kind, HAS_IDS=True, OUTS=32, **how)
 build(packed_gemm._gemm_packed, types, BITS=4, KIND="table", ROWS=16, OUTS=64, CHUNKS=1, BLOCKS=4, SPLIT=False, SECOND=False,
       BULK=True, EVEN=True, GROUP=8, HAS_BIAS=False, ACT="", PLANE=32, SIZE=1 << 30)
+many = types | dict(x_desc="tensordesc<bf16[128, 64]>", out_ptr=F)
+build(packed_gemm._gemm_packed, many, 8, 2, BITS=4, KIND="table", ROWS=128, OUTS=128, CHUNKS=1, BLOCKS=4, SPLIT=False, SECOND=False,
+      BULK=True, EVEN=True, GROUP=8, HAS_BIAS=False, ACT="", PLANE=64, SIZE=1 << 30)
 for split in (False, True):
     build(packed_gemm._gemm_packed, types, BITS=4, KIND="offsets", ROWS=16, OUTS=64, CHUNKS=4, BLOCKS=4, SPLIT=split,
           SECOND=not split, BULK=True, EVEN=True, GROUP=8, HAS_BIAS=True, ACT="silu", **how)

@@ -49,8 +49,8 @@ class Packed:
     """A matrix [N, K]. `kind`: what a code and the two halves of its group's word of scales mean.
 
     zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; small: the same with the scale
-    times 2**130; e2m1 and nf4: numbers of values; table: of 16 values that lie behind the scales, in float32, of which a row has
-    one. Codes of 8 bits are signed; of zeros they have none.
+    times 2**130; e2m1 and nf4: numbers of values; table: of 16 values in bfloat16 behind the scales, of which a row has one.
+    Codes of 8 bits are signed; of zeros they have none.
     """
 
     bits: int
@@ -132,7 +132,8 @@ def pack(
     scales_GN = halves.t().contiguous()
     if table is not None:
         assert scales_GN.shape[0] == 1, "of a table, a row has one scale"
-        behind = torch.nn.functional.pad(table.float().to(scales_GN.device).view(torch.int32), (0, -16 % scales_GN.shape[1]))
+        behind = torch.tensor(_bytes_of(table), dtype=torch.int64).to(torch.int32).to(scales_GN.device)
+        behind = torch.nn.functional.pad(behind, (0, -len(behind) % scales_GN.shape[1]))
         scales_GN = torch.cat([scales_GN, behind.view(-1, scales_GN.shape[1])])
     return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), scales_GN)
 
@@ -171,7 +172,8 @@ def unpack_reference(weight: Packed) -> torch.Tensor:
     words = weight.words_NW.to(torch.int32).unflatten(1, (-1, 1, weight.plane))
     codes = ((words >> shifts[:, None]) & ((1 << weight.bits) - 1)).flatten(1)[:, : weight.num_in]
     if weight.kind == "table":
-        table = weight.scales_GN.flatten()[weight.num_out : weight.num_out + 16].view(torch.float32)
+        behind = weight.scales_GN.flatten()[weight.num_out : weight.num_out + 8].view(torch.uint8).to(torch.int32).view(2, 16)
+        table = (behind[0] << 24 | behind[1] << 16).view(torch.float32)
         return table[codes] * (weight.scales_GN[0] << 16).view(torch.float32)[:, None]
     halves = weight.scales_GN.t().repeat_interleave(min(weight.group, weight.num_in), 1)[:, : weight.num_in]
     scale, other = (halves << 16).view(torch.float32), (halves & -65536).view(torch.float32)
@@ -204,15 +206,16 @@ _E2M1 = """{{.reg .b32 a, b, c; mov.b32 c, 0x7e807e80; shr.u32 a, $1, {shift}; a
 shl.b32 a, a, 12; lop3.b32 a, a, 0x80008000, b, 0xEA; mul.rn.bf16x2 a, a, c; mul.rn.bf16x2 $0, a, $2;}}"""
 
 
-def _nf4() -> str:
-    """A table of 16 numbers is four registers of upper bytes and four of lower ones; a permutation looks up four in eight."""
-    bits = torch.tensor(NF4).to(torch.bfloat16).view(torch.int16).tolist()
-    high, low = ([(one >> shift) & 255 for one in bits] for shift in (8, 0))
+def _bytes_of(table: Any) -> list[int]:
+    """Of 16 numbers in bfloat16: four words of their upper bytes, four of the lower ones."""
+    bits = _bfloat16_bits(torch.as_tensor(table, dtype=torch.float32)).tolist()
+    halves = [[(one >> shift) & 255 for one in bits] for shift in (8, 0)]
+    return [sum(byte << (8 * j) for j, byte in enumerate(half[i : i + 4])) for half in halves for i in range(0, 16, 4)]
 
-    def words(table: list[int]) -> list[str]:
-        return [f"0x{sum(byte << (8 * j) for j, byte in enumerate(table[i : i + 4])):08x}" for i in range(0, 16, 4)]
 
-    (h0, h1, h2, h3), (l0, l1, l2, l3) = words(high), words(low)
+def _look_up(words: list[str]) -> str:
+    """In a table of 16 numbers, in the words of `_bytes_of`: a permutation looks up four bytes in two of them."""
+    h0, h1, h2, h3, l0, l1, l2, l3 = words
     return f"""{{{{.reg .b32 a, s, m, p, q, r, t, u, v; shr.u32 a, $1, {{shift}}; and.b32 a, a, 0x000f000f;
 shr.u32 s, a, 12; or.b32 s, s, a; and.b32 s, s, 0x77; shl.b32 m, a, 4; prmt.b32 m, m, 0, 0xAA88;
 mov.b32 p, {h0}; mov.b32 q, {h1}; prmt.b32 t, p, q, s; mov.b32 p, {h2}; mov.b32 q, {h3}; prmt.b32 u, p, q, s;
@@ -230,7 +233,8 @@ _TEXTS = {
     (8, "zeros"): _BYTES_PLAIN,
     (8, "offsets"): _BYTES_OFFSETS,
     (4, "e2m1"): _E2M1,
-    (4, "nf4"): _nf4(),
+    (4, "nf4"): _look_up([f"0x{word:08x}" for word in _bytes_of(NF4)]),
+    (4, "table"): _look_up([f"${4 + 2 * i}" for i in range(8)]),  # each in two operands
 }
 
 
@@ -244,13 +248,27 @@ def _assembly(bits: int, kind: str, plane: int) -> str:
 
 
 @triton.jit
-def _unpack(words, scales, table_ptr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """A plane of words [OUTS, values], with the scales [OUTS] of its group."""
+def _table(scales_ptr, num_out, KIND: tl.constexpr):
+    """The words of the table behind the scales."""
     if KIND == "table":
-        number = (words.to(tl.int32) >> (BITS * PLANE)) & ((1 << BITS) - 1)
-        scale = (scales << 16).to(tl.float32, bitcast=True)[:, None]
-        value = tl.load(table_ptr + number).to(tl.float32, bitcast=True) * scale
-        return value.to(tl.bfloat16) if AHEAD else value
+        at = scales_ptr + num_out
+        high = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        return high + (tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))
+    else:
+        return ()
+
+
+@triton.jit
+def _unpack(words, scales, table, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """A plane of words [OUTS, values], with the scales [OUTS] of its group. `table`: as `_table` has it."""
+    if KIND == "table" and AHEAD:
+        twice = tl.broadcast_to(((scales & 0xFFFF) | (scales << 16))[:, None], words.shape)
+        look_up: tl.constexpr = _assembly(BITS, KIND, PLANE)
+        return tl.inline_asm_elementwise(
+            look_up, "=r,r,r,r" + ",r,r" * 8,
+            [words, twice, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
     elif AHEAD:
         twice = tl.broadcast_to(((scales & 0xFFFF) | (scales << 16))[:, None], words.shape)
         other = tl.broadcast_to(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words.shape)
@@ -270,6 +288,12 @@ def _unpack(words, scales, table_ptr, PLANE: tl.constexpr, BITS: tl.constexpr, K
             value = scale * 0.0
             for i in tl.static_range(16):
                 value = tl.where(code == i, _NF4[i], value)
+            return value * scale
+        elif KIND == "table":
+            value = scale * 0.0
+            for i in tl.static_range(16):
+                high, low = (table[i // 4] >> (i % 4 * 8)) & 255, (table[4 + i // 4] >> (i % 4 * 8)) & 255
+                value = tl.where(code == i, (high << 24 | low << 16).to(tl.float32, bitcast=True), value)
             return value * scale
         elif KIND == "offsets":
             return code.to(tl.float32) * scale + other
@@ -299,6 +323,7 @@ def _sum_chunk(
     w = words_ptr + there[:, None].to(tl.int64) * num_words + first * PLANE + ins[None, :]
     x = x_ptr + rows[None, :].to(tl.int64) * num_in + ins[:, None]
     acc = tl.zeros((ROWS, OUTS) if SECOND else (OUTS, ROWS), tl.float32)
+    table = _table(scales_ptr, num_out, KIND)
     for step in range(first, last):
         words = tl.load(w)
         k = step * (PLANE * planes)
@@ -306,7 +331,7 @@ def _sum_chunk(
             at = k + i * PLANE
             if i == 0 or (i * PLANE) % SIZE == 0:
                 scales = tl.load(scales_ptr + (at // SIZE).to(tl.int64) * num_out + there)
-            weights = _unpack(words, scales, scales_ptr + num_out, i, BITS, KIND, AHEAD)
+            weights = _unpack(words, scales, table, i, BITS, KIND, AHEAD)
             if BULK:
                 part = x_desc.load([m * ROWS, at]).T
             elif EVEN:
@@ -407,13 +432,13 @@ def _dequantize(
         outs = tl.load(ids_ptr + rows, mask=rows < num_rows, other=0)
     there = tl.minimum(outs, num_out - 1).to(tl.int64)
     planes: tl.constexpr = 16 // BITS
-    step = tl.program_id(1)
+    step, table = tl.program_id(1), _table(scales_ptr, num_out, KIND)
     words = tl.load(words_ptr + there[:, None] * num_words + step * PLANE + ins[None, :])
     for i in tl.static_range(planes):
         at = step * (PLANE * planes) + i * PLANE
         if i == 0 or (i * PLANE) % SIZE == 0:
             scales = tl.load(scales_ptr + (at // SIZE).to(tl.int64) * num_out + there)
-        values = _unpack(words, scales, scales_ptr + num_out, i, BITS, KIND, AHEAD)
+        values = _unpack(words, scales, table, i, BITS, KIND, AHEAD)
         where = out_ptr + rows[:, None].to(tl.int64) * num_in + at + ins[None, :]
         tl.store(where, values.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (at + ins[None, :] < num_in))
 

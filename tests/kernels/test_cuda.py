@@ -502,8 +502,8 @@ for bits, kind in packed_gemm._TEXTS:
 build(packed_gemm._gemm_packed, types, BITS=4, KIND="table", ROWS=16, OUTS=64, CHUNKS=1, BLOCKS=4, SPLIT=False, SECOND=False,
       BULK=True, EVEN=True, GROUP=8, HAS_BIAS=False, ACT="", PLANE=32, SIZE=1 << 30)
 many = types | dict(x_desc="tensordesc<bf16[128, 64]>", out_ptr=F)
-build(packed_gemm._gemm_packed, many, 8, 2, BITS=4, KIND="table", ROWS=128, OUTS=128, CHUNKS=1, BLOCKS=4, SPLIT=False, SECOND=False,
-      BULK=True, EVEN=True, GROUP=8, HAS_BIAS=False, ACT="", PLANE=64, SIZE=1 << 30)
+build(packed_gemm._gemm_packed, many, 8, 2, BITS=4, KIND="table", ROWS=128, OUTS=128, CHUNKS=1, BLOCKS=4, SPLIT=False,
+      SECOND=False, BULK=True, EVEN=True, GROUP=8, HAS_BIAS=False, ACT="", PLANE=64, SIZE=1 << 30)
 for split in (False, True):
     build(packed_gemm._gemm_packed, types, BITS=4, KIND="offsets", ROWS=16, OUTS=64, CHUNKS=4, BLOCKS=4, SPLIT=split,
           SECOND=not split, BULK=True, EVEN=True, GROUP=8, HAS_BIAS=True, ACT="silu", **how)

@@ -23,7 +23,7 @@ from tidemill.kernels.lora import LinearLora, Pair
 
 ROWS: Final = 16  # of a tile
 RANKS: Final = 16  # of a block
-_STRETCH, _INS, _OUTS = 1024, 128, 256
+_STRETCH, _INS, _OUTS = 1024, 128, 128
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -196,19 +196,11 @@ class CudaLora(LinearLora):
             PARTS=num_parts, STRETCH=_STRETCH, INS=_INS, num_warps=2, num_stages=4, **shape,
         )  # fmt: skip
         given = (low, self._up, self._blocks, self._scales, order, tiles)
-        how = {"STRETCHES": num_stretches, "OUTS": _OUTS, "num_warps": 4, **shape}
+        # Most adapters have one block of ranks: there is no next one to load ahead.
+        how = {"STRETCHES": num_stretches, "OUTS": _OUTS, "num_warps": 4, "num_stages": 1, **shape}
         if not self._act:
-            launch(
-                _expand,
-                (num_tiles, self._columns.shape[0]),
-                *given,
-                self._columns,
-                y_TN,
-                num_tokens,
-                num_out,
-                PARTS=num_parts,
-                **how,
-            )
+            grid = (num_tiles, self._columns.shape[0])
+            launch(_expand, grid, *given, self._columns, y_TN, num_tokens, num_out, PARTS=num_parts, **how)
             return None
         out = y_TN.new_empty(num_tokens, num_out // 2)
         grid = (num_tiles, triton.cdiv(num_out // 2, _OUTS))

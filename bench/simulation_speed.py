@@ -54,8 +54,8 @@ def host_us(num_rows: int, rounds: int = 5, steps: int = 100) -> float:
     """Of a step in which so many sequences decode: planning, committing, outputs and events, as in a real engine. The runner does
     nothing."""
     clock = VirtualClock()
-    runner, sizes = SimRunner(LinearCost(fixed_s=0.01), clock, steps_ahead=1, page_size=64), {"num_rows": num_rows}
-    config = SimConfig(token_budget=8192, num_pages=20 * num_rows, page_size=64, steps_ahead=1, **sizes).engine()
+    runner = SimRunner(LinearCost(fixed_s=0.01), clock, steps_ahead=1, page_size=64)
+    config = SimConfig("continuous", num_rows, 8192, num_pages=20 * num_rows, page_size=64, steps_ahead=1).engine()
     core = EngineCore(Parts(runner, _MODEL, StructuredOutput("auto", 2**31 - 1)), config, clock)
     params = SamplingParams(max_tokens=rounds * steps + 100, temperature=0.0, ignore_eos=True)
     for row in range(num_rows):

@@ -7,7 +7,7 @@ Models with random weights, once with all of them in GPU memory and once with a 
 few megabytes, with every kind of weight. layers: a Llama of gigabytes. Its rates are measured in turns: copies of a layer's size
 from pinned host memory, then decode steps of one request and of 32; every step copies all streamed layers once. experts: a
 mixture of experts with routers at random, and with some experts that are chosen often; how many experts were there in time, with
-and without guesses. If a part fails, its traceback is printed and the next one runs.
+and without guesses. Each part is a process of its own: if one fails, the next one runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,18 +113,24 @@ def streaming_of(core: EngineCore) -> HostStreaming:
     return streaming
 
 
-def expected_of(
-    config: dict[str, Any], prepare: Callable[[EngineCore], None] | None = None, **more: Any
-) -> tuple[dict[int, list[list[Any]]], dict[int, float], int]:
-    """Of the model with all weights in memory: answers, tokens a second, and bytes of its weights."""
-    whole = core_of(config, None, **more)
-    if prepare is not None:
-        prepare(whole)
-    total = resident_bytes(whole.runner.model)  # type: ignore[attr-defined]
+Expected = tuple[dict[int, list[list[Any]]], dict[int, float]]
+
+
+def expected_of(whole: EngineCore) -> Expected:
+    """Of a model with all weights in memory: answers, and tokens a second."""
     found = {num: answers(whole, num)[0] for num in _REQUESTS}
-    speeds = {num: num / answers(whole, num)[1] for num in (1, 32)}
+    return found, {num: num / answers(whole, num)[1] for num in (1, 32)}
+
+
+def expected_and_bytes(config: dict[str, Any], *changes: Callable[[EngineCore], None], **more: Any) -> tuple[list[Expected], int]:
+    """Of the model with all weights in memory, then after each of the changes. And bytes of its weights."""
+    whole = core_of(config, None, **more)
+    total, found = resident_bytes(whole.runner.model), [expected_of(whole)]  # type: ignore[attr-defined]
+    for change in changes:
+        change(whole)
+        found.append(expected_of(whole))
     let_go(whole)
-    return found, speeds, total
+    return found, total
 
 
 def compare(core: EngineCore, expected: dict[int, list[list[Any]]]) -> None:
@@ -149,7 +156,7 @@ def check_small(given: argparse.Namespace) -> None:
     config = settings(6, 512, 2048)
     for quantization in ("auto", "fp8", "int4"):
         print(f"small, {quantization}:", flush=True)
-        expected, _, total = expected_of(config, quantization=quantization, max_requests=8)
+        ((expected, _),), total = expected_and_bytes(config, quantization=quantization, max_requests=8)
         budget = int(0.75 * total)
         core = core_of(config, budget, quantization, max_requests=8)
         show_memory(core, total, budget)
@@ -158,9 +165,9 @@ def check_small(given: argparse.Namespace) -> None:
 
 
 def measure_layers(given: argparse.Namespace) -> None:
-    print("layers:", flush=True)
+    print(f"layers, {given.quantization}:", flush=True)
     config = settings(given.layers, given.width)
-    expected, speed, total = expected_of(config, quantization=given.quantization)
+    ((expected, speed),), total = expected_and_bytes(config, quantization=given.quantization)
     budget = int(given.share * total)
     core = core_of(config, budget, given.quantization)
     show_memory(core, total, budget)
@@ -202,23 +209,22 @@ def make_hot(core: EngineCore) -> None:
 
 
 def measure_experts(given: argparse.Namespace) -> None:
+    print("experts:", flush=True)
     config = of_experts(given.layers)
-    for name in ("even", "hot"):
-        print(f"experts, {name}:", flush=True)
-        prepare = make_hot if name == "hot" else None
-        expected, speed, total = expected_of(config, prepare)
-        budget = int(given.share * total)
-        core = core_of(config, budget)
-        if prepare is not None:
-            prepare(core)
-        if name == "even":
-            show_memory(core, total, budget)
+    found, total = expected_and_bytes(config, make_hot)
+    budget = int(given.share * total)
+    core = core_of(config, budget)
+    show_memory(core, total, budget)
+    for name, (expected, speed) in zip(("routers at random", "some experts hot"), found, strict=True):
+        print(f"  {name}:", flush=True)
+        if name == "some experts hot":
+            make_hot(core)
         compare(core, expected)
         for guesses in (True, False):
             for num in (1, 32):
                 print(f"  {num} requests, {'with' if guesses else 'without'} guesses: {read_by(core, num, guesses)}", flush=True)
         print(f"  with all in memory: {speed[1]:.0f} tok/s for 1 request, {speed[32]:.0f} for 32", flush=True)
-        let_go(core)
+    let_go(core)
 
 
 def read_by(core: EngineCore, num: int, guesses: bool) -> str:
@@ -253,15 +259,16 @@ def main() -> None:
     parser.add_argument("--quantization", default="auto", choices=("auto", "fp8", "int8", "int4"))
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    failed = []
-    for name in given.only.split(","):
-        try:
-            PARTS[name](given)
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
-            gc.collect()
-            torch.cuda.empty_cache()
+    names = given.only.split(",")
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    if len(names) == 1:
+        PARTS[names[0]](given)
+        return
+    # each in a process of its own: an assertion on the GPU would end all of them
+    others = [f"--{name.replace('_', '-')}={value}" for name, value in vars(given).items() if name != "only"]
+    command = [sys.executable, "-m", "bench.gpu_streaming", *others]
+    failed = [name for name in names if subprocess.run([*command, f"--only={name}"], check=False).returncode]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -1,6 +1,7 @@
 """How much faster than real time one engine is simulated: the shipped costs of an 8B on an H200, several loads, one core.
 
     python -m bench.simulation_speed [--traces FOLDER] [--profile h200-llama8b]
+    python -m bench.simulation_speed --rows 256        # instead: what the host does for a step in which so many decode
 
 Times are CPU time of this process: on a machine that others use as well, it says more than the clock on the wall.
 `--traces`: a folder with azure_conv_2023.csv and mooncake_conversation.jsonl.
@@ -12,13 +13,21 @@ import argparse
 import gc
 import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.engine.core import EngineCore, Parts
+from tidemill.engine.structured import StructuredOutput
+from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import VirtualClock
+from tidemill.sim.cost import LinearCost
 from tidemill.sim.profile import Profile
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
+from tidemill.sim.runner import SimRunner
+from tidemill.sim.simulator import _MODEL, Arrival, SimConfig, SimEngine
 from tidemill.sim.trace import arrivals, read_rows
+from tidemill.wire import Submit
 
 
 def drawn(rate: float, num: int, prompt: int, output: int) -> list[Arrival]:
@@ -41,12 +50,38 @@ def run(load: Sequence[Arrival], config: SimConfig, profile: Profile, jumps: boo
     return time.process_time() - begin, engine
 
 
+def host_us(num_rows: int, rounds: int = 5, steps: int = 100) -> float:
+    """Of a step in which so many sequences decode: planning, committing, outputs and events, as in a real engine. The runner does
+    nothing."""
+    clock = VirtualClock()
+    runner = SimRunner(LinearCost(fixed_s=0.01), clock, steps_ahead=1, page_size=64)
+    config = SimConfig("continuous", num_rows, 8192, num_pages=20 * num_rows, page_size=64, steps_ahead=1).engine()
+    core = EngineCore(Parts(runner, _MODEL, StructuredOutput("auto", 2**31 - 1)), config, clock)
+    params = SamplingParams(max_tokens=rounds * steps + 100, temperature=0.0, ignore_eos=True)
+    for row in range(num_rows):
+        core.submit(Submit(str(row), [row + 2] * (30 + row % 64), params))  # pages end in different steps
+    for _ in range(50):
+        core.step()
+    took = []
+    for _ in range(rounds):
+        gc.collect()
+        begin = time.process_time()
+        for _ in range(steps):
+            core.step()
+        took.append((time.process_time() - begin) / steps * 1e6)
+    return statistics.median(took)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--profile", default="h200-llama8b")
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rows", type=int)
     given = parser.parse_args()
+    if given.rows:
+        print(f"{given.rows} sequences: {host_us(given.rows):,.0f} us of the host a step")
+        return
     profile = Profile.load(given.profile)
     own = profile.engine
     sizes = {"num_rows": own.max_requests, "token_budget": own.token_budget, "num_pages": own.num_pages}

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from tidemill.kernels.cuda import expert_blocks, moe
 from tidemill.kernels.cuda.gemm import Tile
+from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.glu import glu_reference
 from tidemill.layers.host_experts import ExpertSlots, HostStacks
 from tidemill.layers.host_experts import Layer as HostLayer
@@ -128,9 +129,8 @@ def test_tokens_of_experts_are_counted(num_tokens, live, tiles):
     assert torch.equal(out, moe.moe(x, logits, *weights, 2, True, "silu"))
 
 
-def test_experts_in_slots_have_the_same_bits(tiles):
-    """Of two layers that share slots: with biases, in any order, with tokens that only fill the step up."""
-    tiles(PLAIN, BULK)
+def two_layers(num_slots):
+    """Of five experts with biases, that share slots; and what each of them computes."""
     num_experts, spec = 5, MoESpec(num_experts=5, top_k=2, expert_size=INNER, renormalise=False)
     whole, layers = [], []
     for number in range(2):
@@ -142,16 +142,45 @@ def test_experts_in_slots_have_the_same_bits(tiles):
         router = torch.randn(num_experts, HIDDEN)
         layers.append(HostLayer(num_experts * number, spec, stacks, biases, lambda x, router=router: x @ router.t()))
         whole.append((x, logits, gate_up, down, biases))
-    slots, live = ExpertSlots(6, layers, torch.device("cpu")), torch.tensor([3], dtype=torch.int32)
+    return whole, layers, ExpertSlots(num_slots, layers, torch.device("cpu"))
+
+
+def in_slots(slots, number, x, logits, live):
+    return moe.moe_in_slots(x, logits, partial(slots.find, number, x, live), (2 * INNER, HIDDEN), 2, False, "silu")
+
+
+def test_experts_in_slots_have_the_same_bits(tiles):
+    """Of two layers that share slots: with biases, in any order, with tokens that only fill the step up."""
+    tiles(PLAIN, BULK)
+    (whole, layers, slots), live = two_layers(6), torch.tensor([3], dtype=torch.int32)
     for number in (0, 1, 0):
         x, logits, gate_up, down, biases = whole[number]
         expected = moe.moe(x, logits, gate_up, down, 2, False, "silu", *biases)
-        found = moe.moe_in_slots(x, logits, partial(slots.find, number, x, live), (2 * INNER, HIDDEN), 2, False, "silu")
+        found = in_slots(slots, number, x, logits, live)
         assert torch.equal(found[:3], expected[:3])
         assert found.isfinite().all()
     assert slots.places.num_asked > slots.places.num_read > 6
     assert slots.places.num_foreseen > 0
     assert slots.num_bytes == slots.places.num_read * layers[0].stacks.expert_bytes
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nobody has written holds the largest numbers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tile", [PLAIN, HALVES[0]])
+def test_experts_in_slots_are_compiled_before_anything_is_routed(tiles, tile, poisoned):
+    """No op of torch, which run also then, takes an index that was not computed; and nothing is copied."""
+    tiles(PLAIN, tile)
+    whole, _, slots = two_layers(6)
+    with compile_only():
+        for number, (x, logits, *_) in enumerate(whole):
+            assert in_slots(slots, number, x, logits, torch.empty(1, dtype=torch.int32)).shape == x.shape
+    assert slots.num_bytes == slots.places.num_asked == 0
 
 
 def test_choices_end_where_those_of_matmuls_do():

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from itertools import count
 
 import pytest
 
@@ -69,6 +70,28 @@ def test_roles_are_placement_groups_and_lose_no_request(nodes, tiny_folder):
         finally:
             await client.close()
         assert not [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]
+
+    asyncio.run(whole())
+
+
+def test_roles_of_two_ranks_exchange_pages_by_tcp(nodes, tiny_folder):
+    """Each rank of the prefill engine at a port of its own, for the same rank of the decode engine."""
+
+    async def whole():
+        seen, alone, given = [], EngineClient(), options(tiny_folder, tensor_parallel=2)
+        await alone.start(given)
+        expected = await answers(alone, "alone", 8)
+        await alone.close()
+        fleet = RayFleet(Cluster(nodes.address), RayOptions(), given)
+        client = fleet.client(seen.extend, 60.0, lambda _: None, 300.0)
+        try:
+            await client.start(fleet.engine)
+            for number in count():  # what comes late on a busy machine is computed again
+                assert await answers(client, f"round {number}", 8) == expected
+                if sum(one.num_found for one in seen if isinstance(one, TakenOver)):
+                    break
+        finally:
+            await client.close()
 
     asyncio.run(whole())
 

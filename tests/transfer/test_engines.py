@@ -356,10 +356,9 @@ def test_engines_with_other_pages_are_refused(llama):
         ({"kv_import": "shm:a", "kv_export": "shm:a:1G"}, "names the address of kv_export"),
         ({"kv_import": "shm:a", "prefix_index": "radix"}, "prefix index hash"),
         ({"kv_export": "shm:a", "prefix_caching": False}, "no prefix caching"),
-        (
-            {"kv_export": "tcp:127.0.0.1:1", "tensor_parallel": 2},
-            "cannot be combined with --kv-export or --kv-import of other hosts",
-        ),
+        ({"kv_export": "nixl:127.0.0.1:1", "tensor_parallel": 2}, "cannot be combined with --kv-export or --kv-import by nixl"),
+        ({"kv_export": "tcp:host:65535", "kv_key_file": "key", "tensor_parallel": 2}, "2 ranks take the ports 65535 to 65536"),
+        ({"kv_import": "tcp:h:8,tcp:g:7,tcp:h:7", "kv_key_file": "key", "tensor_parallel": 2}, "the ports 7 to 8 of h"),
         ({"kv_import": "shm:a", "kv_layout": "virtual"}, "pages of one pool"),
     ],
 )

@@ -57,7 +57,7 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
         "--kv-layout virtual": options.kv_layout != "paged",
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,
         "device cuda and --kv-disk": device == "cuda" and options.kv_disk is not None,
-        "--kv-export or --kv-import of other hosts": not all(map(_is_local, (options.kv_export, options.kv_import))),
+        "--kv-export or --kv-import by nixl": any("nixl:" in (one or "") for one in (options.kv_export, options.kv_import)),
         "device cuda and KV pages of other engines": device == "cuda" and bool(options.kv_export or options.kv_import),
         "--kv-calibration": options.kv_calibration is not None,
         "device cuda and --lora": device == "cuda" and (bool(options.loras) or options.max_loras is not None),
@@ -107,10 +107,6 @@ def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, 
     else:
         is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
     return [what for what, is_asked in is_wrong.items() if is_asked]
-
-
-def _is_local(addresses: str | None) -> bool:
-    return all(one.strip().startswith("shm:") for one in (addresses or "shm:").split(","))
 
 
 def _check_remote(options: EngineOptions) -> None:

@@ -250,9 +250,9 @@ def resolve(
         host_slots = settle("host_slots", decide_host_slots(options, of_rank, used, prefix_caching, prefix_index, machine))
         taken = host_slots * of_rank.page_bytes + (0 if of_rank.gpu else of_rank.weight_bytes + of_rank.activation_bytes + used)
         kv_export, export_slots = settle(
-            "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine)
+            "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine, num_ranks)
         )
-        kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
+        kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index, num_ranks))
     kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, fast_math, speculate, model))
     if tensor_parallel * pipeline_parallel > 1 and kv_policies and not (device == "cpu" and machine.kernels):
         kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tidemill.config.memory import Memory
 from tidemill.config.options import Decision, EngineOptions
@@ -51,29 +52,33 @@ def parse_address(text: str, param: str) -> TransferAddress:
     return TransferAddress(kind, parts[0], int(parts[1]) if num == 2 else 0, num_bytes)
 
 
-def numbered(export: str | None, number: int) -> str | None:
-    """The address of one of several engines: each has a name, or a port, of its own. That of the first is the one given."""
+def numbered(export: str | None, number: int, num_ranks: int) -> str | None:
+    """The address of one of several engines: each has a name, or a port for each rank, of its own. That of the first is the one
+    given."""
     if export is None or not number:
         return export
     at = parse_address(export, "kv_export")
-    mine = f"{at.kind}:{at.name}-{number}" if at.kind == "shm" else f"{at.kind}:{at.name}:{at.port + number}"
+    mine = f"{at.kind}:{at.name}-{number}" if at.kind == "shm" else f"{at.kind}:{at.name}:{at.port + number * num_ranks}"
     return f"{mine}:{at.num_bytes}" if at.num_bytes else mine
 
 
 def rank_address(address: str, rank: int) -> str:
-    """Of several ranks of an engine, each exchanges its own parts of pages: that of the first is the address given."""
+    """Of several ranks of an engine, each exchanges its own parts of pages: the first at the address given, the others under
+    names of their own, or at the ports that follow."""
     at = parse_address(address, "kv_export")
-    return f"{at.kind}:{at.name}_rank{rank}" if rank else address
+    if not rank:
+        return address
+    return f"{at.kind}:{at.name}_rank{rank}" if at.kind == "shm" else f"{at.kind}:{at.name}:{at.port + rank}"
 
 
 def decide_export(
-    options: EngineOptions, memory: Memory, used: int, prefix_caching: bool, prefix_index: str, machine: Machine
+    options: EngineOptions, memory: Memory, used: int, prefix_caching: bool, prefix_index: str, machine: Machine, num_ranks: int
 ) -> Decision[tuple[str, int]]:
     """The address and how many pages it holds. `used`: host memory that is taken already."""
     if options.kv_export is None:
         return ("", 0), "KV pages are not exported: --kv-export is not given"
     address = parse_address(options.kv_export, "kv_export")
-    _check(options, "kv_export", [address], prefix_caching, prefix_index)
+    _check(options, "kv_export", [address], prefix_caching, prefix_index, num_ranks)
     num_bytes, page_bytes = address.num_bytes or _DEFAULT_BYTES, memory.page_bytes
     num_slots = min(num_bytes // page_bytes, _MAX_SLOTS)
     if num_slots < _MIN_SLOTS:
@@ -92,7 +97,7 @@ def decide_export(
     return (str(address), num_slots), f"{num_slots} pages of {fmt_bytes(page_bytes)} are there for other engines to fetch"
 
 
-def decide_import(options: EngineOptions, prefix_caching: bool, prefix_index: str) -> Decision[tuple[str, ...]]:
+def decide_import(options: EngineOptions, prefix_caching: bool, prefix_index: str, num_ranks: int) -> Decision[tuple[str, ...]]:
     """Addresses of engines whose pages may be fetched."""
     if options.kv_import is None:
         return (), "no pages of other engines are fetched: --kv-import is not given"
@@ -103,11 +108,18 @@ def decide_import(options: EngineOptions, prefix_caching: bool, prefix_index: st
         raise ConfigError(f"kv_import names {len(names)} engines, {len(set(names))} different ones.", fix=fix, param="kv_import")
     if options.kv_export is not None and str(parse_address(options.kv_export, "kv_export")) in names:
         raise ConfigError("kv_import names the address of kv_export.", fix="Leave one of them out.", param="kv_import")
-    _check(options, "kv_import", addresses, prefix_caching, prefix_index)
+    _check(options, "kv_import", addresses, prefix_caching, prefix_index, num_ranks)
     return tuple(names), "pages that other engines have computed are fetched where that is faster than computing them"
 
 
-def _check(options: EngineOptions, name: str, addresses: list[TransferAddress], prefix_caching: bool, prefix_index: str) -> None:
+def _check(
+    options: EngineOptions,
+    name: str,
+    addresses: list[TransferAddress],
+    prefix_caching: bool,
+    prefix_index: str,
+    num_ranks: int,
+) -> None:
     if not prefix_caching:
         raise ConfigError(
             f"{name} is given, but there is no prefix caching: no page could be found by its content.",
@@ -124,3 +136,12 @@ def _check(options: EngineOptions, name: str, addresses: list[TransferAddress], 
             fix="Make one with: openssl rand -hex 32 > FILE, and give it to both with --kv-key-file FILE.",
             param="kv_key_file",
         )
+    doors = sorted((one.name, one.port) for one in addresses if one.port)
+    for (host, port), following in pairwise([*doors, ("", 0)]):
+        end = port + num_ranks  # each rank has a port
+        if end > 65536 or (following[0] == host and following[1] < end):
+            raise ConfigError(
+                f"{name}: {num_ranks} ranks take the ports {port} to {end - 1} of {host}, which are not all free for them.",
+                fix=f"Leave {num_ranks} ports for each address, below 65536.",
+                param=name,
+            )

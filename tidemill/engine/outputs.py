@@ -42,7 +42,9 @@ class Live:
 
     def delta(self, done: Progress, logprobs: list[TokenLogprobs] | None, now: float) -> Delta:
         request, index = done.request, self.samples[done.request.seq]
-        is_first = request.num_output == len(done.token_ids)
+        is_first = len(request.tokens) - request.num_prompt == len(done.token_ids)
+        if not is_first and logprobs is None and done.finish_reason is None:  # nearly all
+            return Delta(self.request_id, index, done.token_ids, None, num_cached=request.num_cached, num_held=request.num_held)
         wants_prompt = is_first and request.params.prompt_logprobs is not None and index == 0
         return Delta(
             self.request_id,

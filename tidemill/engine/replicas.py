@@ -93,7 +93,7 @@ class Replicas:
         if disk is not None:
             folder, _, size = disk.rpartition(":")
             disk = f"{folder}/replica-{number}:{size}"
-        export = numbered(options.kv_export, number)
+        export = numbered(options.kv_export, number, options.tensor_parallel * options.pipeline_parallel)
         own = dataclasses.replace(options, data_parallel=on_device, kv_disk=disk, kv_export=export)
         return self._routing.options(own, number)
 

@@ -126,13 +126,13 @@ class ExpertSlots:
 
         layer, ahead = self._layers[number], self._layers[(number + 1) % len(self._layers)]
         num, parts = x_TH.shape[0], [experts_P]
-        if number + 1 < len(self._layers):
-            logits = ahead.route(x_TH)[:, : ahead.spec.num_experts]
+        logits = ahead.route(x_TH)[:, : ahead.spec.num_experts] if number + 1 < len(self._layers) else None
+        if is_compiling():  # nothing was computed
+            return [], []
+        if logits is not None:
             parts.append(logits.topk(ahead.spec.top_k, dim=-1).indices.flatten().int())
         if live is not None:
             parts.append(live)
-        if is_compiling():  # nothing was computed
-            return [], []
         chosen = self._to_host(torch.cat(parts))
         num_live = num if live is None else int(chosen[-1])
         mine = chosen[: num_live * layer.spec.top_k]

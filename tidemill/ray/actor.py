@@ -23,6 +23,7 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Refused, encode
 
 HEARTBEAT_S = 1.0
+_PORT_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,19 @@ def _here(export: str | None) -> str | None:
     return f"{kind}:{_own_ip()}:{rest}"
 
 
+def free_ports(num: int) -> int:
+    """The first of so many, one after the other."""
+    for _ in range(_PORT_TRIES):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError, OverflowError):
+            first = probes.enter_context(socket.socket())
+            first.bind(("", 0))
+            port = int(first.getsockname()[1])
+            for at in range(1, num):
+                probes.enter_context(socket.socket()).bind(("", port + at))
+            return port
+    raise OSError(f"no {num} free ports one after the other were found")
+
+
 def _refused(error: TidemillError) -> Refused:
     return Refused(None, type(error).__name__, error.message, error.fix, error.param)
 
@@ -73,11 +87,9 @@ class EngineActor:
     async def about(self) -> About:
         return About.here()
 
-    async def door(self) -> tuple[str, int]:
-        """An address of this node, and a port that is free."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return _own_ip(), probe.getsockname()[1]
+    async def door(self, num: int = 1) -> tuple[str, int]:
+        """An address of this node, and a port that is free, as are those after it."""
+        return _own_ip(), free_ports(num)
 
     async def run(self, start: bytes, within_s: float, kv_key: bytes = b"") -> AsyncGenerator[list[bytes], None]:
         """Start the engine, then what it sends, until it has ended; with nothing to send, an empty list now and then. The last

@@ -125,7 +125,7 @@ class RayReplicas(Replicas):
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         num = self._given.num_at_start
         try:
-            await self._place_all(num)
+            await self._place_all(num, options.tensor_parallel * options.pipeline_parallel)
         except NoRoom as error:
             await self.close()
             several = "--prefill, --decode" if self._routing.names else "--replicas, --tensor-parallel"
@@ -145,8 +145,8 @@ class RayReplicas(Replicas):
         self._watching = asyncio.create_task(self._watch(scaler, options, ready))
         return ready
 
-    async def _place_all(self, num: int) -> None:
-        """Engines that have roles exchange pages by TCP, with a key that is made here."""
+    async def _place_all(self, num: int, num_ranks: int) -> None:
+        """Engines that have roles exchange pages by TCP, each rank at a port of its own, with a key that is made here."""
         roles = self._routing
         if not isinstance(roles, Roles):
             self._placed = dict(enumerate(await self._cluster.place(EngineActor, self._needs, num)))
@@ -157,7 +157,7 @@ class RayReplicas(Replicas):
             actors = await self._cluster.place(EngineActor, self._needs, len(numbers), group)
             self._placed.update(zip(numbers, actors, strict=True))
             if role == PREFILL:
-                doors = [await actor.door.remote() for actor in actors]
+                doors = [await actor.door.remote(num_ranks) for actor in actors]
                 roles.addresses = [f"tcp:{host}:{port}" for host, port in doors]
         self._kv_key = secrets.token_hex(32).encode()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from tidemill.sched.request import HANDED_OVER, Request
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """What a step changed for one request: tokens that it has now, at least one."""
 
     request: Request
@@ -18,19 +16,17 @@ class Progress(msgspec.Struct, frozen=True):
     num_drafts: int = 0  # that the step verified
 
 
-def append(request: Request, tokens: Sequence[int]) -> tuple[list[int], str | None]:
+def append(request: Request, tokens: list[int]) -> tuple[list[int], str | None]:
     """The tokens up to the one that ends the request, and why it does."""
-    own, params = request.tokens, request.params
-    num_output = len(own) - request.num_prompt
-    for num, token in enumerate(tokens, 1):
+    own = request.tokens
+    before, num_output = len(own), len(own) - request.num_prompt
+    for token in tokens:
         own.append(token)
         if request.is_held:
             continue  # its latest token is not decided
         num_output += 1
-        if num_output >= params.min_tokens and (
-            (token in request.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
-        ):
-            return list(tokens[:num]), "stop"
+        if token in request.ends and num_output >= request.params.min_tokens:
+            return own[before:], "stop"
         if num_output >= request.max_tokens:
-            return list(tokens[:num]), HANDED_OVER if request.hands_over else "length"
-    return list(tokens), None
+            return own[before:], HANDED_OVER if request.hands_over else "length"
+    return tokens, None

@@ -9,7 +9,6 @@ each. Simulations use it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from tidemill import events
 from tidemill.sched import preemption
@@ -40,12 +39,24 @@ class Repeats:
         running = table.running
         if not self._is_possible or len(plan.items) != len(running) or not running:
             return 0, 0.0
-        num, prompt, requests = self._most_by_window, None, table._requests
-        for item in plan.items:
+        num, prompt = self._most_by_window, None
+        for item, request in zip(plan.items, map(table._requests.get, [item.seq for item in plan.items]), strict=True):
             if item.count > 1 and prompt is None:
                 prompt, left = item, self._num_chunks(item)
-            else:
-                left = _num_left(item, requests.get(item.seq))
+            elif (
+                request is None
+                or request.first_token_s is None  # nor are those that wait for its prompt forked
+                or request.epoch != item.epoch
+                or item.count != 1
+                or not item.samples
+                or request.waits_for_tokens
+                or request.cache is not None
+                or request.writable_end < request.num_computed
+                or request.drafts
+            ):
+                return 0, 0.0
+            else:  # as long as it does not end
+                left = request.max_tokens - len(request.tokens) + request.num_prompt - 1
             if left < num:
                 num = left
                 if num < _LEAST:
@@ -130,9 +141,9 @@ class Repeats:
         room = free // len(kv.groups)
         return min(num, size) if room >= len(ends) else min(num, ends[room], size)
 
-    def advance(self, plan: StepPlan, num: int, token_of: Callable[[int], int]) -> list[StepItem]:
-        """Plan and commit so many steps, none of which ends a request. `token_of`: what a sequence draws in each. Returns the
-        items of the last of them."""
+    def advance(self, plan: StepPlan, num: int, first_token: int) -> list[StepItem]:
+        """Plan and commit so many steps, none of which ends a request. Each sequence draws the token with its number after
+        `first_token`. Returns the items of the last of them."""
         table = self._scheduler
         kv, requests = table.kv, table._requests
         size = kv.page_size
@@ -140,18 +151,19 @@ class Repeats:
         self._take_pages(plan, num)
         items = []
         for item in plan.items:
-            request = requests[item.seq]
+            seq = item.seq
+            request = requests[seq]
             if item.count > 1:
                 items.append(self._go_on(request, item, num))
                 continue
-            request.num_computed += num
+            request.num_computed = num_computed = request.num_computed + num
             tokens = request.tokens
-            tokens += [token_of(item.seq)] * num
+            tokens += [first_token + seq] * num
             request.account.num_served += num
             num_known = len(tokens) - 1  # when the last of these steps was planned
             if num_known // size > (num_known - num) // size:
-                kv.record(item.seq, tokens, min(request.num_computed, num_known))
-            items.append(StepItem(item.seq, item.row, item.start + num, 1, True, item.epoch))
+                kv.record(seq, tokens, min(num_computed, num_known))
+            items.append(StepItem(seq, item.row, item.start + num, 1, True, item.epoch))
         is_alone = table.running[0].in_background
         table._background.skip(num, is_alone, len(items) if is_alone else 0)
         table._step += num
@@ -190,25 +202,6 @@ class Repeats:
                 kv.trim(request.seq, at)
                 done = kv.extend(request.seq, at + 1)  # the plans that told the runner of it are over
                 assert done is not None, "there were enough pages"
-
-
-def _num_left(item: StepItem, request: Request | None) -> int:
-    """Steps in which it goes on as in this one: it does not end, and its tokens are not waited for."""
-    if (
-        request is None
-        or request.epoch != item.epoch
-        or item.count != 1
-        or not item.samples
-        or request.first_token_s is None
-        or request.is_held
-        or request.children
-        or request.cache is not None
-        or request.writable_end < request.num_computed
-        or request.drafts
-        or request.params.waits_for_tokens
-    ):
-        return 0
-    return request.max_tokens - (len(request.tokens) - request.num_prompt) - 1
 
 
 def _by_step(entry: tuple[int, int, Request]) -> tuple[int, int]:

@@ -72,6 +72,8 @@ class Request:
     started_s: float | None = None
     first_token_s: float | None = None
     in_background: bool = False
+    waits_for_tokens: bool = False  # as its parameters', which are looked at in every step
+    ends: frozenset[int] = frozenset()  # tokens that end it, once it has enough
     waited_s: float = 0.0  # in the queue, until it last started
     queued_s: float = 0.0  # while it is queued: now less its time in the queue
     is_aged: bool = False  # it started before requests of higher priority, and is not preempted for them
@@ -81,6 +83,9 @@ class Request:
         self.num_prompt = self.num_prompt or len(self.tokens)
         self.root = self.seq if self.root < 0 else self.root
         self.in_background = self.priority >= BACKGROUND
+        self.waits_for_tokens = self.params.waits_for_tokens
+        eos = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
+        self.ends = eos.union(self.params.stop_token_ids) if self.params.stop_token_ids else eos
 
     def fork(self, request_id: str, seq: int, params: SamplingParams) -> Request:
         """Another request with the same tokens, of which nothing is computed yet."""

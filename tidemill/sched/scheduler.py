@@ -114,29 +114,26 @@ class Scheduler(RequestTable):
         return self._pages.moves_only(StepPlan(self._step))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
-        num_all = num_prefilling = 0
-        num_tokens: dict[str, int] = {}  # by request id; beams have the same
-        requests = self._requests
-        for item in plan.items:
-            request_id, count = requests[item.seq].request_id, item.count
-            num_tokens[request_id] = num_tokens.get(request_id, 0) + count
-            num_all += count
-            if count > item.num_drafts + 1 or not item.samples:
-                num_prefilling += 1
+        requests, items = self._requests, plan.items
+        names, counts = [requests[item.seq].request_id for item in items], [item.count for item in items]
+        num_prefilling = len([item for item in items if item.count > item.num_drafts + 1 or not item.samples])
+        num_tokens = dict(zip(names, counts, strict=True))
+        if len(num_tokens) < len(names):  # beams have the same name
+            num_tokens = dict.fromkeys(names, 0)
+            for name, count in zip(names, counts, strict=True):
+                num_tokens[name] += count
         return events.StepPlanned(
             self._clock.now(),
             plan.step,
-            num_all,
+            sum(counts),
             self.token_budget,
-            num_decoding=len(plan.items) - num_prefilling,
+            num_decoding=len(items) - num_prefilling,
             num_prefilling=num_prefilling,
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_free_pages=self.kv.num_free_pages,
             tokens_of=tuple(num_tokens.items()),
-            drafts_of=tuple((requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts)
-            if plan.drafts
-            else (),
+            drafts_of=tuple((requests[i.seq].request_id, i.num_drafts) for i in items if i.num_drafts) if plan.drafts else (),
         )
 
     def _fill(self, plan: StepPlan, state: StepState) -> None:
@@ -155,7 +152,7 @@ class Scheduler(RequestTable):
             state.num_running = state.num_running_before = len(self.running)
             self._fill(plan, state)
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, Sequence[int]]) -> list[Progress]:
+    def commit(self, plan: StepPlan, sampled: Mapping[int, list[int]]) -> list[Progress]:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
         now = self._clock.now()
@@ -166,16 +163,19 @@ class Scheduler(RequestTable):
             request = requests.get(item.seq)
             if request is None or request.epoch != item.epoch:
                 continue  # aborted or preempted since the step was planned
-            if request.children and request.num_computed >= request.num_prompt:
-                self._fork_children(request, now)
-            if request.holds and request.first_token_s is None and request.num_computed >= request.num_prompt:
-                self.retention.take(request, has_ended=False)
+            is_first = request.first_token_s is None
+            if is_first and request.num_computed >= request.num_prompt:
+                if request.children:
+                    self._fork_children(request, now)
+                if request.holds:
+                    self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue
             request.num_in_flight -= 1
-            request.is_held = request.params.beams is not None
+            if request.waits_for_tokens:
+                request.is_held = request.params.beams is not None
             kept, reason = append(request, sampled[item.row])
-            if request.first_token_s is None:
+            if is_first:
                 request.first_token_s = now
                 self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
             if reason:
@@ -197,28 +197,40 @@ class Scheduler(RequestTable):
     # ---- running requests: one more token each
 
     def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
-        """One more token for each. Most need nothing but a line in the plan, so this loop does little else."""
-        page_size, is_loading = self.kv.page_size, self.kv.num_loading > 0
+        """One more token for each. Most need nothing but a line in the plan: theirs is written here, as `_schedule` does it."""
+        page_size, is_loading, running, items = self.kv.page_size, self.kv.num_loading > 0, Status.RUNNING, plan.items
         for request in list(self.running):
-            if state.num_left == 0 or (state.num_background_left <= 0 and request.in_background):
+            if state.num_left == 0 or (request.in_background and state.num_background_left <= 0):
                 break
-            num_known = len(request.tokens) + request.num_in_flight
-            if num_known - request.num_computed != 1 or request.status is not Status.RUNNING:
+            start, num_in_flight = request.num_computed, request.num_in_flight
+            end = num_known = len(request.tokens) + num_in_flight
+            if num_known - start != 1 or request.status is not running:
                 continue
             if num_known - request.num_prompt >= request.max_tokens:
                 continue  # its last token is under way
-            if request.is_held or (request.num_in_flight and request.params.waits_for_tokens):
+            if request.is_held or (num_in_flight and request.waits_for_tokens):
                 continue  # what comes next depends on the one under way
             if is_loading and self.kv.is_loading(request.seq):
                 continue
-            drafts = self._drafts_of(request, state) if request.drafts else ()
-            end = request.num_computed + 1 + len(drafts)
+            drafts: Sequence[int] = ()
+            if request.drafts:
+                drafts = self._drafts_of(request, state)
+                end += len(drafts)
             if end > request.writable_end:
                 # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
                 if not self._make_writable(request, 1 + len(drafts)):
                     continue
                 request.writable_end = -(-end // page_size) * page_size if request.cache is None else end
-            self._schedule(request, 1, plan, state, drafts)
+            if drafts or request.in_background or request.cache is not None:
+                self._schedule(request, 1, plan, state, drafts)
+                continue
+            request.account.num_served += 1
+            items.append(StepItem(request.seq, request.row, start, 1, True, request.epoch))
+            state.num_left -= 1
+            request.num_computed = end
+            request.num_in_flight = num_in_flight = num_in_flight + 1
+            if end % page_size <= num_in_flight:
+                self.kv.record(request.seq, request.tokens, end)
 
     def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
         """As many as fit: nobody else's token, page or output limit is touched for a guess."""

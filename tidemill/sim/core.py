@@ -14,7 +14,7 @@ from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
 from tidemill.sched.repeats import Repeats
-from tidemill.sim.runner import SimRunner, token_of
+from tidemill.sim.runner import FIRST_TOKEN, SimRunner
 from tidemill.wire import Delta, Submit
 
 
@@ -67,7 +67,7 @@ class SimCore(EngineCore):
         times_s, planned_s = self._simulated.repeat(last, most, min(until_s, before_s))
         if not times_s:
             return None
-        items = self._repeats.advance(last, len(times_s), token_of)
+        items = self._repeats.advance(last, len(times_s), FIRST_TOKEN)
         repeated = self._simulated.repeated(last, items, len(times_s))
         if self._in_flight:
             self._in_flight[0] = InFlight(repeated, (repeated, self._simulated.free_s), planned_s, is_ahead=True)

@@ -56,17 +56,22 @@ class Shapes:
     def __init__(self, page_size: int, shared_unit: int = 0) -> None:
         """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each."""
         self._unit, self._pages = shared_unit, shared_unit // page_size
-        self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt
+        self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt, which may have left it
+        self._may_share = False  # the first of these pages are not all different
 
     def of(self, plan: StepPlan) -> StepShape:
-        num_decoding = decode_context = longest = num_prompt = pairs = num_draws = num_new = longest_prompt = 0
+        num_prompt = pairs = num_new = longest_prompt = 0
         if plan.new_rows:
             num_new = sum(len(row.token_ids) for row in plan.new_rows)
         if self._pages and (plan.new_rows or plan.row_copies):
             self._follow(plan)
-        for item in plan.items:
+        starts = [item.start for item in plan.items if item.count == 1]  # nearly all
+        num_decoding, decode_context = len(starts), sum(starts) + len(starts)
+        longest = max(starts) + 1 if starts else 0
+        num_draws = len([item for item in plan.items if item.samples and item.count == 1])
+        for item in [item for item in plan.items if item.count > 1] if len(starts) < len(plan.items) else ():
             end = item.start + item.count
-            if item.count == 1 or item.count == item.num_drafts + 1:
+            if item.count == item.num_drafts + 1:
                 num_decoding += item.count
                 decode_context += end if self._unit else item.count * end  # a token and its drafts share all of it
                 longest = end if end > longest else longest
@@ -77,7 +82,7 @@ class Shapes:
                 longest_prompt = end if end > longest_prompt else longest_prompt
                 num_draws += item.num_draws
         num_shared = num_again = 0
-        if self._marks:
+        if self._may_share:
             num_shared, num_again = self._shared(plan)
         return StepShape(
             num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared, longest_prompt
@@ -89,6 +94,8 @@ class Shapes:
             num = len(row.token_ids) // self._unit if len(row.page_ids) == 1 else 0
             self._marks[row.row] = row.page_ids[0][self._pages - 1 : num * self._pages : self._pages]
         self._marks.update(copied)
+        firsts = [own[0] for own in self._marks.values() if own]
+        self._may_share = len(set(firsts)) < len(firsts)
 
     def _shared(self, plan: StepPlan) -> tuple[int, int]:
         """Tokens of context that several sequences share, as often as they are seen, and how many of these are not read."""

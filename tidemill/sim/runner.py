@@ -71,7 +71,7 @@ class SimRunner:
         self._clock.advance_to(done_s)
         if self.acceptance is not None:
             return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
-        return StepResult({item.row: [token_of(item.seq)] for item in plan.items if item.samples})
+        return StepResult({item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples})
 
     def _warm_s(self, begin_s: float, shape: StepShape, seconds: float) -> float:
         """What a step takes that would take so long in a cold machine."""

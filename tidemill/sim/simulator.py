@@ -14,7 +14,7 @@ from tidemill.config import EngineConfig
 from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
-from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
+from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepDone, StepPlanned
 from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
@@ -192,15 +192,18 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
-            if isinstance(event, Admitted):
+            if isinstance(event, StepPlanned):
+                if event.num_waiting > self.most_waiting:
+                    self.most_waiting = event.num_waiting
+            elif isinstance(event, StepDone):
+                continue
+            elif isinstance(event, Admitted):
                 self.num_prompt += event.num_tokens
                 self.num_cached += event.num_cached
             elif isinstance(event, Preempted):
                 self.num_preempted += 1
             elif isinstance(event, PagesEvicted):
                 self.num_evicted += event.num_pages
-            elif isinstance(event, StepPlanned) and event.num_waiting > self.most_waiting:
-                self.most_waiting = event.num_waiting
 
 
 class SimEngine:
@@ -278,11 +281,14 @@ class SimEngine:
             now = self.clock.now()
             produced, self._core.produced = self._core.produced, []
             for one in produced:
-                num = len(one.token_ids)
-                token_times[one.request.request_id] += [now] if num == 1 else [now] * num
+                request_id, num = one.request.request_id, len(one.token_ids)
+                if num == 1:
+                    token_times[request_id].append(now)
+                else:
+                    token_times[request_id] += [now] * num
                 self.tally.num_output += num
                 if one.finish_reason:
-                    self._end(one.request.request_id)
+                    self._end(request_id)
             if self._jumps and (jump := self._core.jump(until_s)):
                 self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
                 for request_id in jump.request_ids:

@@ -42,7 +42,7 @@ from tidemill.kernels.cuda.expert_blocks import (
     weigh,
 )
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
-from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, is_compiling, launch
 from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_directly, multiply_gated_directly
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
@@ -425,7 +425,8 @@ def moe_in_slots(
     routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, tally=tally)
     there = find(routing.experts_P)
     for blocks in {id(one): one for one in (routing.up_blocks, routing.down_blocks)}.values():
-        blocks[:, 0] = there.slot_of.index_select(0, blocks[:, 0])
+        if not is_compiling():  # else the list has not been written
+            blocks[:, 0] = there.slot_of.index_select(0, blocks[:, 0])
     rows = multiply_gated(x_TH, there.gate_up_S2IH, routing, up_tile, top_k, act, there.gate_up_bias_S2I)
     pairs = multiply(rows, there.down_SHI, routing, down_tile, there.down_bias_SH)
     return combine(pairs, routing.weights_P, top_k, shared_TH)

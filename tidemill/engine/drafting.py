@@ -19,13 +19,17 @@ from tidemill.sched.tree import Tree, depths_of, right_path
 
 _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried
+_SURE = 0.9  # how likely drafts are right for the next step to be planned before that is known: a GPU would wait for a fifth of it
 
 
 class Drafting:
     """`drafters`: the first that has a guess for a request makes it. `slope`: see StepTimes.
 
     Free drafters guess for every request, and a guess that is not verified is compared with the token drawn all the same, so it
-    is known how good they are. Another is asked only for drafts that will be verified."""
+    is known how good they are. Another is asked only for drafts that will be verified.
+
+    Where the runner works ahead, a step can be planned while drafts are being verified, as if all were right: with what a free
+    drafter guesses to come after them. If one is not, that step counts for nothing, so it is done where all are nearly sure."""
 
     def __init__(
         self,
@@ -41,16 +45,24 @@ class Drafting:
         self._clock, self._emit = clock, emit
         # Found out once: to ask an object whether it has a protocol's methods takes longer than what it is asked for.
         self._knowing = {drafter.name: drafter for drafter in drafters if isinstance(drafter, KnowsChances)}
-        self._times, self._trust, self._expected = StepTimes(slope), Trust(), 0.0
+        self._is_free = all(drafter.is_free for drafter in drafters)
+        self._times, self._trust = StepTimes(slope), Trust()
+        self._expected = 0.0  # drafts of the next step that may be right
+        self._expected_of: dict[int, float] = {}  # by step: those of steps that were planned
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
         self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
+        self._guessed_by: dict[int, str] = {}  # by seq: who guessed last
         self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
 
     def propose(self, scheduler: Scheduler) -> None:
         """Give running requests the drafts that their next step is to verify."""
-        ready = [request for request in scheduler.running if _can_have_drafts(request) and not request.num_in_flight]
-        given, self._expected = self._allot(scheduler, ready, 0)
+        ready = []
+        for request in scheduler.running:
+            request.drafts = ()
+            if _can_have_drafts(request) and (not request.num_in_flight or self._is_sure_of(request, request.num_in_flight)):
+                ready.append(request)
+        given, self._expected = self._allot(scheduler, ready)
         for drafter in self._drafters:
             if not drafter.is_free:
                 left = [request for request in ready if request.seq not in self._guesses]
@@ -59,7 +71,14 @@ class Drafting:
                 self._ask(drafter, left, given)
         for request in ready:
             num = given.get(request.seq, 0)
-            request.drafts = self._guesses[request.seq][1][:num] if num and request.seq in self._guesses else ()
+            if num and request.seq in self._guesses:
+                self._guessed_by[request.seq], guess = self._guesses[request.seq]
+                first = request.num_in_flight
+                request.drafts = guess[first : first + num] if first else guess[:num]
+
+    def expect(self, plan: StepPlan) -> None:
+        """A step was planned with the drafts proposed last."""
+        self._expected_of[plan.step] = self._expected
 
     def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
         """Of the drafts in a plan that were drawn, by row and position, what they were drawn from."""
@@ -73,17 +92,32 @@ class Drafting:
         return probs
 
     def waits(self, scheduler: Scheduler) -> bool:
-        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified, or
-        if those that could follow are worth more than the time in which the device has nothing to do."""
-        running = [request for request in scheduler.running if _can_have_drafts(request)]
-        if any(request.num_needed < 1 for request in running):
-            return True
-        return bool(self._allot(scheduler, [request for request in running if request.num_in_flight == 1], 1)[0])
+        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified that
+        may be wrong, or if those that could follow are worth more than the time in which the device has nothing to do. Where
+        tokens under way can be guessed, so can what follows them."""
+        running = [request for request in scheduler.running if request.num_in_flight and _can_have_drafts(request)]
+        chances = [self._chance_of(one, one.num_drafts_in_flight) for one in running if one.num_drafts_in_flight]
+        if chances:
+            return sum(chances) < _SURE * len(chances)
+        return bool(self._allot(scheduler, [request for request in running if not self._is_sure_of(request, 1)])[0])
+
+    def _is_sure_of(self, request: Request, num_tokens: int) -> bool:
+        return self._chance_of(request, num_tokens) >= _SURE
+
+    def _chance_of(self, request: Request, num_tokens: int) -> float:
+        """That so many tokens of it that are in flight are what was guessed, and what follows can be planned as if they were known."""
+        name = self._guessed_by.get(request.seq)
+        is_tree = isinstance(self._guesses.get(request.seq, ("", ()))[1], Tree)
+        if name is None or is_tree or not self._is_free or request.params.waits_for_tokens:
+            return 0.0
+        return self._acceptance[name].rate(request.seq) ** num_tokens
 
     def _ask(self, drafter: Drafter, requests: Sequence[Request], most: Mapping[int, int] | int) -> list[Request]:
-        """Those that it has no guess for. `most`: how many tokens of all, or of whom how many."""
+        """Those that it has no guess for. `most`: how many tokens of all, after those in flight, or of whom how many."""
         asked = requests if isinstance(most, int) else [request for request in requests if most.get(request.seq)]
-        nums = [most if isinstance(most, int) else min(most[r.seq], r.max_tokens - r.num_output - 1) for r in asked]
+        nums = [
+            most + r.num_in_flight if isinstance(most, int) else min(most[r.seq], r.max_tokens - r.num_output - 1) for r in asked
+        ]
         asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
         left = []
         for request, guess in zip(asked, self._propose(drafter, asks), strict=True):
@@ -106,20 +140,19 @@ class Drafting:
         self._num_failures[drafter.name] = 0
         return made
 
-    def _allot(self, scheduler: Scheduler, requests: Sequence[Request], num_unknown: int) -> tuple[dict[int, int], float]:
-        """How many drafts each is to have, and how many may be right. `num_unknown`: tokens of a guess that stand for those in
-        flight."""
-        left = [request for request in requests if request.max_tokens - request.num_output > 1]
+    def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
+        """How many drafts each is to have, and how many may be right. The first tokens of a guess stand for those in flight."""
+        left = [request for request in requests if request.max_tokens - (request.num_known - request.num_prompt) > 1]
         for request in left:
             self._guesses.pop(request.seq, None)
         rates: dict[int, float | Sequence[float]] = {}
         most: dict[int, int] = {}
         for drafter in self._drafters:
             acceptance, asked = self._acceptance[drafter.name], left
-            left = self._ask(drafter, asked, self._max_drafts + num_unknown) if drafter.is_free else []
+            left = self._ask(drafter, asked, self._max_drafts) if drafter.is_free else []
             for request in asked:
                 guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
-                num = len(guess) - num_unknown if drafter.is_free else self._max_drafts
+                num = len(guess) - request.num_in_flight if drafter.is_free else self._max_drafts
                 if num > 0:
                     rates[request.seq], most[request.seq] = self._chances(drafter, acceptance, request, num), num
         if not rates:
@@ -143,19 +176,25 @@ class Drafting:
             self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
         self._last_s = now if goes_on else None
         verified, names = [], set()
+        drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts}
         for done in progress:
-            name, guess = self._guesses.pop(done.request.seq, ("", ()))
+            seq = done.request.seq
+            name, guess = self._guesses.pop(seq, ("", ()))
+            if done.num_drafts:  # by a guess before this one, if that is of steps which followed it
+                name, guess = self._guessed_by[seq], drafts_of[seq]
             if not guess:
-                self._acceptance[self._drafters[-1].name].fade(done.request.seq)
+                self._acceptance[self._drafters[-1].name].fade(seq)
                 continue
+            self._guessed_by[seq] = name
             num_right, num_compared = _compare(guess[: done.num_drafts or 1], done.token_ids)
-            self._acceptance[name].add(done.request.seq, num_compared, num_right)
+            self._acceptance[name].add(seq, num_compared, num_right)
             if done.num_drafts:
                 num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
                 verified.append((done.request.request_id, done.num_drafts, num_saved))
                 names.add(name)
+        expected = self._expected_of.pop(plan.step, 0.0)
         if verified and self._adaptive:
-            self._trust.add(self._expected, sum(num_right for _, _, num_right in verified))
+            self._trust.add(expected, sum(num_right for _, _, num_right in verified))
         else:
             self._trust.fade()
         if verified:
@@ -164,9 +203,15 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._guesses.pop(request.seq, None)
+        self._guessed_by.pop(request.seq, None)
         for drafter in self._drafters:
             drafter.forget(request.seq, request.tokens, request.salt)
             self._acceptance[drafter.name].forget(request.seq)
+
+
+def _drafts_in(plan: StepPlan, row: int) -> Sequence[int]:
+    tokens = plan.drafts[row]
+    return Tree(tokens, plan.trees[row]) if row in plan.trees else tokens
 
 
 def _compare(drafts: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:

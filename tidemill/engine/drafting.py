@@ -107,7 +107,7 @@ class Drafting:
     def _chance_of(self, request: Request, num_tokens: int) -> float:
         """That so many tokens of it that are in flight are what was guessed, and what follows can be planned as if they were known."""
         name = self._guessed_by.get(request.seq)
-        is_tree = isinstance(self._guesses.get(request.seq, ("", ()))[1], Tree)
+        is_tree = isinstance(self._guesses.get(request.seq, ("", ()))[1], Tree)  # of which some are wrong
         if name is None or is_tree or not self._is_free or request.params.waits_for_tokens:
             return 0.0
         return self._acceptance[name].rate(request.seq) ** num_tokens
@@ -153,7 +153,7 @@ class Drafting:
             for request in asked:
                 guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
                 num = len(guess) - request.num_in_flight if drafter.is_free else self._max_drafts
-                if num > 0:
+                if num > 0 and not (request.num_in_flight and isinstance(guess, Tree)):
                     rates[request.seq], most[request.seq] = self._chances(drafter, acceptance, request, num), num
         if not rates:
             return {}, 0.0

@@ -20,7 +20,7 @@ from tests.helpers import (
     structured_core,
 )
 from tidemill import events
-from tidemill.engine import drafting
+from tidemill.engine.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
@@ -124,6 +124,12 @@ KINDS = [
 ]
 
 
+@pytest.fixture
+def follow_all(monkeypatch):
+    """Steps follow drafts however likely it is for nothing."""
+    monkeypatch.setattr(Drafting, "sure", 1e-30)
+
+
 def guessed(model, asked, chance, eos=(), **options):
     """What comes, and a core that works ahead with a drafter that is right about it now and then."""
     expected = run(make_core(model, speculate="off"), asked, eos)
@@ -131,11 +137,11 @@ def guessed(model, asked, chance, eos=(), **options):
     return expected, guess_with(ahead(model, **options), Guesser(answers, chance))
 
 
+@pytest.mark.usefixtures("follow_all")
 @pytest.mark.parametrize("chance", [0.0, 0.6, 0.95, 1.0])
 @pytest.mark.parametrize("options", [{}, {"token_budget": 16, "max_requests": 8}, {"kv_memory_bytes": 130_000}, {"page_size": 1}])
-def test_steps_may_follow_drafts_that_are_being_verified(model, chance, options, monkeypatch):
+def test_steps_may_follow_drafts_that_are_being_verified(model, chance, options):
     """Always, however often that is for nothing: the same tokens and logprobs."""
-    monkeypatch.setattr(drafting, "_SURE", 1e-30)
     asked = {f"r{i}": (prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts(16))}
     expected, core = guessed(model, asked, chance, (1, 2, 3), **options)
     seen, emit = [], core._events.__call__
@@ -146,9 +152,9 @@ def test_steps_may_follow_drafts_that_are_being_verified(model, chance, options,
         assert any(isinstance(event, events.StepLost) for event in seen)
 
 
+@pytest.mark.usefixtures("follow_all")
 @pytest.mark.parametrize("kind", ["llama", "windows"])
-def test_windows_keep_what_is_seen_if_drafts_are_wrong(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafting, "_SURE", 1e-30)
+def test_windows_keep_what_is_seen_if_drafts_are_wrong(kind, tmp_path):
     other = model_with_cache(kind, tmp_path)
     asked = {f"r{i}": (prompt, greedy(60)) for i, prompt in enumerate(prompts(6))}
     expected, core = guessed(other, asked, 0.8, page_size=2)
@@ -192,15 +198,16 @@ def test_others_are_waited_for(model, chance):
     assert run(core, asked) == expected
 
 
-def test_trees_and_grammars_are_waited_for(model, tiny_folder, monkeypatch):
+@pytest.mark.usefixtures("follow_all")
+def test_trees_and_grammars_are_waited_for(model, tiny_folder):
     """What follows a tree, or a token that a grammar has not seen, is not planned ahead."""
-    monkeypatch.setattr(drafting, "_SURE", 1e-30)
     asked = {f"r{i}": (prompt, greedy(30)) for i, prompt in enumerate(prompts(4))}
     expected = run(make_core(model, speculate="off"), asked)
     answers = {tuple(prompt): expected[name].tokens for name, (prompt, _) in asked.items()}
     assert run(guess_with(ahead(model), Grower(answers, 0.8)), asked) == expected
     small, eos = load_model(tiny_folder), Tokenizer.load(tiny_folder).eos_token_ids
-    params = SamplingParams(max_tokens=60, grammar=Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"boolean"}}}'))
+    grammar = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"boolean"}}}')
+    params = SamplingParams(max_tokens=60, grammar=grammar)
     asked = {"g": ([5, 6, 7], params), "p": ([5, 6, 8], greedy(30))}
     expected = run(structured_core(small, tiny_folder, "llguidance", speculate="off"), asked, eos)
     core = structured_core(small, tiny_folder, "llguidance")
@@ -209,8 +216,8 @@ def test_trees_and_grammars_are_waited_for(model, tiny_folder, monkeypatch):
     assert run(guess_with(core, Guesser(answers, 0.8)), asked, eos) == expected
 
 
-def test_aborts_and_preemption_while_drafts_are_followed(model, monkeypatch):
-    monkeypatch.setattr(drafting, "_SURE", 1e-30)
+@pytest.mark.usefixtures("follow_all")
+def test_aborts_and_preemption_while_drafts_are_followed(model):
     asked = {str(i): (prompt, greedy(30, ignore_eos=True)) for i, prompt in enumerate(prompts(40, 60))}
     expected, core = guessed(model, asked, 0.85, kv_memory_bytes=150_000, max_requests=8, token_budget=40)
     draw, made, gone = random.Random(1), {name: [] for name in asked}, set()

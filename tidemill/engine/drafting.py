@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -19,7 +20,18 @@ from tidemill.sched.tree import Tree, depths_of, right_path
 
 _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried
-_SURE = 0.9  # how likely drafts are right for the next step to be planned before that is known: a GPU would wait for a fifth of it
+
+
+@dataclass(slots=True)
+class _Guess:
+    """Of the tokens after those known. None, where a drafter was asked and has none."""
+
+    drafter: str
+    tokens: Sequence[int]
+    most: int  # that were asked for
+
+
+_NO_GUESS = _Guess("", (), 0)
 
 
 class Drafting:
@@ -30,6 +42,8 @@ class Drafting:
 
     Where the runner works ahead, a step can be planned while drafts are being verified, as if all were right: with what a free
     drafter guesses to come after them. If one is not, that step counts for nothing, so it is done where all are nearly sure."""
+
+    sure = 0.9  # how likely that must be: a GPU would have nothing to do for about a fifth of such a step, if it waited
 
     def __init__(
         self,
@@ -45,36 +59,38 @@ class Drafting:
         self._clock, self._emit = clock, emit
         # Found out once: to ask an object whether it has a protocol's methods takes longer than what it is asked for.
         self._knowing = {drafter.name: drafter for drafter in drafters if isinstance(drafter, KnowsChances)}
-        self._is_free = all(drafter.is_free for drafter in drafters)
+        self._free = [drafter for drafter in drafters if drafter.is_free]
+        self._dear = next((drafter for drafter in drafters if not drafter.is_free), None)
         self._times, self._trust = StepTimes(slope), Trust()
         self._expected = 0.0  # drafts of the next step that may be right
         self._expected_of: dict[int, float] = {}  # by step: those of steps that were planned
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
-        self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
-        self._guessed_by: dict[int, str] = {}  # by seq: who guessed last
+        self._guesses: dict[int, _Guess] = {}  # by seq
+        self._drafted_by: dict[int, str] = {}  # by seq: who made the drafts that were verified last
         self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
 
     def propose(self, scheduler: Scheduler) -> None:
         """Give running requests the drafts that their next step is to verify."""
-        ready = []
+        running = []
         for request in scheduler.running:
             request.drafts = ()
-            if _can_have_drafts(request) and (not request.num_in_flight or self._is_sure_of(request, request.num_in_flight)):
-                ready.append(request)
+            if _can_have_drafts(request):
+                running.append(request)
+        self._guess(running)
+        ready = [request for request in running if self._chance_of(request, request.num_in_flight) >= self.sure]
         given, self._expected = self._allot(scheduler, ready)
-        for drafter in self._drafters:
-            if not drafter.is_free:
-                left = [request for request in ready if request.seq not in self._guesses]
-                for request in left:
-                    request.had_drafts = True  # early exits write to its pages
-                self._ask(drafter, left, given)
+        if self._dear is not None:
+            left = [request for request in ready if not self._guesses[request.seq].tokens]
+            for request in left:
+                request.had_drafts = True  # early exits write to its pages
+            nums = {r.seq: min(given[r.seq], r.max_tokens - r.num_output - 1) for r in left if given.get(r.seq)}
+            self._ask(self._dear, [request for request in left if nums.get(request.seq)], nums)
         for request in ready:
-            num = given.get(request.seq, 0)
-            if num and request.seq in self._guesses:
-                self._guessed_by[request.seq], guess = self._guesses[request.seq]
-                first = request.num_in_flight
-                request.drafts = guess[first : first + num] if first else guess[:num]
+            num, first, guess = given.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
+            if num and guess.tokens:
+                request.drafts = guess.tokens[first : first + num] if first else guess.tokens[:num]
+                self._drafted_by[request.seq] = guess.drafter
 
     def expect(self, plan: StepPlan) -> None:
         """A step was planned with the drafts proposed last."""
@@ -84,45 +100,49 @@ class Drafting:
         """Of the drafts in a plan that were drawn, by row and position, what they were drawn from."""
         probs = {}
         for item in plan.items if plan.drafts else ():
-            _, guess = self._guesses.get(item.seq, ("", ()))
-            if item.num_drafts and isinstance(guess, Drawn):
+            guess = self._guesses[item.seq].tokens if item.num_drafts else ()
+            if isinstance(guess, Drawn):
                 first = item.start + item.count - item.num_drafts
                 for i in range(item.num_drafts):
                     probs[item.row, first + i] = guess.probs_DV[i].tobytes()
         return probs
 
     def waits(self, scheduler: Scheduler) -> bool:
-        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified that
-        may be wrong, or if those that could follow are worth more than the time in which the device has nothing to do. Where
-        tokens under way can be guessed, so can what follows them."""
+        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified
+        that may be wrong, or if those that could follow are worth more than the time in which the device has nothing to do.
+        Where tokens under way can be guessed, what follows them can be, too."""
         running = [request for request in scheduler.running if request.num_in_flight and _can_have_drafts(request)]
+        self._guess(running)
         chances = [self._chance_of(one, one.num_drafts_in_flight) for one in running if one.num_drafts_in_flight]
         if chances:
-            return sum(chances) < _SURE * len(chances)
-        return bool(self._allot(scheduler, [request for request in running if not self._is_sure_of(request, 1)])[0])
-
-    def _is_sure_of(self, request: Request, num_tokens: int) -> bool:
-        return self._chance_of(request, num_tokens) >= _SURE
+            return sum(chances) < self.sure * len(chances)
+        return bool(self._allot(scheduler, [one for one in running if self._chance_of(one, one.num_in_flight) < self.sure])[0])
 
     def _chance_of(self, request: Request, num_tokens: int) -> float:
-        """That so many tokens of it that are in flight are what was guessed, and what follows can be planned as if they were known."""
-        name = self._guessed_by.get(request.seq)
-        is_tree = isinstance(self._guesses.get(request.seq, ("", ()))[1], Tree)  # of which some are wrong
-        if name is None or is_tree or not self._is_free or request.params.waits_for_tokens:
+        """That so many of its tokens in flight are those that were guessed; 0 where what follows waits for them in any case."""
+        if not num_tokens:
+            return 1.0
+        guess = self._guesses[request.seq]
+        if self._dear is not None or request.params.waits_for_tokens or isinstance(guess.tokens, Tree) or not guess.tokens:
             return 0.0
-        return self._acceptance[name].rate(request.seq) ** num_tokens
+        return self._acceptance[guess.drafter].rate(request.seq) ** num_tokens
 
-    def _ask(self, drafter: Drafter, requests: Sequence[Request], most: Mapping[int, int] | int) -> list[Request]:
-        """Those that it has no guess for. `most`: how many tokens of all, after those in flight, or of whom how many."""
-        asked = requests if isinstance(most, int) else [request for request in requests if most.get(request.seq)]
-        nums = [
-            most + r.num_in_flight if isinstance(most, int) else min(most[r.seq], r.max_tokens - r.num_output - 1) for r in asked
-        ]
-        asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
+    def _guess(self, requests: Sequence[Request]) -> None:
+        """What free drafters have for each. One that was asked since its last token came is asked again only for more."""
+        nums = {request.seq: self._max_drafts + request.num_in_flight for request in requests}
+        left = [one for one in requests if one.seq not in self._guesses or self._guesses[one.seq].most < nums[one.seq]]
+        for request in left:
+            self._guesses[request.seq] = _Guess("", (), nums[request.seq])
+        for drafter in self._free:
+            left = self._ask(drafter, left, nums)
+
+    def _ask(self, drafter: Drafter, requests: Sequence[Request], nums: Mapping[int, int]) -> list[Request]:
+        """Those that it has no guess for. `nums`: tokens of a guess, by seq."""
+        asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, nums[r.seq], r.salt) for r in requests]
         left = []
-        for request, guess in zip(asked, self._propose(drafter, asks), strict=True):
-            if guess:
-                self._guesses[request.seq] = drafter.name, guess
+        for request, tokens in zip(requests, self._propose(drafter, asks), strict=True):
+            if tokens:
+                self._guesses[request.seq] = _Guess(drafter.name, tokens, nums[request.seq])
             else:
                 left.append(request)
         return left
@@ -142,19 +162,15 @@ class Drafting:
 
     def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
         """How many drafts each is to have, and how many may be right. The first tokens of a guess stand for those in flight."""
-        left = [request for request in requests if request.max_tokens - (request.num_known - request.num_prompt) > 1]
-        for request in left:
-            self._guesses.pop(request.seq, None)
         rates: dict[int, float | Sequence[float]] = {}
         most: dict[int, int] = {}
-        for drafter in self._drafters:
-            acceptance, asked = self._acceptance[drafter.name], left
-            left = self._ask(drafter, asked, self._max_drafts) if drafter.is_free else []
-            for request in asked:
-                guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
-                num = len(guess) - request.num_in_flight if drafter.is_free else self._max_drafts
-                if num > 0 and not (request.num_in_flight and isinstance(guess, Tree)):
-                    rates[request.seq], most[request.seq] = self._chances(drafter, acceptance, request, num), num
+        for request in requests:
+            seq, guess = request.seq, self._guesses[request.seq]
+            num, drafter = len(guess.tokens) - request.num_in_flight, guess.drafter
+            if not guess.tokens and self._dear is not None:
+                num, drafter = self._max_drafts, self._dear.name
+            if num > 0 and request.max_tokens - (request.num_known - request.num_prompt) > 1:
+                rates[seq], most[seq] = self._chances(drafter, request, num), num
         if not rates:
             return {}, 0.0
         num_running, room = len(scheduler.running), scheduler.room_for_drafts
@@ -162,11 +178,11 @@ class Drafting:
             return most, 0.0  # the scheduler takes what fits
         return allot(rates, most, num_running, room, self._times, self._trust.value)
 
-    def _chances(self, drafter: Drafter, acceptance: Acceptance, request: Request, num: int) -> float | Sequence[float]:
+    def _chances(self, drafter: str, request: Request, num: int) -> float | Sequence[float]:
         """Of each draft, if the drafter knows; else how likely one is right if those before it were."""
-        knowing = self._knowing.get(drafter.name)
+        knowing = self._knowing.get(drafter)
         chances = None if knowing is None else knowing.chances(request.params, num)
-        return acceptance.rate(request.seq) if chances is None else chances
+        return self._acceptance[drafter].rate(request.seq) if chances is None else chances
 
     def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool) -> None:
         """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
@@ -179,14 +195,14 @@ class Drafting:
         drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts}
         for done in progress:
             seq = done.request.seq
-            name, guess = self._guesses.pop(seq, ("", ()))
-            if done.num_drafts:  # by a guess before this one, if that is of steps which followed it
-                name, guess = self._guessed_by[seq], drafts_of[seq]
-            if not guess:
+            guess = self._guesses.pop(seq, _NO_GUESS)
+            name, tokens = guess.drafter, guess.tokens[:1]
+            if done.num_drafts:
+                name, tokens = self._drafted_by[seq], drafts_of[seq]
+            if not tokens:
                 self._acceptance[self._drafters[-1].name].fade(seq)
                 continue
-            self._guessed_by[seq] = name
-            num_right, num_compared = _compare(guess[: done.num_drafts or 1], done.token_ids)
+            num_right, num_compared = _compare(tokens, done.token_ids)
             self._acceptance[name].add(seq, num_compared, num_right)
             if done.num_drafts:
                 num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
@@ -203,7 +219,7 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._guesses.pop(request.seq, None)
-        self._guessed_by.pop(request.seq, None)
+        self._drafted_by.pop(request.seq, None)
         for drafter in self._drafters:
             drafter.forget(request.seq, request.tokens, request.salt)
             self._acceptance[drafter.name].forget(request.seq)

@@ -166,8 +166,8 @@ class Pages:
         return bool(given)
 
     def take_back_drafts(self, request: Request, num_wrong: int) -> None:
-        """So many of the tokens computed last were wrong guesses: their place is written again. A step in flight that went on from
-        them counts for nothing, and until it is over the pages that it writes stay the request's."""
+        """So many of the tokens computed last were wrong guesses: their place is written again. A step in flight that went on
+        from them counts for nothing, and until it is over the pages that it writes stay the request's."""
         if num_wrong and request.num_in_flight:
             num_lost = request.num_in_flight
             request.num_computed, request.num_in_flight, request.num_drafts_in_flight = len(request.tokens) - 1, 0, 0

@@ -83,6 +83,7 @@ class Run:
     num_steps: int = 0
     num_drafts: int = 0
     num_right: int = 0
+    num_lost: int = 0  # tokens of steps that followed drafts which were wrong
 
 
 def run(core: EngineCore, prompts: list[list[int]], num_out: int, **params: Any) -> Run:
@@ -104,6 +105,8 @@ def run(core: EngineCore, prompts: list[list[int]], num_out: int, **params: Any)
             if isinstance(event, events.DraftsVerified):
                 made.num_drafts += sum(num for _, num, _ in event.of)
                 made.num_right += sum(num for _, _, num in event.of)
+            if isinstance(event, events.StepLost):
+                made.num_lost += event.num_tokens
     end, num = time.perf_counter(), num_out * len(prompts)
     made.whole_s, made.decoding_s = end - began, (end - begin) * num / (num - num_before)
     return made
@@ -129,7 +132,7 @@ def compare(
     core.drafting = None
     without, drafted, num = best[False], best[True], num_out * len(prompts)
     return {
-        "steps": drafted.num_steps, "drafts": drafted.num_drafts, "right": drafted.num_right,
+        "steps": drafted.num_steps, "drafts": drafted.num_drafts, "right": drafted.num_right, "lost": drafted.num_lost,
         "without_tok_s": num / without.decoding_s, "with_tok_s": num / drafted.decoding_s,
         "gain": without.decoding_s / drafted.decoding_s, "whole_tok_s": num / drafted.whole_s,
         "ms_a_token": drafted.decoding_s / num_out * 1000,
@@ -137,7 +140,7 @@ def compare(
 
 
 def check_sampled(core: EngineCore) -> None:
-    """Seeded, with penalties and logprobs."""
+    """Seeded, with penalties; where steps wait for drafts to be verified, and where they follow them however often in vain."""
     draw = random.Random(1)
     prompts = [[draw.randrange(10, 1000) for _ in range(40)] * 3 for _ in range(6)]
     for params in (
@@ -146,12 +149,14 @@ def check_sampled(core: EngineCore) -> None:
     ):
         core.drafting = None
         expected = run(core, prompts, 64, **params).answers
-        for chance in (0.0, 0.7):
+        for chance, sure in ((0.0, 1.0), (0.7, 1.0), (0.7, 1e-30), (1.0, 1e-30)):
             core.drafting = Drafting([Oracle(expected, chance)], 5, SLOPES["cuda"], core._clock, core._events, adaptive=False)
+            core.drafting.sure = sure
             made = run(core, prompts, 64, **params)
             assert made.answers == expected, params
             assert made.num_drafts
-            print(f"{params}: {made.num_right} of {made.num_drafts} drafts right, same tokens", flush=True)
+            said = f"{made.num_right} of {made.num_drafts} drafts right, {made.num_lost} tokens for nothing, same tokens"
+            print(f"{params}: {said}", flush=True)
     core.drafting = None
 
 
@@ -191,13 +196,15 @@ def time_oracles(core: EngineCore, draw: random.Random, turns: int) -> list[dict
 
 
 def time_ngram(core: EngineCore, draw: random.Random, turns: int, nums: Sequence[int] = (1, 8, 64)) -> list[dict[str, Any]]:
-    """Beside vLLM's figures. Not adaptive: as vLLM drafts, 4 whenever something is found."""
+    """Beside vLLM's figures: as an engine drafts by default, with twice as many drafts, and as vLLM does, 4 whenever something is
+    found."""
     lines: list[dict[str, Any]] = []
     prompts = [[draw.randrange(10, 120_000) for _ in range(40)] * 12 for _ in range(64)]
     for num in nums:
-        for adaptive in (True, False):
-            line = compare(core, prompts[:num], 256, lambda _: NgramDrafter(), 8 if adaptive else 4, adaptive, turns)
-            line |= {"drafter": "ngram", "adaptive": adaptive, "requests": num, "of_vllm": line["whole_tok_s"] / VLLM[num]}
+        for most, adaptive in ((core.config.max_drafts, True), (2 * core.config.max_drafts, True), (4, False)):
+            line = compare(core, prompts[:num], 256, lambda _: NgramDrafter(), most, adaptive, turns)
+            line |= {"drafter": "ngram", "most": most, "adaptive": adaptive, "requests": num}
+            line["of_vllm"] = line["whole_tok_s"] / VLLM[num]
             if num in VLLM_MS:
                 line["ms_of_vllm"] = VLLM_MS[num] / line["ms_a_token"]
             lines.append(line)
@@ -206,16 +213,17 @@ def time_ngram(core: EngineCore, draw: random.Random, turns: int, nums: Sequence
 
 
 def time_waiting(core: EngineCore, draw: random.Random) -> list[dict[str, Any]]:
-    """How long the device has nothing to do between two steps, where each is planned when the last one's tokens are known, and
-    where it is launched before that."""
+    """How long the device has nothing to do between two steps: without drafts; with drafts, where each is planned when the last
+    one's tokens are known; and with drafts that are taken to be right meanwhile."""
     lines: list[dict[str, Any]] = []
     prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(64)]
     for num in (1, 8, 64):
         answers = run(core, prompts[:num], 128, temperature=0.0).answers
-        for chance in (None, 1.0):
-            if chance is not None:
-                core.drafting = Drafting([Oracle(answers, chance)], 4, SLOPES["cuda"], core._clock, core._events, False)
-            lines.append({"requests": num, "drafts": chance is not None, **_idle(core, prompts[:num])})
+        for how, sure in (("none", None), ("waited for", 1.0), ("followed", 0.9)):
+            if sure is not None:
+                core.drafting = Drafting([Oracle(answers, 1.0)], 4, SLOPES["cuda"], core._clock, core._events, False)
+                core.drafting.sure = sure
+            lines.append({"requests": num, "drafts": how, **_idle(core, prompts[:num])})
             print(json.dumps(lines[-1]), flush=True)
             core.drafting = None
     return lines
@@ -262,8 +270,8 @@ def main() -> None:
     core = load_core(EngineOptions(model=str(folder), load_format="dummy", max_context=8192, max_waiting=10**6))
     print(f"{given.model}: ready in {time.perf_counter() - begin:.1f} s; {core.config.max_draws} draws a step", flush=True)
     draw, lines = random.Random(0), []
+    check_sampled(core)
     if not given.only_ngram:
-        check_sampled(core)
         lines += time_oracles(core, draw, given.turns)
     lines += time_ngram(core, draw, given.turns)
     lines += time_waiting(core, draw)

@@ -303,6 +303,14 @@ class DraftsVerified(_Event, frozen=True):
     of: tuple[tuple[str, int, int], ...]
 
 
+class StepLost(_Event, frozen=True):
+    """Tokens of a step in flight that count for nothing."""
+
+    request_id: str
+    num_tokens: int
+    reason: str
+
+
 class StepDone(_Event, frozen=True):
     step: int
     duration_s: float
@@ -371,6 +379,7 @@ Event: TypeAlias = (
     | ExpertsUsed
     | WeightsStreamed
     | DraftsVerified
+    | StepLost
     | EngineRestarted
     | KernelsFellBack
     | NanoBatchingTried

@@ -7,8 +7,22 @@ import random
 
 import pytest
 
-from tests.helpers import greedy, load_model, make_core, make_llama, run
-from tidemill.sampling import SamplingParams
+from tests.helpers import (
+    Grower,
+    Guesser,
+    greedy,
+    guess_with,
+    load_model,
+    make_core,
+    make_llama,
+    model_with_cache,
+    run,
+    structured_core,
+)
+from tidemill import events
+from tidemill.engine.drafting import Drafting
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
 
 
@@ -100,3 +114,124 @@ def test_a_failing_step_fails_those_in_flight_and_no_others(model):
     core.scheduler.check_integrity()
     alone = run(make_core(model), {"x": ([5, 6, 7], greedy(6))})
     assert run(core, {"x": ([5, 6, 7], greedy(6))}) == alone
+
+
+KINDS = [
+    greedy(40, logprobs=1),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=35, n=2),
+    SamplingParams(temperature=1.0, seed=8, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=25, logprobs=2),
+    greedy(50, stop_token_ids=tuple(range(0, 256, 5))),
+]
+
+
+@pytest.fixture
+def follow_all(monkeypatch):
+    """Steps follow drafts however likely it is for nothing."""
+    monkeypatch.setattr(Drafting, "sure", 1e-30)
+
+
+def guessed(model, asked, chance, eos=(), **options):
+    """What comes, and a core that works ahead with a drafter that is right about it now and then."""
+    expected = run(make_core(model, speculate="off"), asked, eos)
+    answers = {tuple(prompt): expected[name].tokens for name, (prompt, _) in asked.items()}
+    return expected, guess_with(ahead(model, **options), Guesser(answers, chance))
+
+
+@pytest.mark.usefixtures("follow_all")
+@pytest.mark.parametrize("chance", [0.0, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("options", [{}, {"token_budget": 16, "max_requests": 8}, {"kv_memory_bytes": 130_000}, {"page_size": 1}])
+def test_steps_may_follow_drafts_that_are_being_verified(model, chance, options):
+    """Always, however often that is for nothing: the same tokens and logprobs."""
+    asked = {f"r{i}": (prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts(16))}
+    expected, core = guessed(model, asked, chance, (1, 2, 3), **options)
+    seen, emit = [], core._events.__call__
+    core.scheduler._pages._emit = lambda event: (seen.append(event), emit(event))
+    assert run(core, asked, eos=(1, 2, 3)) == expected
+    assert core.scheduler.kv.num_free_pages == core.scheduler.kv.num_pages
+    if chance < 1.0:
+        assert any(isinstance(event, events.StepLost) for event in seen)
+
+
+@pytest.mark.usefixtures("follow_all")
+@pytest.mark.parametrize("kind", ["llama", "windows"])
+def test_windows_keep_what_is_seen_if_drafts_are_wrong(kind, tmp_path):
+    other = model_with_cache(kind, tmp_path)
+    asked = {f"r{i}": (prompt, greedy(60)) for i, prompt in enumerate(prompts(6))}
+    expected, core = guessed(other, asked, 0.8, page_size=2)
+    assert run(core, asked) == expected
+
+
+def test_drafts_that_are_nearly_sure_are_followed(model):
+    """So that no step waits for another, and as many tokens come as if each had."""
+    asked = {f"r{i}": (prompt, greedy(80, ignore_eos=True)) for i, prompt in enumerate(prompts(4))}
+    expected, core = guessed(model, asked, 1.0)
+    ahead_of, drafts, lost = [], 0, 0
+    launch = core.runner.launch
+    core.runner.launch = lambda plan: (ahead_of.append(bool(plan.drafts) and core.is_in_flight), launch(plan))[1]
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params))
+    made = {name: [] for name in asked}
+    while core.has_work:
+        output, _ = core.step()
+        for delta in output.deltas:
+            made[delta.request_id] += delta.token_ids
+        drafts += sum(num for one in output.events if isinstance(one, events.DraftsVerified) for _, num, _ in one.of)
+        lost += sum(isinstance(one, events.StepLost) for one in output.events)
+    assert made == {name: expected[name].tokens for name in asked}
+    assert sum(ahead_of) > len(ahead_of) / 2
+    assert len(ahead_of) <= 1 + -(-79 // 6) + 4
+    assert drafts > 4 * 50
+    assert not lost
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_others_are_waited_for(model, chance):
+    asked = {"x": (prompts(1)[0], greedy(60, ignore_eos=True))}
+    expected, core = guessed(model, asked, chance)
+    launch = core.runner.launch
+
+    def launched(plan):
+        assert not any(item.num_drafts for step in core._in_flight for item in step.plan.items)
+        return launch(plan)
+
+    core.runner.launch = launched
+    assert run(core, asked) == expected
+
+
+@pytest.mark.usefixtures("follow_all")
+def test_trees_and_grammars_are_waited_for(model, tiny_folder):
+    """What follows a tree, or a token that a grammar has not seen, is not planned ahead."""
+    asked = {f"r{i}": (prompt, greedy(30)) for i, prompt in enumerate(prompts(4))}
+    expected = run(make_core(model, speculate="off"), asked)
+    answers = {tuple(prompt): expected[name].tokens for name, (prompt, _) in asked.items()}
+    assert run(guess_with(ahead(model), Grower(answers, 0.8)), asked) == expected
+    small, eos = load_model(tiny_folder), Tokenizer.load(tiny_folder).eos_token_ids
+    grammar = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"boolean"}}}')
+    params = SamplingParams(max_tokens=60, grammar=grammar, seed=3)
+    asked = {"g": ([5, 6, 7], params), "p": ([5, 6, 8], greedy(30))}
+    expected = run(structured_core(small, tiny_folder, "llguidance", speculate="off"), asked, eos)
+    core = structured_core(small, tiny_folder, "llguidance")
+    core.runner.steps_ahead = 1
+    answers = {tuple(prompt): expected[name].tokens for name, (prompt, _) in asked.items()}
+    assert run(guess_with(core, Guesser(answers, 0.8)), asked, eos) == expected
+
+
+@pytest.mark.usefixtures("follow_all")
+def test_aborts_and_preemption_while_drafts_are_followed(model):
+    asked = {str(i): (prompt, greedy(30, ignore_eos=True)) for i, prompt in enumerate(prompts(40, 60))}
+    expected, core = guessed(model, asked, 0.85, kv_memory_bytes=150_000, max_requests=8, token_budget=40)
+    draw, made, gone = random.Random(1), {name: [] for name in asked}, set()
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params))
+    while core.has_work:
+        if draw.random() < 0.05 and core._live:
+            gone.add(name := draw.choice(sorted(core._live)))
+            core.abort(Abort(name, "left"))
+        if draw.random() < 0.1 and core.scheduler.running:
+            core.scheduler._preempt(draw.choice(core.scheduler.running), "test")
+        for delta in core.step()[0].deltas:
+            made[delta.request_id] += delta.token_ids
+        core.scheduler.check_integrity()
+    assert all(tokens == expected[name].tokens[: len(tokens)] for name, tokens in made.items())
+    assert all(made[name] == expected[name].tokens for name in asked if name not in gone)
+    assert len(gone) < 30

@@ -40,12 +40,15 @@ class Poison(Guesser):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_draft_that_is_nan_changes_nothing(model, page_size):
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_draft_that_is_nan_changes_nothing(model, page_size, steps_ahead):
+    """Nor where steps follow it before that is known."""
     plain = make_core(model, speculate="off", page_size=page_size, max_requests=2)
     expected = run(plain, REQUESTS)
     assert all(BROKEN not in answer.tokens for answer in expected.values())
     known = {tuple(prompt): expected[name].tokens for name, (prompt, _) in REQUESTS.items()}
     core = guess_with(make_core(model, page_size=page_size, max_requests=2, kv_memory_bytes=2**17), Poison(known, 1.0))
+    core.runner.steps_ahead, core.drafting.sure = steps_ahead, 1e-30
     for _ in range(2):  # the second time, pages of the first are taken
         assert run(core, REQUESTS) == expected
 

@@ -225,13 +225,16 @@ def test_beams(folder, on_gpu):
     assert [score for _, score in on_device] == pytest.approx([score for _, score in on_cpu], abs=1e-3)
 
 
-@pytest.mark.parametrize("chance", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_drafts_change_nothing(expected, on_gpu, chance):
-    """Greedy, sampled, with penalties and logprobs; alone and beside prompts."""
+@pytest.mark.parametrize(
+    ("chance", "sure"), [(0.6, 1e-30), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(0.6, 1.0), (1.0, 0.9)])]
+)
+def test_drafts_change_nothing(expected, on_gpu, chance, sure):
+    """Greedy, sampled, with penalties and logprobs; alone and beside prompts. Whether steps wait for them or follow them."""
     longer = {"loops": ([7, 8, 9] * 6, greedy(9)), "avoids": REQUESTS["avoids"], "asks": REQUESTS["asks"]}
     without = run(on_gpu(speculate="off"), longer)
     drafter = Guesser({tuple(prompt): without[name].tokens for name, (prompt, _) in longer.items()}, chance)
     core = guess_with(on_gpu(), drafter)
+    core.drafting.sure = sure
     assert run(core, longer) == without
     assert drafter.num_asked
 

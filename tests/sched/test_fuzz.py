@@ -274,8 +274,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.before_write(page)
                 self.contents.setdefault(page, {})[place] = expected
         for item in plan.items:
-            for page, place, expected in self.places(item, plan.drafts, True):
+            for page, place, expected in self.places(item, plan.drafts, True) if not self.follows_wrong_drafts(item) else ():
                 assert self.contents[page][place] == expected
+
+    def follows_wrong_drafts(self, item):
+        """Of a step in flight: what is computed counts for nothing."""
+        before = [(one, drawn) for plan, drawn in self.in_flight for one in plan.items if one.seq == item.seq]
+        return any(one.epoch == item.epoch and len(drawn.get(one.row, ())) < one.num_draws for one, drawn in before)
 
     def state_tables(self, item):
         kv = self.scheduler.kv

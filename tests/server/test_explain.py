@@ -63,6 +63,20 @@ def test_drafts_are_told(model):
     assert check(story)["decode"]["because"].startswith(f"{steps} steps for 19 tokens, alone; {told['draft_tokens']} of")
 
 
+def test_steps_that_followed_wrong_drafts_are_told(model):
+    explainer = Explainer()
+    plain = make_core(model, speculate="off")
+    answer = helpers.run(plain, {"x": ([5] * 20, SamplingParams(max_tokens=40, ignore_eos=True, seed=1))})["x"].tokens
+    core = helpers.guess_with(make_core(model), helpers.Guesser({(5,) * 20: answer}, 0.7))
+    core.runner.steps_ahead, core.drafting.sure = 1, 1e-30
+    run(core, explainer, [("r", [5] * 20, 40)])
+    (story,) = explainer.find("r", None)
+    assert story.num_lost > 1
+    because = check(story)["decode"]["because"]
+    assert " steps for 39 tokens, alone" in because
+    assert because.endswith(f"and {story.num_lost} steps followed wrong ones")
+
+
 def test_preemption_cache_and_abort(model):
     explainer = Explainer()
     core = make_core(model, kv_memory_bytes=200_000, max_context=128, token_budget=64)

@@ -12,6 +12,7 @@ from tidemill.events import (
     PagesMoved,
     Placed,
     Preempted,
+    StepLost,
     TakenOver,
     WeightsStreamed,
 )
@@ -55,6 +56,8 @@ def test_drafts_are_counted_by_drafter_and_in_all():
     metrics = Metrics()
     metrics.take([DraftsVerified(0.0, 7, "ngram", (("x", 4, 3), ("y", 2, 0))), DraftsVerified(0.0, 8, "eagle", (("x", 1, 1),))])
     assert 'tidemill_draft_tokens_total{drafter="ngram"} 6.0' in metrics.render().decode()
+    metrics.take([StepLost(0.0, "x", 5, "it followed drafts that were wrong")])
+    assert "tidemill_lost_tokens_total 5.0" in metrics.render().decode()
     assert (metrics.totals()["draft_tokens"], metrics.totals()["accepted_tokens"]) == (7, 4)
 
 

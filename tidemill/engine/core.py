@@ -372,8 +372,10 @@ class EngineCore:
         if self.drafting is not None:
             self.drafting.propose(self.scheduler)
         plan = self.scheduler.plan()
-        if plan is not None and self.drafting is not None and self.config.acceptance == "rejection":
-            plan.draft_probs = self.drafting.probs(plan)
+        if plan is not None and self.drafting is not None:
+            self.drafting.expect(plan)
+            if self.config.acceptance == "rejection":
+                plan.draft_probs = self.drafting.probs(plan)
         return plan
 
     def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress], list[Delta]]:
@@ -458,9 +460,10 @@ class EngineCore:
                 continue
             live = self._live_of[item.seq]
             request = live.requests[live.samples[item.seq]]
-            if request.epoch != item.epoch:
-                continue
-            if request.had_drafts and request.takes_drafts:
+            may_be_drafts = request.had_drafts and request.takes_drafts
+            if request.epoch != item.epoch and not (may_be_drafts and request.row == item.row):
+                continue  # it has left the pages that the step wrote
+            if may_be_drafts:
                 self.scheduler.compute_again(request, "a draft's logits are not numbers: computed again without drafts")
             elif result.tokens.get(item.row, (0,))[-1] < 0:
                 error = _nothing_to_draw(request.params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -21,11 +22,28 @@ _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried
 
 
+@dataclass(slots=True)
+class _Guess:
+    """Of the tokens after those known. None, where a drafter was asked and has none."""
+
+    drafter: str
+    tokens: Sequence[int]
+    most: int  # that were asked for
+
+
+_NO_GUESS = _Guess("", (), 0)
+
+
 class Drafting:
     """`drafters`: the first that has a guess for a request makes it. `slope`: see StepTimes.
 
     Free drafters guess for every request, and a guess that is not verified is compared with the token drawn all the same, so it
-    is known how good they are. Another is asked only for drafts that will be verified."""
+    is known how good they are. Another is asked only for drafts that will be verified.
+
+    Where the runner works ahead, a step can be planned while drafts are being verified, as if all were right: with what a free
+    drafter guesses to come after them. If one is not, that step counts for nothing, so it is done where all are nearly sure."""
+
+    sure = 0.9  # how likely that must be: a GPU would have nothing to do for about a fifth of such a step, if it waited
 
     def __init__(
         self,
@@ -41,54 +59,90 @@ class Drafting:
         self._clock, self._emit = clock, emit
         # Found out once: to ask an object whether it has a protocol's methods takes longer than what it is asked for.
         self._knowing = {drafter.name: drafter for drafter in drafters if isinstance(drafter, KnowsChances)}
-        self._times, self._trust, self._expected = StepTimes(slope), Trust(), 0.0
+        self._free = [drafter for drafter in drafters if drafter.is_free]
+        self._dear = next((drafter for drafter in drafters if not drafter.is_free), None)
+        self._times, self._trust = StepTimes(slope), Trust()
+        self._expected = 0.0  # drafts of the next step that may be right
+        self._expected_of: dict[int, float] = {}  # by step: those of steps that were planned
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
-        self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
+        self._guesses: dict[int, _Guess] = {}  # by seq
+        self._drafted_by: dict[int, str] = {}  # by seq: who made the drafts that were verified last
         self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
 
     def propose(self, scheduler: Scheduler) -> None:
         """Give running requests the drafts that their next step is to verify."""
-        ready = [request for request in scheduler.running if _can_have_drafts(request) and not request.num_in_flight]
-        given, self._expected = self._allot(scheduler, ready, 0)
-        for drafter in self._drafters:
-            if not drafter.is_free:
-                left = [request for request in ready if request.seq not in self._guesses]
-                for request in left:
-                    request.had_drafts = True  # early exits write to its pages
-                self._ask(drafter, left, given)
+        running = []
+        for request in scheduler.running:
+            request.drafts = ()
+            if _can_have_drafts(request):
+                running.append(request)
+        self._guess(running)
+        ready = [request for request in running if self._chance_of(request, request.num_in_flight) >= self.sure]
+        given, self._expected = self._allot(scheduler, ready)
+        if self._dear is not None:
+            left = [request for request in ready if not self._guesses[request.seq].tokens]
+            for request in left:
+                request.had_drafts = True  # early exits write to its pages
+            nums = {r.seq: min(given[r.seq], r.max_tokens - r.num_output - 1) for r in left if given.get(r.seq)}
+            self._ask(self._dear, [request for request in left if nums.get(request.seq)], nums)
         for request in ready:
-            num = given.get(request.seq, 0)
-            request.drafts = self._guesses[request.seq][1][:num] if num and request.seq in self._guesses else ()
+            num, first, guess = given.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
+            if num and guess.tokens:
+                request.drafts = guess.tokens[first : first + num] if first else guess.tokens[:num]
+                self._drafted_by[request.seq] = guess.drafter
+
+    def expect(self, plan: StepPlan) -> None:
+        """A step was planned with the drafts proposed last."""
+        self._expected_of[plan.step] = self._expected
 
     def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
         """Of the drafts in a plan that were drawn, by row and position, what they were drawn from."""
         probs = {}
         for item in plan.items if plan.drafts else ():
-            _, guess = self._guesses.get(item.seq, ("", ()))
-            if item.num_drafts and isinstance(guess, Drawn):
+            guess = self._guesses[item.seq].tokens if item.num_drafts else ()
+            if isinstance(guess, Drawn):
                 first = item.start + item.count - item.num_drafts
                 for i in range(item.num_drafts):
                     probs[item.row, first + i] = guess.probs_DV[i].tobytes()
         return probs
 
     def waits(self, scheduler: Scheduler) -> bool:
-        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified, or
-        if those that could follow are worth more than the time in which the device has nothing to do."""
-        running = [request for request in scheduler.running if _can_have_drafts(request)]
-        if any(request.num_needed < 1 for request in running):
-            return True
-        return bool(self._allot(scheduler, [request for request in running if request.num_in_flight == 1], 1)[0])
+        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified
+        that may be wrong, or if those that could follow are worth more than the time in which the device has nothing to do.
+        Where tokens under way can be guessed, what follows them can be, too."""
+        running = [request for request in scheduler.running if request.num_in_flight and _can_have_drafts(request)]
+        self._guess(running)
+        chances = [self._chance_of(one, one.num_drafts_in_flight) for one in running if one.num_drafts_in_flight]
+        if chances:
+            return sum(chances) < self.sure * len(chances)
+        return bool(self._allot(scheduler, [one for one in running if self._chance_of(one, one.num_in_flight) < self.sure])[0])
 
-    def _ask(self, drafter: Drafter, requests: Sequence[Request], most: Mapping[int, int] | int) -> list[Request]:
-        """Those that it has no guess for. `most`: how many tokens of all, or of whom how many."""
-        asked = requests if isinstance(most, int) else [request for request in requests if most.get(request.seq)]
-        nums = [most if isinstance(most, int) else min(most[r.seq], r.max_tokens - r.num_output - 1) for r in asked]
-        asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
+    def _chance_of(self, request: Request, num_tokens: int) -> float:
+        """That so many of its tokens in flight are those that were guessed; 0 where what follows waits for them in any case."""
+        if not num_tokens:
+            return 1.0
+        guess = self._guesses[request.seq]
+        if self._dear is not None or request.waits_for_tokens or isinstance(guess.tokens, Tree) or not guess.tokens:
+            return 0.0
+        return self._acceptance[guess.drafter].rate(request.seq) ** num_tokens
+
+    def _guess(self, requests: Sequence[Request]) -> None:
+        """What free drafters have for each. One that was asked since its last token came is asked again only for more."""
+        nums = {request.seq: self._max_drafts + request.num_in_flight for request in requests}
+        left = [one for one in requests if one.seq not in self._guesses or self._guesses[one.seq].most < nums[one.seq]]
+        for request in left:
+            self._guesses[request.seq] = _Guess("", (), nums[request.seq])
+        for drafter in self._free:
+            left = self._ask(drafter, left, nums)
+
+    def _ask(self, drafter: Drafter, requests: Sequence[Request], nums: Mapping[int, int]) -> list[Request]:
+        """Those that it has no guess for. `nums`: tokens of a guess, by seq."""
+        asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, nums[r.seq], r.salt) for r in requests]
         left = []
-        for request, guess in zip(asked, self._propose(drafter, asks), strict=True):
-            if guess:
-                self._guesses[request.seq] = drafter.name, guess
+        for request, tokens in zip(requests, self._propose(drafter, asks), strict=True):
+            if tokens:
+                self._guesses[request.seq] = _Guess(drafter.name, tokens, nums[request.seq])
             else:
                 left.append(request)
         return left
@@ -106,22 +160,17 @@ class Drafting:
         self._num_failures[drafter.name] = 0
         return made
 
-    def _allot(self, scheduler: Scheduler, requests: Sequence[Request], num_unknown: int) -> tuple[dict[int, int], float]:
-        """How many drafts each is to have, and how many may be right. `num_unknown`: tokens of a guess that stand for those in
-        flight."""
-        left = [request for request in requests if request.max_tokens - request.num_output > 1]
-        for request in left:
-            self._guesses.pop(request.seq, None)
+    def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
+        """How many drafts each is to have, and how many may be right. The first tokens of a guess stand for those in flight."""
         rates: dict[int, float | Sequence[float]] = {}
         most: dict[int, int] = {}
-        for drafter in self._drafters:
-            acceptance, asked = self._acceptance[drafter.name], left
-            left = self._ask(drafter, asked, self._max_drafts + num_unknown) if drafter.is_free else []
-            for request in asked:
-                guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
-                num = len(guess) - num_unknown if drafter.is_free else self._max_drafts
-                if num > 0:
-                    rates[request.seq], most[request.seq] = self._chances(drafter, acceptance, request, num), num
+        for request in requests:
+            seq, guess = request.seq, self._guesses[request.seq]
+            num, drafter = len(guess.tokens) - request.num_in_flight, guess.drafter
+            if not guess.tokens and self._dear is not None:
+                num, drafter = self._max_drafts, self._dear.name
+            if num > 0 and request.max_tokens - (request.num_known - request.num_prompt) > 1:
+                rates[seq], most[seq] = self._chances(drafter, request, num), num
         if not rates:
             return {}, 0.0
         num_running, room = len(scheduler.running), scheduler.room_for_drafts
@@ -129,11 +178,11 @@ class Drafting:
             return most, 0.0  # the scheduler takes what fits
         return allot(rates, most, num_running, room, self._times, self._trust.value)
 
-    def _chances(self, drafter: Drafter, acceptance: Acceptance, request: Request, num: int) -> float | Sequence[float]:
+    def _chances(self, drafter: str, request: Request, num: int) -> float | Sequence[float]:
         """Of each draft, if the drafter knows; else how likely one is right if those before it were."""
-        knowing = self._knowing.get(drafter.name)
+        knowing = self._knowing.get(drafter)
         chances = None if knowing is None else knowing.chances(request.params, num)
-        return acceptance.rate(request.seq) if chances is None else chances
+        return self._acceptance[drafter].rate(request.seq) if chances is None else chances
 
     def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool) -> None:
         """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
@@ -143,19 +192,25 @@ class Drafting:
             self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
         self._last_s = now if goes_on else None
         verified, names = [], set()
+        drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts}
         for done in progress:
-            name, guess = self._guesses.pop(done.request.seq, ("", ()))
-            if not guess:
-                self._acceptance[self._drafters[-1].name].fade(done.request.seq)
+            seq = done.request.seq
+            guess = self._guesses.pop(seq, _NO_GUESS)
+            name, tokens = guess.drafter, guess.tokens[:1]
+            if done.num_drafts:
+                name, tokens = self._drafted_by[seq], drafts_of[seq]
+            if not tokens:
+                self._acceptance[self._drafters[-1].name].fade(seq)
                 continue
-            num_right, num_compared = _compare(guess[: done.num_drafts or 1], done.token_ids)
-            self._acceptance[name].add(done.request.seq, num_compared, num_right)
+            num_right, num_compared = _compare(tokens, done.token_ids)
+            self._acceptance[name].add(seq, num_compared, num_right)
             if done.num_drafts:
                 num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
                 verified.append((done.request.request_id, done.num_drafts, num_saved))
                 names.add(name)
+        expected = self._expected_of.pop(plan.step, 0.0)
         if verified and self._adaptive:
-            self._trust.add(self._expected, sum(num_right for _, _, num_right in verified))
+            self._trust.add(expected, sum(num_right for _, _, num_right in verified))
         else:
             self._trust.fade()
         if verified:
@@ -164,9 +219,15 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._guesses.pop(request.seq, None)
+        self._drafted_by.pop(request.seq, None)
         for drafter in self._drafters:
             drafter.forget(request.seq, request.tokens, request.salt)
             self._acceptance[drafter.name].forget(request.seq)
+
+
+def _drafts_in(plan: StepPlan, row: int) -> Sequence[int]:
+    tokens = plan.drafts[row]
+    return Tree(tokens, plan.trees[row]) if row in plan.trees else tokens
 
 
 def _compare(drafts: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:

@@ -137,7 +137,8 @@ class Pages:
         """Private pages for its next `count` tokens. False: there are not enough free pages."""
         end = request.num_computed + count
         if self._kv.has_windows or request.cache is not None:
-            first = min(request.num_computed, request.num_prompt - 1) if request.children else request.num_computed
+            first = request.num_computed - request.num_drafts_in_flight  # where it goes on if they are wrong
+            first = min(first, request.num_prompt - 1) if request.children else first
             self.unsent.update_pages(request.row, self._kv.trim(request.seq, first))
         new = self._kv.extend(request.seq, end)
         if new is None:
@@ -164,9 +165,16 @@ class Pages:
         self.unsent.update_pages(request.row, given)
         return bool(given)
 
-    def take_back_drafts(self, request: Request) -> None:
-        """Some of the tokens computed last were wrong guesses: their place is written again."""
-        request.num_computed = len(request.tokens) - 1
-        if self.shrink(request, len(request.tokens)):
-            request.writable_end = 0
-        self._kv.record(request.seq, request.tokens, request.num_computed)
+    def take_back_drafts(self, request: Request, num_wrong: int) -> None:
+        """So many of the tokens computed last were wrong guesses: their place is written again. A step in flight that went on
+        from them counts for nothing, and until it is over the pages that it writes stay the request's."""
+        if num_wrong and request.num_in_flight:
+            num_lost = request.num_in_flight
+            request.num_computed, request.num_in_flight, request.num_drafts_in_flight = len(request.tokens) - 1, 0, 0
+            request.epoch += 1
+            self._emit(events.StepLost(self._clock.now(), request.request_id, num_lost, "it followed drafts that were wrong"))
+        elif not request.num_in_flight:
+            request.num_computed = len(request.tokens) - 1
+            if self.shrink(request, len(request.tokens)):
+                request.writable_end = 0
+        self._kv.record(request.seq, request.tokens, len(request.tokens) - 1)

@@ -57,7 +57,8 @@ class Request:
     row: int = -1
     num_prompt: int = 0
     num_computed: int = 0
-    num_in_flight: int = 0  # sampled on the device, not yet known to the host
+    num_in_flight: int = 0  # sampled on the device, not yet known to the host: so many, if drafts under way are right
+    num_drafts_in_flight: int = 0  # of them, drafts
     drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step
     had_drafts: bool = False  # or a drafter wrote to its pages
     takes_drafts: bool = True
@@ -65,7 +66,7 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     holds: Sequence[Hold] = ()  # of its prefixes, that are to be made
     num_held: int = 0  # tokens of its longest prefix that was held for it
-    epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
+    epoch: int = 0  # raised by preemption and wrong drafts, so that results of steps planned before are recognised as stale
     is_held: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
     deferred_because: str = ""
     path: Path | None = None  # of its tokens when it was last queued; made once, however often admission is tried
@@ -101,6 +102,7 @@ class Request:
             row=-1,
             num_computed=0,
             num_in_flight=0,
+            num_drafts_in_flight=0,
             drafts=(),
             had_drafts=False,
             writable_end=0,

@@ -1,8 +1,8 @@
 """The phase-free scheduler: each step gives each chosen request n more tokens to compute until `num_computed` catches up.
 
 Chunked prefill, prefix hits, preemption and drafts of tokens to come are all this one rule. `plan()` decides a step,
-`commit()` takes its results; between the two another step may be planned, since `num_computed` is advanced by the plan. Only a
-request whose drafts are being verified waits for the result: how many tokens it will have is not known before.
+`commit()` takes its results; between the two another step may be planned, since `num_computed` is advanced by the plan. For a
+request whose drafts are being verified, that step takes them to be right: if one is not, what it computes counts for nothing.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class Scheduler(RequestTable):
                     self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue
-            request.num_in_flight -= 1
+            request.num_in_flight -= item.num_draws
+            request.num_drafts_in_flight -= item.num_drafts
             if request.waits_for_tokens:
                 request.is_held = request.params.beams is not None
             kept, reason = append(request, sampled[item.row])
@@ -182,7 +183,7 @@ class Scheduler(RequestTable):
                 has_finished = True
                 self._finish(request, reason, now)
             elif item.num_drafts:
-                self._pages.take_back_drafts(request)
+                self._pages.take_back_drafts(request, item.num_draws - len(kept))
             progress.append(Progress(request, kept, reason, item.num_drafts))
         if has_finished:
             self._emit_what_is_left(now)
@@ -235,11 +236,10 @@ class Scheduler(RequestTable):
     def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
         """As many as fit: nobody else's token, page or output limit is touched for a guess."""
         drafts, request.drafts = request.drafts, ()
-        if request.num_in_flight:
-            return ()  # they follow a token that is not known yet
         if state.num_drafts_left is None:
             state.num_drafts_left = self.room_for_drafts
-        drafts = drafts[: max(min(request.max_tokens - request.num_output - 1, state.num_drafts_left), 0)]
+        num_to_come = request.max_tokens - (request.num_known - request.num_prompt)
+        drafts = drafts[: max(min(num_to_come - 1, state.num_drafts_left), 0)]
         end = request.num_computed + 1 + len(drafts)
         if end > request.writable_end:
             num_pages = (len(self.running) + len(drafts) // self.kv.page_size + 1) * len(self.kv.groups)
@@ -405,7 +405,8 @@ class Scheduler(RequestTable):
         plan.items.append(StepItem(request.seq, request.row, start, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
         end = request.num_computed = start + count
-        request.num_in_flight += samples
+        request.num_in_flight += samples + len(drafts)
+        request.num_drafts_in_flight += len(drafts)
         if request.cache is not None and (num := request.cache.num_given_up(start, end)):
             why = f"kv_policy {request.cache.kind}"
             self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))

@@ -233,7 +233,7 @@ class RequestTable:
         how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0
-        request.num_in_flight = 0
+        request.num_in_flight = request.num_drafts_in_flight = 0
         request.drafts = ()
         request.writable_end = 0
         request.path = None

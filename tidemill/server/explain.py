@@ -66,6 +66,7 @@ class Story:
     held: list[str] = field(default_factory=list)  # what of it is kept in the KV cache, and why
     num_drafts: int = 0
     num_right: int = 0
+    num_lost: int = 0  # steps that followed wrong drafts
     replica: int | None = None
     is_resumed: bool = False  # its first token came from another engine
     placed: list[str] = field(default_factory=list)  # why this engine has it, where engines have roles
@@ -129,10 +130,11 @@ class Story:
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
         beside = span.num_beside / max(span.num, 1)
-        num_tokens = span.num_tokens + (self.num_right if name == "decode" else 0)
+        num_tokens = span.num_tokens + (self.num_right - self.num_lost if name == "decode" else 0)
         steps, tokens = "step" if span.num == 1 else "steps", "token" if num_tokens == 1 else "tokens"
         shared = f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step" if others else "alone"
         drafts = f"; {self.num_right} of {self.num_drafts} drafts were right" if name == "decode" and self.num_drafts else ""
+        drafts += f", and {self.num_lost} steps followed wrong ones" if name == "decode" and self.num_lost else ""
         return f"{span.num} {steps} for {num_tokens} {tokens}, {shared}{drafts}"
 
 
@@ -250,6 +252,9 @@ class Explainer:
                     if story is not None:
                         story.num_drafts += num_drafts
                         story.num_right += num_right
+            case events.StepLost():
+                if (story := self._live.get(event.request_id)) is not None:
+                    story.num_lost += 1
             case events.TokensEvicted():
                 story = self._live.get(event.request_id)
                 if story is not None:

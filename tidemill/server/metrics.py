@@ -54,6 +54,7 @@ class Metrics:
         self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or evicted after others")
         self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
+        self.lost_tokens = self._counter("lost_tokens", "Tokens of steps that followed wrong drafts, computed for nothing")
         self.weight_bytes = self._counter("weights_read_bytes", "Bytes of weights read from disk while requests were computed")
         self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for weights from disk")
         self.weights_foreseen = self._counter("weights_foreseen", "Experts that were read ahead by a guess, and then used")
@@ -141,6 +142,8 @@ class Metrics:
             case events.DraftsVerified():
                 self.draft_tokens.labels(event.drafter).inc(sum(num for _, num, _ in event.of))
                 self.accepted_tokens.labels(event.drafter).inc(sum(num for _, _, num in event.of))
+            case events.StepLost():
+                self.lost_tokens.inc(event.num_tokens)
             case events.ExpertsUsed():
                 for layer, counts in event.tokens_of:
                     self.expert_imbalance.labels(layer).set(max(counts) * len(counts) / max(sum(counts), 1))

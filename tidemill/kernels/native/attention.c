@@ -177,12 +177,25 @@ static void find_extras(const tm_step *s, const char *extras, const tm_places *w
     }
 }
 
-/* A block in float32, for many query rows. Keys in pairs: eight dimensions of one, then the same of the other. What is past the last
-   position is zero. */
+/* A block in float32, for many query rows. What is past the last position is zero. */
+#if defined(__aarch64__)
+/* Keys in pairs: eight dimensions of one, then the same of the other. */
 static void copy_keys(const block_rows rows, long num, long dim, int format, float *to) {
     for (long k = 0; k < BLOCK; k++, to += k & 1 ? 8 : 2 * dim - 8)
         for (long i = 0; i < dim; i += 8) f32x8_store(to + 2 * i, k < num ? load(rows[k], i, format) : f32x8_set(0));
 }
+#else
+/* Keys side by side: of each of the eight lanes that add up a score, its dimensions one after the other, [lane][dim / 8][key]. */
+static void copy_keys(const block_rows rows, long num, long dim, int format, float *to) {
+    for (long k = 0; k < BLOCK; k += 8)
+        for (long i = 0; i < dim; i += 8) {
+            f32x8 x[8];
+            for (long r = 0; r < 8; r++) x[r] = k + r < num ? load(rows[k + r], i, format) : f32x8_set(0);
+            f32x8_transpose(x);
+            for (long lane = 0; lane < 8; lane++) f32x8_store(to + (lane * (dim / 8) + i / 8) * BLOCK + k, x[lane]);
+        }
+}
+#endif
 static void copy_values(const block_rows rows, long num, long dim, int format, float *to) {
     for (long k = 0; k < BLOCK; k++, to += dim)
         for (long i = 0; i < dim; i += 8) f32x8_store(to + i, k < num ? load(rows[k], i, format) : f32x8_set(0));
@@ -272,37 +285,57 @@ static void (*const SCORES[3][3])(const float *, const block_rows, long, int, fl
 static void (*const MIXES[3][3])(const float *, const block_rows, long, long, int, float *) = {
     {mix_64, mix_128, mix_any_dim}, {mix_bf16_64, mix_bf16_128, mix_bf16_any}, {mix_f16_64, mix_f16_128, mix_f16_any}};
 
-/* Register tiles of the functions below have 6 rows, or 3; what else fits: */
-#if defined(__AVX512F__)
-#define SCORE_PAIRS 2 /* of keys */
-#define MIX_VECTORS 2 /* of 8 dimensions; of 16 where there are as many */
-#elif defined(__aarch64__)
-#define SCORE_PAIRS 1
+/* Register tiles of the functions below have 6 rows, or 3. MIX_VECTORS: how many vectors of dimensions. */
+#if defined(__aarch64__)
 #define MIX_VECTORS 1
-#else
-#define SCORE_PAIRS 1
-#define MIX_VECTORS 2
-#endif
-
 /* The same sums for `n` of many rows, over a block copied by copy_keys: two keys are the halves of a vector. */
 TM_INLINE void score_copied(const float *q, const float *keys, long dim, int n, float *scores) {
-    for (long b = 0; b < BLOCK; b += 2 * SCORE_PAIRS, keys += 2 * SCORE_PAIRS * dim) {
-        f32x16 acc[MANY][SCORE_PAIRS];
-        for (int r = 0; r < n; r++)
-            for (int p = 0; p < SCORE_PAIRS; p++) acc[r][p] = f32x16_zero();
+    for (long b = 0; b < BLOCK; b += 2, keys += 2 * dim) {
+        f32x8 acc[MANY][2];
+        for (int r = 0; r < n; r++) acc[r][0] = acc[r][1] = f32x8_set(0);
         for (long i = 0; i < dim; i += 8) {
-            f32x16 pair[SCORE_PAIRS];
-            for (int p = 0; p < SCORE_PAIRS; p++) pair[p] = f32x16_load(keys + 2 * p * dim + 2 * i);
+            f32x8 first = f32x8_load(keys + 2 * i), second = f32x8_load(keys + 2 * i + 8);
             for (int r = 0; r < n; r++) {
-                f32x16 both = f32x16_twice(q + r * dim + i);
-                for (int p = 0; p < SCORE_PAIRS; p++) acc[r][p] = f32x16_fma(acc[r][p], both, pair[p]);
+                f32x8 query = f32x8_load(q + r * dim + i);
+                acc[r][0] = f32x8_fma(acc[r][0], query, first);
+                acc[r][1] = f32x8_fma(acc[r][1], query, second);
             }
         }
-        for (int r = 0; r < n; r++)
-            for (int p = 0; p < SCORE_PAIRS; p++)
-                f32x8_store_two_sums(scores + r * BLOCK + b + 2 * p, f32x8_sum2(f32x16_low(acc[r][p]), f32x16_high(acc[r][p])));
+        for (int r = 0; r < n; r++) f32x8_store_two_sums(scores + r * BLOCK + b, f32x8_sum2(acc[r][0], acc[r][1]));
     }
 }
+#else
+#define MIX_VECTORS 2
+/* The same sums for `n` of many rows, over a block copied by copy_keys: a vector has a lane's sums of as many keys. Lanes are then added
+   in the order of f32x8_store_sums, without moving anything within a vector. */
+TM_INLINE void score_copied(const float *q, const float *keys, long dim, int n, float *scores) {
+    for (long b = 0; b < BLOCK; b += 2 * WIDE) {
+        wide sum[3][MANY][2]; /* of one, two and four lanes */
+        _Pragma("GCC unroll 8") for (int lane = 0; lane < 8; lane++) {
+            const float *key = keys + lane * (dim / 8) * BLOCK + b;
+            wide acc[MANY][2];
+            for (int r = 0; r < n; r++) acc[r][0] = acc[r][1] = wide_(set)(0);
+            for (long i = lane; i < dim; i += 8, key += BLOCK) {
+                wide first = wide_(load)(key), second = wide_(load)(key + WIDE);
+                for (int r = 0; r < n; r++) {
+                    wide query = wide_(set)(q[r * dim + i]);
+                    acc[r][0] = wide_(fma)(acc[r][0], query, first);
+                    acc[r][1] = wide_(fma)(acc[r][1], query, second);
+                }
+            }
+            int level = 0;
+            for (; lane >> level & 1; level++)
+                for (int r = 0; r < n; r++)
+                    for (int w = 0; w < 2; w++) acc[r][w] = wide_(add)(sum[level][r][w], acc[r][w]);
+            for (int r = 0; r < n; r++)
+                for (int w = 0; w < 2; w++) {
+                    if (lane < 7) sum[level][r][w] = acc[r][w];
+                    else wide_(store)(scores + r * BLOCK + b + w * WIDE, acc[r][w]);
+                }
+        }
+    }
+}
+#endif
 
 #define COPIED_KEY(lanes, vector, f)                                                                                    \
     {                                                                                                                   \
@@ -371,10 +404,10 @@ TM_INLINE void soften(float *scores, int n, float *top, float *total, float *shr
     f32x8_store(change, f32x8_exp2_negative(f32x8_load(change))); /* the first block's is 0, of nothing */
     for (int r = 0; r < n; r++) {
         f32x8 sum = f32x8_set(0);
-        for (long k = 0; k < BLOCK; k += 8) {
-            f32x8 prob = f32x8_exp2_negative(f32x8_sub(f32x8_load(scores + r * BLOCK + k), f32x8_set(new_top[r])));
-            f32x8_store(scores + r * BLOCK + k, prob); /* of hidden keys, whose score is minus infinity: 0 */
-            sum = f32x8_add(sum, prob);
+        for (long k = 0; k < BLOCK; k += WIDE) {
+            wide prob = wide_(exp2_negative)(wide_(sub)(wide_(load)(scores + r * BLOCK + k), wide_(set)(new_top[r])));
+            wide_(store)(scores + r * BLOCK + k, prob); /* of hidden keys, whose score is minus infinity: 0 */
+            sum = wide_(add_to)(sum, prob);
         }
         shrink[r] = new_top[r] == new_top[r] ? change[r] : new_top[r];
         total[r] = total[r] * shrink[r] + f32x8_sum(sum);

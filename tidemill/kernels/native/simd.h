@@ -262,6 +262,15 @@ TM_INLINE void f32x8_store_two_sums(float *p, f32x8_pair x) {
     __m256 sums = _mm256_hadd_ps(x, x);
     _mm_storel_pi((__m64 *)p, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
+/* Rows to columns. */
+TM_INLINE void f32x8_transpose(f32x8 x[8]) {
+    f32x8 y[8], z[8];
+    for (int i = 0; i < 8; i += 2) y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    for (int i = 0; i < 8; i++) /* pairs of columns of four rows */
+        z[i] = i & 1 ? _mm256_shuffle_ps(y[i / 4 * 4 + (i >> 1 & 1)], y[i / 4 * 4 + (i >> 1 & 1) + 2], 0xee)
+                     : _mm256_shuffle_ps(y[i / 4 * 4 + (i >> 1 & 1)], y[i / 4 * 4 + (i >> 1 & 1) + 2], 0x44);
+    for (int i = 0; i < 4; i++) x[i] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x20), x[i + 4] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x31);
+}
 
 TM_INLINE i32x8 i32x8_start(void) { return _mm256_setzero_si256(); }
 TM_INLINE f32x8 i32x8_finish(i32x8 x) { return _mm256_cvtepi32_ps(x); }
@@ -386,29 +395,35 @@ TM_INLINE void tm_pause(void) { _mm_pause(); }
 #error "no vector instructions known here; the engine runs without this library"
 #endif
 
-/* Sixteen lanes: one register of AVX-512, else two f32x8. */
+/* The widest vector: 16 lanes with AVX-512, else 8. */
 #if defined(__AVX512F__)
 typedef __m512 f32x16;
 TM_INLINE f32x16 f32x16_load(const float *p) { return _mm512_loadu_ps(p); }
 TM_INLINE void f32x16_store(float *p, f32x16 x) { _mm512_storeu_ps(p, x); }
-TM_INLINE f32x16 f32x16_zero(void) { return _mm512_setzero_ps(); }
-TM_INLINE f32x16 f32x16_twice(const float *p) { /* eight values in both halves */
-    return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
-}
-TM_INLINE f32x8 f32x16_low(f32x16 x) { return _mm512_castps512_ps256(x); }
-TM_INLINE f32x8 f32x16_high(f32x16 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
+TM_INLINE f32x16 f32x16_set(float x) { return _mm512_set1_ps(x); }
+TM_INLINE f32x16 f32x16_add(f32x16 x, f32x16 y) { return _mm512_add_ps(x, y); }
+TM_INLINE f32x16 f32x16_sub(f32x16 x, f32x16 y) { return _mm512_sub_ps(x, y); }
 TM_INLINE f32x16 f32x16_fma(f32x16 acc, f32x16 x, f32x16 y) { return _mm512_fmadd_ps(x, y, acc); }
 TM_INLINE f32x16 f32x16_fma_lane(f32x16 acc, f32x16 x, f32x4 y, int f) { return _mm512_fmadd_ps(x, _mm512_set1_ps(y[f]), acc); }
+TM_INLINE f32x16 f32x16_zero_below(f32x16 x, f32x16 y, float limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(limit), _CMP_GE_OQ), x);
+}
+TM_INLINE f32x16 f32x16_exp2_scale(f32x16 p, f32x16 t) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+}
+/* Its eights of lanes, one after the other. */
+TM_INLINE f32x8 f32x16_add_to(f32x8 sum, f32x16 x) {
+    sum = f32x8_add(sum, _mm512_castps512_ps256(x));
+    return f32x8_add(sum, _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+}
+typedef f32x16 wide;
+#define WIDE 16
+#define wide_(op) f32x16_##op
 #else
-typedef struct { f32x8 a, b; } f32x16;
-TM_INLINE f32x16 f32x16_load(const float *p) { return (f32x16){f32x8_load(p), f32x8_load(p + 8)}; }
-TM_INLINE void f32x16_store(float *p, f32x16 x) { f32x8_store(p, x.a); f32x8_store(p + 8, x.b); }
-TM_INLINE f32x16 f32x16_zero(void) { return (f32x16){f32x8_set(0), f32x8_set(0)}; }
-TM_INLINE f32x16 f32x16_twice(const float *p) { return (f32x16){f32x8_load(p), f32x8_load(p)}; } /* eight values in both halves */
-TM_INLINE f32x8 f32x16_low(f32x16 x) { return x.a; }
-TM_INLINE f32x8 f32x16_high(f32x16 x) { return x.b; }
-TM_INLINE f32x16 f32x16_fma(f32x16 acc, f32x16 x, f32x16 y) { return (f32x16){f32x8_fma(acc.a, x.a, y.a), f32x8_fma(acc.b, x.b, y.b)}; }
-#define f32x16_fma_lane(acc, x, y, f) ((f32x16){f32x8_fma_lane((acc).a, (x).a, y, f), f32x8_fma_lane((acc).b, (x).b, y, f)})
+#define f32x8_add_to f32x8_add
+typedef f32x8 wide;
+#define WIDE 8
+#define wide_(op) f32x8_##op
 #endif
 
 /* log x of a positive normal number, to about 2 units in the last place. */
@@ -436,15 +451,20 @@ TM_INLINE f32x8 f32x8_exp(f32x8 x) {
 }
 
 /* 2^x of x <= 0, to about 2 units in the last place; 0 below -115, of minus infinity and of a NaN. */
-TM_INLINE f32x8 f32x8_exp2_negative(f32x8 x) {
-    f32x8 t = f32x8_add(x, f32x8_set(12582912.0f)); /* 1.5 * 2^23: rounds x to an integer, in the low bits */
-    f32x8 r = f32x8_sub(x, f32x8_sub(t, f32x8_set(12582912.0f)));
-    f32x8 p = f32x8_fma(f32x8_set(9.6715128e-3f), f32x8_set(1.3264727e-3f), r);
-    p = f32x8_fma(f32x8_set(5.5507337e-2f), p, r);
-    p = f32x8_fma(f32x8_set(2.4022242e-1f), p, r);
-    p = f32x8_fma(f32x8_set(6.9314698e-1f), p, r);
-    p = f32x8_fma(f32x8_set(1.0f), p, r);
-    return f32x8_zero_below(f32x8_exp2_scale(p, t), x, -115.0f);
-}
+#define TM_EXP2_NEGATIVE(v)                                                                            \
+    TM_INLINE v v##_exp2_negative(v x) {                                                               \
+        v t = v##_add(x, v##_set(12582912.0f)); /* 1.5 * 2^23: rounds x to an integer, in the low bits */ \
+        v r = v##_sub(x, v##_sub(t, v##_set(12582912.0f)));                                            \
+        v p = v##_fma(v##_set(9.6715128e-3f), v##_set(1.3264727e-3f), r);                              \
+        p = v##_fma(v##_set(5.5507337e-2f), p, r);                                                     \
+        p = v##_fma(v##_set(2.4022242e-1f), p, r);                                                     \
+        p = v##_fma(v##_set(6.9314698e-1f), p, r);                                                     \
+        p = v##_fma(v##_set(1.0f), p, r);                                                              \
+        return v##_zero_below(v##_exp2_scale(p, t), x, -115.0f);                                       \
+    }
+TM_EXP2_NEGATIVE(f32x8)
+#if defined(__AVX512F__)
+TM_EXP2_NEGATIVE(f32x16)
+#endif
 
 #endif

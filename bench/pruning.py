@@ -65,9 +65,8 @@ class Bench:
         self.num_layers = self.config.num_layers
 
     def load(self, model: str, **more: Any) -> LLM:
-        dtype = "float32" if self.given.device == "cpu" else "auto"
-        given = {"device": self.given.device, "dtype": dtype, "max_requests": 8, "max_context": min(1024, self.config.max_context)}
-        return LLM(model, progress=False, threads=self.given.threads, **given, **more)
+        given = {"dtype": "float32" if self.given.device == "cpu" else "auto", "max_context": min(1024, self.config.max_context)}
+        return LLM(model, progress=False, threads=self.given.threads, device=self.given.device, max_requests=8, **given, **more)
 
     def calibration(self, num_tokens: int, length: int) -> Calibration:
         return Calibration(data=self.text, num_tokens=num_tokens, length=length)

@@ -1,11 +1,12 @@
-"""What pruning, low rank, distillation and fewer KV heads cost in quality, as the results are served.
+"""What pruning, low rank, distillation and fewer KV heads cost in quality.
 
     .venv/bin/python -m bench.small small --steps 1000            a small model of bytes, trained here
     .venv/bin/python -m bench.pruning --model small               all rows
     .venv/bin/python -m bench.pruning --only sparsegpt            rows of the default model whose name contains this
 
 Calibration and training text is the begin of Python's documentation as the standard library carries it, held-out text its end.
-What is compared is written to folders, loaded by the engine in float32, and measured by its own logits (`tidemill evaluate`).
+What is compared is written to folders, read back, and computed in float32 as in bench.compression, many sequences at once
+(--device cuda: minutes). Drafts are accepted by the engine.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench import parts
 from tidemill import LLM, SamplingParams
 from tidemill.compress.calibration import Calibration
+from tidemill.compress.decoder import Decoder
 from tidemill.compress.distill import DistillOptions, distill
-from tidemill.compress.evaluate import default_text, measure_quality, prompt_logits, text_windows
+from tidemill.compress.evaluate import WINDOW, default_text
 from tidemill.compress.gqa import ConvertOptions, convert
 from tidemill.compress.prune import PruneOptions, prune
+from tidemill.compress.quality import compare, hidden_states
+from tidemill.compress.source import Source
 from tidemill.compress.student import Learning
 from tidemill.events import DraftsVerified
-from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.weights.locate import locate
+from tidemill.frontend.tokenizer import Tokenizer
 
 HELD_OUT_SHARE = 0.14  # of the text's characters, at its end
 DRAFTS, PROMPTS, ANSWER = 4, 8, 48
@@ -54,14 +56,17 @@ class Bench:
         self.text = folder / "text.txt"
         whole = default_text()
         self.text.write_text(whole[: int(len(whole) * (1 - HELD_OUT_SHARE))])
-        (folder / "held-out.txt").write_text(whole[int(len(whole) * (1 - HELD_OUT_SHARE)) :])
-        self.original = self.load(given.model)
-        self.windows = text_windows(self.original, folder / "held-out.txt", given.tokens)
-        self.num_layers = self.original.model_config.num_layers
+        self.decoder = Decoder(Source.open(given.model), given.device)
+        ids = Tokenizer.load(self.decoder.source.path).encode(whole[int(len(whole) * (1 - HELD_OUT_SHARE)) :], add_special=False)
+        num = min(given.tokens, len(ids)) // WINDOW * WINDOW
+        self.ids_BL = torch.tensor(ids[len(ids) - num :]).view(-1, WINDOW)
+        self.truth = hidden_states(self.decoder, self.ids_BL)
+        self.config = self.decoder.source.model_config
+        self.num_layers = self.config.num_layers
 
     def load(self, model: str, **more: Any) -> LLM:
-        given = {"device": "cpu", "dtype": "float32", "max_requests": 8, "max_context": min(1024, self.given.context)}
-        return LLM(model, progress=False, threads=self.given.threads, **given, **more)
+        given = {"dtype": "float32" if self.given.device == "cpu" else "auto", "max_context": min(1024, self.config.max_context)}
+        return LLM(model, progress=False, threads=self.given.threads, device=self.given.device, max_requests=8, **given, **more)
 
     def calibration(self, num_tokens: int, length: int) -> Calibration:
         return Calibration(data=self.text, num_tokens=num_tokens, length=length)
@@ -84,7 +89,7 @@ class Bench:
         how = Learning(steps=steps, batch=self.given.batch, rate=self.given.rate)
         return lambda out: convert(
             ConvertOptions(
-                model=self.given.model, out=out, num_kv_heads=_fewer(self.original.model_config.num_kv_heads), learning=how,
+                model=self.given.model, out=out, num_kv_heads=_fewer(self.config.num_kv_heads), learning=how,
                 calibration=self.calibration(self.given.training_tokens, self.given.length), out_dtype="float32",
                 device=self.given.device,
             )
@@ -92,6 +97,7 @@ class Bench:
 
     def rows(self) -> dict[str, Callable[[Path], Any]]:
         steps = self.given.steps
+        heads = 1 / 3 if self.config.num_kv_heads % 3 == 0 else 1 / 2  # Transformers wants a hidden size that they divide
         made: dict[str, Callable[[Path], Any]] = {}
         for method in ("magnitude", "wanda", "sparsegpt"):
             made[f"{method} 50 %"] = self.pruned(method=method, **HALF)
@@ -102,7 +108,7 @@ class Bench:
             "sparsegpt 4x4 blocks 25 %": self.pruned(pattern="4x4", sparsity=0.25),
             "magnitude neurons 25 %": self.pruned(method="magnitude", structure="neurons", sparsity=0.25),
             "sparsegpt neurons 25 %": self.pruned(structure="neurons", sparsity=0.25),
-            "sparsegpt heads 33 %": self.pruned(structure="heads", sparsity=1 / 3),
+            f"sparsegpt heads {100 * heads:.0f} %": self.pruned(structure="heads", sparsity=heads),
             "layers 17 %": self.pruned(method="wanda", structure="layers", sparsity=1 / 6),
             "svd, 75 % of the bytes": self.pruned(method="svd", sparsity=0.25),
             "asvd, 75 % of the bytes": self.pruned(method="asvd", sparsity=0.25),
@@ -114,24 +120,20 @@ class Bench:
             "KV heads pooled and trained": self.grouped(steps),
         }
 
-    def of_original(self, llm: LLM, ids: list[int]) -> torch.Tensor:
-        """Its logits, computed once; files, since they are larger than memory should be."""
-        file = self.folder / f"{self.windows.index(ids)}.npy"
-        if not file.exists():
-            np.save(file, prompt_logits(llm, ids).numpy())
-        return torch.from_numpy(np.load(file))
+    def quality(self, decoder: Decoder) -> dict[str, Any]:
+        found = compare(decoder, self.ids_BL, hidden_states(decoder, self.ids_BL), self.truth, self.decoder)
+        kv = decoder.source.model_config.kv_bytes_per_token("float32")
+        return {
+            "ppl": found.perplexity, "kl": found.mean_kl, "top1": found.top1, "tokens": found.count,
+            "bytes": decoder.source.num_bytes, "kv": kv,
+        }  # fmt: skip
 
     def measure(self, name: str, make: Callable[[Path], Any]) -> dict[str, Any]:
         out = self.folder / "out"
         begin = time.perf_counter()
         make(out)
         seconds = time.perf_counter() - begin
-        llm = self.load(str(out))
-        quality = measure_quality(llm, self.original, self.windows, lambda _: None, self.of_original)
-        found = {
-            "ppl": quality.perplexity, "kl": quality.kl, "top1": quality.top1, "tokens": quality.num_tokens, "seconds": seconds,
-            "bytes": open_checkpoint(out).num_bytes, "kv": llm.model_config.kv_bytes_per_token(llm.config.kv_dtype),
-        }  # fmt: skip
+        found = self.quality(Decoder(Source.open(str(out)), self.given.device)) | {"seconds": seconds}
         if "distilled" in name or name == "a third of the layers":
             found["accepted"] = self.accepted(str(out))
         for file in out.iterdir():
@@ -142,7 +144,7 @@ class Bench:
     def accepted(self, draft: str) -> float:
         """Of greedy drafts, the share that the original takes."""
         llm = self.load(self.given.model, draft_model=draft, adaptive_drafts=False, max_drafts=DRAFTS)
-        prompts = [ids[: len(ids) // 2] for ids in self.windows[:PROMPTS]]
+        prompts = self.ids_BL[:PROMPTS, : WINDOW // 2].tolist()
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True), progress=False)
         counts = [one[1:] for event in llm.events if isinstance(event, DraftsVerified) for one in event.of]
         return sum(right for _, right in counts) / max(1, sum(drafted for drafted, _ in counts))
@@ -186,14 +188,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=20480, help="held out")
-    parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--training-tokens", type=int, default=65536)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--device", default="cpu", help="of what is computed by Transformers")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="of the engine")
     parts.add_options(parser)
     given = parser.parse_args()
@@ -204,13 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(given, Path(folder))
         if "original" not in found:
-            own = measure_quality(bench.original, None, bench.windows, lambda _: None)
-            kv = bench.original.model_config.kv_bytes_per_token(bench.original.config.kv_dtype)
-            num_bytes = open_checkpoint(locate(given.model)).num_bytes
-            found["original"] = {
-                "ppl": own.perplexity, "kl": 0.0, "top1": 1.0, "tokens": own.num_tokens, "seconds": 0.0, "bytes": num_bytes,
-                "kv": kv,
-            }  # fmt: skip
+            found["original"] = bench.quality(bench.decoder) | {"seconds": 0.0}
         print(f"original: {found['original']['ppl']:.3f} on {found['original']['tokens']:,} tokens", flush=True)
         rows = bench.rows()
         for name in parts.chosen(rows, given):

@@ -1,6 +1,7 @@
 """Decode speed of quantized checkpoints on this CPU, each layout beside llama.cpp's nearest type: same shape, interleaved.
 
     .venv/bin/python bench/quantized.py --llama VENV [--threads 2] [--rounds 5] [--layouts gptq,nf4]
+    .venv/bin/python bench/quantized.py --kernels [--rounds 15]      one matrix by one row, our formats among themselves
 
 The models are random Llamas of one shape (4 layers of 2048, feed-forward 5632): their codes are drawn, not quantized, as only
 speed is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds of turns.
@@ -192,6 +193,43 @@ def run(arguments: argparse.Namespace) -> None:
     report({key: statistics.median(seen) for key, seen in values.items()}, wanted, arguments.threads)
 
 
+COPIES = 16  # matrices one below the other: more than the caches hold, as in a model, and a call's own time counts little
+
+
+def kernels(rounds: int) -> None:
+    """A matrix of the feed-forward by one row, formats taking turns, one thread's own time; bytes are random."""
+    import torch
+
+    from tidemill.kernels import native
+
+    assert native.lib is not None, "the compiled kernels are not built"
+    native.lib.set_threads(1)
+    num_out = INNER * COPIES
+    groups = num_out * HIDDEN // 32
+    head = np.zeros(8, np.float32)  # of ternary matrices: activations have no scale of their own and no threshold
+    made = {
+        "Q4_0": ("S4", 2, np.full(groups, SCALE, np.float32)),
+        "Q4_1": ("Q4", 2, np.full(2 * groups, SCALE, np.float16)),
+        "ternary": ("T2", 4, np.concatenate([head, np.full(num_out, SCALE, np.float32)])),
+    }
+    weights = {
+        name: (native.KINDS[kind], RNG.integers(0, 256, num_out * HIDDEN // per_byte, dtype=np.uint8), scales)
+        for name, (kind, per_byte, scales) in made.items()
+    }
+    x_TK, seen = torch.randn(1, HIDDEN), {name: [] for name in weights}
+    for _ in range(rounds):
+        for name, (kind, codes, scales) in weights.items():
+            begin = time.thread_time()
+            native.lib.linear(kind, x_TK, codes.ctypes.data, scales.ctypes.data, None, num_out)
+            seen[name].append((time.thread_time() - begin) / COPIES * 1e6)
+    middle = {name: statistics.median(values) for name, values in seen.items()}
+    print(f"| {INNER} x {HIDDEN}, one row | us | bytes | GB/s | / Q4_0 | / Q4_1 |\n|---|---|---|---|---|---|")
+    for name, (_, codes, scales) in weights.items():
+        num_bytes, us = (codes.nbytes + scales.nbytes) // COPIES, middle[name]
+        beside = f"{middle['Q4_0'] / us:.2f} | {middle['Q4_1'] / us:.2f}"
+        print(f"| {name} | {us:.0f} | {num_bytes:,} | {num_bytes / us / 1e3:.1f} | {beside} |")
+
+
 def start(name: str, python: str, model: Path, threads: int) -> peers.Peer:
     return peers.Peer(name, python, str(model), "", threads, __file__)
 
@@ -212,6 +250,7 @@ def main() -> None:
     parser.add_argument("--llama", help="virtual environment with llama-cpp-python, built on this machine")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kernels", action="store_true", help="one matrix by one row: no models, no llama.cpp")
     parser.add_argument("--layouts", help="only those that contain one of these words, separated by commas")
     for hidden in ("--worker", "--gguf", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -221,6 +260,8 @@ def main() -> None:
         if arguments.threads == 1:
             peers.CLOCK = time.process_time
         peers.worker(arguments.worker, arguments.gguf, "", arguments.threads)
+    elif arguments.kernels:
+        kernels(arguments.rounds)
     else:
         run(arguments)
 

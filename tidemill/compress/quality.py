@@ -78,10 +78,16 @@ def hidden_states(
 
 
 @torch.no_grad()
-def compare(decoder: Decoder, ids_BL: torch.Tensor, own: torch.Tensor, original: torch.Tensor | None = None) -> Quality:
+def compare(
+    decoder: Decoder,
+    ids_BL: torch.Tensor,
+    own: torch.Tensor,
+    original: torch.Tensor | None = None,
+    head: Decoder | None = None,
+) -> Quality:
     """Every token but the first of a sequence counts, given those before it. `own`, `original`: hidden states after the last
-    layer."""
-    made = Quality()
+    layer. `head`: the original's decoder, if what comes after the layers was changed, too."""
+    made, head = Quality(), head or decoder
     for ids, hidden, true in zip(ids_BL, own, own if original is None else original, strict=True):
         for first in range(0, len(ids) - 1, _ROWS):
             rows = slice(first, min(first + _ROWS, len(ids) - 1))
@@ -90,7 +96,7 @@ def compare(decoder: Decoder, ids_BL: torch.Tensor, own: torch.Tensor, original:
             made.nll -= float(logprobs.gather(1, targets[:, None]).double().sum())
             made.count += len(targets)
             if original is not None:
-                truth = decoder.logits(true[None, rows])[0].float().log_softmax(-1)
+                truth = head.logits(true[None, rows])[0].float().log_softmax(-1)
                 made.kl += float((truth.exp() * (truth - logprobs)).double().sum())
                 made.same += int((truth.argmax(-1) == logprobs.argmax(-1)).sum())
     return made

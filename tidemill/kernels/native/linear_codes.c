@@ -104,14 +104,18 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
     }
 #define SINGLE_BYTES(at, half, f) dot[p] = i32x8_dot(dot[p], u8x32_load(codes + at * 32), half, f);
 
+#define PREFETCH 1024 /* bytes of codes ahead; from memory, a row alone takes 5 % less with it */
+
 /* `n` groups of one panel by one row, added to `acc`. */
 TM_INLINE f32x8 single_groups(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, long g, int n, f32x8 acc) {
     long code_bytes = is_packed(kind) ? 128 : 256;
     i32x8 dot[2];
     codes += g * code_bytes, scales += g * scale_halves(kind);
+    __builtin_prefetch(scales + PREFETCH / 8);
     for (int p = 0; p < n; p++) {
         i8x16 first = i8x16_load(j->xq + (g + p) * GROUP), second = i8x16_load(j->xq + (g + p) * GROUP + 16);
         dot[p] = i32x8_start();
+        for (long at = 0; at < code_bytes; at += 64) __builtin_prefetch(codes + PREFETCH + at);
         if (is_packed(kind)) {
             SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
         } else {

@@ -1,6 +1,6 @@
 """KV policies on the GPU at hand: right, the same bits in any company, and what they cost.
 
-    python -m bench.gpu_kv_policies [--parts kernels,engine,speed] [--model llama8b]
+    python -m bench.gpu_kv_policies [--parts kernels,engine,speed] [--policies window,quest] [--model llama8b]
 
 kernels: attention with each policy, token by token and in chunks, against the torch reference on the CPU. engine: tokens and log
 probabilities alone, among others, in chunks, cached and preempted; those of others are what they are without. speed: milliseconds
@@ -87,11 +87,11 @@ def attended(kind: str, cuts: list[int], qkv: torch.Tensor, device: str) -> torc
     return torch.cat(made)
 
 
-def check_kernels() -> None:
+def check_kernels(kinds: list[str]) -> None:
     torch.manual_seed(0)
     qkv = (torch.randn(NUM, (HEADS + 2 * KV_HEADS) * DIM) * 1.5).bfloat16()
     whole, pieces = [0, 301, PROMPT, *range(PROMPT + 1, NUM + 1)], [0, 64, 65, 333, 690, NUM - 5, NUM]
-    for kind in GIVEN:
+    for kind in kinds:
         found = attended(kind, whole, qkv, "cuda")
         same = torch.equal(attended(kind, pieces, qkv, "cuda"), found)
         expected = attended(kind, [0, NUM] if kind != "snapkv" else [0, PROMPT, NUM], qkv, "cpu")
@@ -103,7 +103,7 @@ def check_kernels() -> None:
         assert near > 0.98
 
 
-def check_engine() -> None:
+def check_engine(kinds: list[str]) -> None:
     folder = Path(tempfile.mkdtemp())
     random_llama(folder)
     draw = random.Random(0)
@@ -120,7 +120,8 @@ def check_engine() -> None:
     engine, chunked, tight = core(), core(token_budget=64), core(kv_memory_bytes=2**22, max_context=1024)
     alone = {name: ask(engine, {name: one})[name] for name, one in itertools.islice(others.items(), 8)}
     without = ask(engine, {"x": (prompt, plain)})["x"]
-    for kind, policy in GIVEN.items():
+    for kind in kinds:
+        policy = GIVEN[kind]
         params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=1, kv_policy=read_policy(policy))
         x = {"x": (prompt, params)}
         try:
@@ -201,13 +202,19 @@ def time_speed(model: str, length: int = 16384, batch: int = 4) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="kernels,engine,speed")
+    parser.add_argument("--policies", default=",".join(GIVEN), help="of the parts kernels and engine")
     parser.add_argument("--model", default="llama8b", choices=MODELS)
     given = parser.parse_args()
+    asked = given.policies.split(",")
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for part in given.parts.split(","):
         begin = time.perf_counter()
         try:
-            {"kernels": check_kernels, "engine": check_engine, "speed": lambda: time_speed(given.model)}[part]()
+            {
+                "kernels": lambda: check_kernels(asked),
+                "engine": lambda: check_engine(asked),
+                "speed": lambda: time_speed(given.model),
+            }[part]()
         except Exception:
             traceback.print_exc()
         print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)

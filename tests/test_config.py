@@ -84,6 +84,20 @@ class TestWithAGPU:
         assert not config.kv_policies
         assert why in config.reasons["kv_policies"]
 
+    def test_what_kv_policies_keep_beside_the_cache_is_reserved(self):
+        model = replace(SMOLLM2, layers=tuple(replace(one, rotation=Rotation(num_dims=64, theta=1e4)) for one in SMOLLM2.layers))
+        long, num_heads = replace(model, max_context=2**17), model.num_layers * model.num_kv_heads
+        config, without = (resolve(EngineOptions(kv_policy=given), long, self.MACHINE) for given in ("full", None))
+        assert config.policy_bytes == config.num_pages * 64 * num_heads * 8  # a sum for each token
+        assert config.summary_bytes == config.num_pages * num_heads * 2 * 64 * 2  # the lowest and the highest key of each page
+        assert config.num_pages < without.num_pages
+        assert 77 * 2**30 < config.memory_bytes <= 78 * 2**30
+        assert not without.policy_bytes
+        given = EngineOptions(kv_policy="full", kv_memory_bytes=config.kv_bytes + 5 * 2**30)
+        with pytest.raises(ConfigError, match=r"GiB of KV memory with .* for KV policies; 78.00 GiB are free"):
+            resolve(given, long, self.MACHINE)
+        assert not resolve(EngineOptions(device="cpu"), model, self.MACHINE).policy_bytes
+
     def test_it_is_taken_and_filled(self):
         config = resolve(EngineOptions(), SMOLLM2, self.MACHINE)
         assert (config.device, config.dtype, config.kv_dtype) == ("cuda", "bfloat16", "bfloat16")

@@ -133,6 +133,12 @@ class CachePolicy(msgspec.Struct, frozen=True):
     share: float = 0.0  # quest, double: of the pages or tokens before a query, what it reads; or
     num_read: int = 0  # so many tokens
     channels: int = 0
+    beside_bytes: int = 0  # that its row keeps beside its pages, where they are counted
+
+    def num_beside(self, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes on a GPU: sums of attention, or the keys of sinks as they were."""
+        of_head = {"h2o": 8 * self.capacity, "snapkv": 8 * self.num_prompt, "streaming": 4 * self.sinks * head_dim}
+        return num_layers * num_kv_heads * of_head.get(self.kind, 0)
 
     @property
     def num_plain(self) -> int:

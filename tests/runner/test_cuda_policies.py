@@ -6,6 +6,8 @@ pytest.importorskip("triton")
 
 from tests.helpers import greedy, load_model, make_core, run
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
+from tidemill.errors import InvalidRequest
+from tidemill.wire import Submit
 
 POLICIES = {
     "window": {"kind": "window", "recent": 34},
@@ -42,3 +44,13 @@ def test_the_cpus_tokens_in_any_company(kind, folder, on_gpu):  # noqa: F811
     assert said(run(on_gpu(token_budget=16, kv_policy="full"), {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
     assert said(run(core, {"y": (other, plain)})["y"]) == said(both["y"])
     assert said(run(core, {"x": (PROMPT, asks(kind))})["x"]) == said(both["x"])
+
+
+def test_a_policy_that_keeps_more_than_there_is_memory_for_is_refused(on_gpu):  # noqa: F811
+    """Sinks are kept as they were in the beginning, beside the pages."""
+    core = on_gpu(kv_policy="full", kv_memory_bytes=2**15)
+    many = {"kind": "streaming", "sinks": 100, "recent": 20}
+    with pytest.raises(InvalidRequest, match=r"streaming would keep .* beside the pages of this request; all have") as caught:
+        core.submit(Submit("x", PROMPT, greedy(76, kv_policy=many)))
+    assert caught.value.param == "kv_policy"
+    core.submit(Submit("y", PROMPT, greedy(76, kv_policy=many | {"sinks": 4})))

@@ -106,7 +106,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def on_gpu(folder, monkeypatch):
-    """Makes an engine for the GPU with the given options."""
+    with engines(folder, monkeypatch) as make:
+        yield make
+
+
+@contextlib.contextmanager
+def engines(folder, monkeypatch):
+    """Yields what makes an engine for the GPU with the given options."""
     for name, value in {
         "Stream": Stream,
         "Event": Event,

@@ -1,8 +1,11 @@
 """The scheduler's decisions, one by one. The mechanics under random load are in test_fuzz.py."""
 
+import msgspec
+
 from tidemill import events
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
+from tidemill.kv_policy import read_policy, settle
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import Policy, make_policy
@@ -73,6 +76,21 @@ def test_a_new_row_is_described_once_and_pages_only_when_added():
     plan, _ = step(scheduler)
     assert not plan.new_rows
     assert not plan.page_updates
+
+
+def test_what_policies_keep_beside_pages_is_limited():
+    """A request waits until there is memory for what its row keeps; that goes with the request."""
+    scheduler, buffer = make(policy_bytes=100)
+    policy = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 40, 256), beside_bytes=60)
+    for name, cache in (("a", policy), ("b", policy), ("c", None)):
+        scheduler.add(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0), cache=cache)
+    plans = [step(scheduler)[0] for _ in range(4)]
+    assert [[new.row for new in plan.new_rows] for plan in plans] == [[0], [], [], [0, 1]]  # the queue's order stays
+    assert [plan.left_rows for plan in plans] == [[], [], [], [0]]
+    assert "KV policies have 100 bytes, of which 60 are taken" in {
+        e.reason for e in buffer.take() if isinstance(e, events.Deferred)
+    }
+    assert run(scheduler) == {"b": "length", "c": "length"}
 
 
 def test_prefix_hit_in_the_very_step_that_computes_it():

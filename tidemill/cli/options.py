@@ -169,8 +169,8 @@ OPTIONS = (
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
         spellings=tuple(SHORT_NAMES.items()),
-        help="Format of the KV cache: bfloat16; int8 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a CPU "
-        "also float32, float16, int4, and kvquant4 or kvquant3, which --kv-calibration fits to the model; or auto.",
+        help="Format of the KV cache: bfloat16; int8, int4 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a "
+        "CPU also float32, float16, and kvquant4 or kvquant3, which --kv-calibration fits to the model; or auto.",
     ),
     Option("kv-calibration", "text", ENGINE, field="kv_calibration", automatic="none",
            help="For --kv-dtype kvquant4 or kvquant3: a file that calibrate-kv has written."),

@@ -256,6 +256,9 @@ def budget_table(name: str, ready: Ready) -> Table:
     if config.max_loras:
         most = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
         table.add_row("adapters", f"{fmt_bytes(config.lora_bytes)}: {most}", why["max_loras"])
+    if config.policy_bytes:
+        beside = f"{fmt_bytes(config.policy_bytes)} and {fmt_bytes(config.summary_bytes)} beside the KV cache"
+        table.add_row("KV policies", beside, f"{why['policy_bytes']}; the lowest and highest keys of its pages")
     if config.draft is not None:
         held = f"{config.draft.num_kv_tokens:,} KV tokens"
         table.add_row("draft model", f"{fmt_bytes(config.draft_bytes)}: weights, activations, {held}", why["speculate"])

@@ -35,6 +35,7 @@ class Memory:
     is_limited: bool  # a limit was given, below what is free
     lora_bytes: int = 0
     draft_bytes: int = 0
+    beside_page_bytes: int = 0  # what KV policies may keep for each page
 
     def num_pages_for(self, num_tokens: int) -> int:
         """What a sequence of so many tokens holds at most."""
@@ -96,6 +97,7 @@ def decide_kv_bytes(options: EngineOptions, memory: Memory, wanted_pages: int) -
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes, "given"
     room = memory.left_bytes - memory.spare_bytes
+    room = room * memory.page_bytes // (memory.page_bytes + memory.beside_page_bytes)
     if room < memory.page_bytes:
         more = "raise the limit" if memory.is_limited else "free memory"
         raise ConfigError(
@@ -151,10 +153,12 @@ def decide_num_pages(kv_bytes: int, memory: Memory, most: int) -> Decision[int]:
             fix=f"Give at most {memory.max_pages * memory.page_bytes // MIB}M with --kv-memory, or leave it out.",
             param="kv_memory_bytes",
         )
-    if (memory.gpu or memory.is_limited) and num_bytes > memory.left_bytes:
+    beside = num_pages * memory.beside_page_bytes
+    if (memory.gpu or memory.is_limited) and num_bytes + beside > memory.left_bytes:
+        policies = f" with {fmt_bytes(beside)} for KV policies" if beside else ""
         raise ConfigError(
-            f"{memory.needs}, {fmt_bytes(memory.activation_bytes)} for activations and {fmt_bytes(num_bytes)} of KV memory; "
-            f"{memory.free}",
+            f"{memory.needs}, {fmt_bytes(memory.activation_bytes)} for activations and {fmt_bytes(num_bytes)} of KV memory"
+            f"{policies}; {memory.free}",
             fix="Give less with --kv-memory, use a smaller model, or "
             + ("raise the limit." if memory.is_limited else "stop what else uses the GPU."),
             param="kv_memory_bytes",

@@ -77,6 +77,21 @@ def check_kv_policy(policy: KVPolicy | None, kinds: tuple[str, ...], why_not: st
         )
 
 
+def beside_a_page(kinds: tuple[str, ...], device: str, page_size: int, num_layers: int, model: ModelConfig) -> tuple[int, int]:
+    """Bytes for each page of a GPU's KV cache: Quest's lowest and highest keys, and what rows may keep, a sum of attention for
+    every token that the cache holds."""
+    if not kinds or device == "cpu":
+        return 0, 0
+    num_heads = num_layers * model.num_kv_heads
+    return num_heads * 2 * model.head_dim * 2, num_heads * page_size * 8
+
+
+def decide_policy_bytes(kinds: tuple[str, ...], device: str, num_bytes: int) -> Decision[int]:
+    if not num_bytes:
+        return 0, "not limited: memory is mapped as it is used" if kinds and device == "cpu" else "no KV policies"
+    return num_bytes, "a sum of attention for every token that the KV cache holds"
+
+
 def decide_max_stream(options: EngineOptions, kinds: tuple[str, ...], context: int) -> Decision[int]:
     if not kinds:
         return context, "no KV policies"

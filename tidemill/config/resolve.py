@@ -38,7 +38,14 @@ from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks, decide_tensor_layout
-from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
+from tidemill.config.policies import (
+    beside_a_page,
+    check_kv_policy,
+    decide_kv_policies,
+    decide_kv_policy,
+    decide_max_stream,
+    decide_policy_bytes,
+)
 from tidemill.config.sparsity import decide_contextual_sparsity
 from tidemill.config.streaming import decide_weight_cache, decide_weight_memory
 from tidemill.config.tiers import decide_disk, decide_host_slots
@@ -93,6 +100,8 @@ class EngineConfig:
     kv_policies: tuple[str, ...] = ()  # kinds that requests may ask for
     kv_policy: KVPolicy | None = None  # of those that do not ask; None: all tokens stay
     max_stream: int = 0  # tokens of a request whose policy bounds its cache
+    policy_bytes: int = 0  # what KV policies of all requests may keep beside their pages; 0: not limited
+    summary_bytes: int = 0  # of the lowest and highest keys of pages, on a GPU
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -138,7 +147,8 @@ class EngineConfig:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
         host = (self.host_slots + self.export_slots) * self.page_bytes if self.device == "cpu" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + host + spare
+        cache = self.kv_bytes + self.policy_bytes + self.summary_bytes
+        return self.weight_bytes + self.activation_bytes + cache + self.lora_bytes + self.draft_bytes + host + spare
 
     @property
     def has_tiers(self) -> bool:
@@ -221,7 +231,13 @@ def resolve(
     if weight_memory:
         memory = replace(memory, weight_bytes=weight_memory)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
-    memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
+    kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, fast_math, speculate, model))
+    if num_ranks > 1 and kv_policies and not (device == "cpu" and machine.kernels):
+        kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))
+    of_pages, of_rows = beside_a_page(kv_policies, device, page_size, layout.layers_per_page, model)
+    memory = replace(
+        memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft), beside_page_bytes=of_pages + of_rows
+    )  # fmt: skip
     held = max([layout.only(layers) for layers in stages] or [layout], key=lambda one: one.layers_per_page)
     of_rank = replace(memory, page_bytes=bytes_of_page(model, kv_dtype, page_size, held))
     if options.kv_memory_bytes is not None:  # of each rank; what is left of a machine, its stages share
@@ -253,9 +269,6 @@ def resolve(
             "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine, num_ranks)
         )
         kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index, num_ranks))
-    kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, fast_math, speculate, model))
-    if tensor_parallel * pipeline_parallel > 1 and kv_policies and not (device == "cpu" and machine.kernels):
-        kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
@@ -295,6 +308,8 @@ def resolve(
         kv_policies=kv_policies,
         kv_policy=kv_policy,
         max_stream=max_stream,
+        policy_bytes=settle("policy_bytes", decide_policy_bytes(kv_policies, device, num_pages * of_rows)),
+        summary_bytes=num_pages * of_pages,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,

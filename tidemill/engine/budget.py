@@ -96,4 +96,6 @@ def _resolve(name: str, options: EngineOptions, found: Inspected, limit: int | N
 def _parts(config: EngineConfig) -> str:
     weights, activations, kv = map(fmt_bytes, (config.weight_bytes, config.activation_bytes, config.kv_bytes))
     draft = f", {fmt_bytes(config.draft_bytes)} for the draft model" if config.draft else ""
-    return f"{weights} for weights, {activations} for activations, {kv} for the KV cache{draft}"
+    beside = config.policy_bytes + config.summary_bytes
+    policies = f", {fmt_bytes(beside)} for KV policies" if beside else ""
+    return f"{weights} for weights, {activations} for activations, {kv} for the KV cache{policies}{draft}"

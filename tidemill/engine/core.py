@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineConfig
+from tidemill.config import EngineConfig, fmt_bytes
 from tidemill.engine import kv_saving
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
@@ -111,6 +111,7 @@ class EngineCore:
             order=config.queue_order,
             evict=config.evict,
             max_draws=config.max_draws,
+            policy_bytes=config.policy_bytes,
         )
         self.structured = parts.structured
         self.drafting = None
@@ -263,7 +264,21 @@ class EngineCore:
         num_prompt = len(request.prompt_ids)
         room = self.config.context_of(request.params) - num_prompt
         most = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-        return settle(self.config.policy_of(request.params), num_prompt, most, self.config.max_context)
+        policy = settle(self.config.policy_of(request.params), num_prompt, most, self.config.max_context)
+        return policy if policy is None or not self.config.policy_bytes else self._counted(policy)
+
+    def _counted(self, policy: CachePolicy) -> CachePolicy:
+        """With what its row keeps beside its pages."""
+        shape, most = self.model_config, self.config.policy_bytes
+        num_bytes = policy.num_beside(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        if num_bytes > most:
+            raise InvalidRequest(
+                f"The KV policy {policy.kind} would keep {fmt_bytes(num_bytes)} beside the pages of this request; all have "
+                f"{fmt_bytes(most)}.",
+                fix="Ask for fewer sinks, or a smaller budget.",
+                param="kv_policy",
+            )
+        return msgspec.structs.replace(policy, beside_bytes=num_bytes)
 
     def _check_queue(self, request: Submit) -> None:
         waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND

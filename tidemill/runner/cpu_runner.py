@@ -130,8 +130,8 @@ class CpuRunner:
         self.state.stage(plan)
         self.state.apply()
         self.change_pages(plan)
-        for copy in plan.row_copies:
-            self._policies.take(copy.target, None)  # whose source has none
+        for row in (*plan.left_rows, *(copy.target for copy in plan.row_copies)):  # a copy's source has none
+            self._policies.take(row, None)
         for new in plan.new_rows:
             self._policies.take(new.row, new.cache)
 

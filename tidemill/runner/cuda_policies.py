@@ -18,6 +18,7 @@ from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.policies import Placed, Policies, Round, RowPolicy
 from tidemill.runner.cuda_work import Work, padded, prompts, singles
 from tidemill.runner.state import upload
+from tidemill.sched.plan import StepPlan
 
 _NONE = np.zeros((0, 4), np.int32)
 _ALWAYS = 2**31 - 1
@@ -47,7 +48,15 @@ class CudaPolicies:
         """`table`: the host's copy of the page tables."""
         self.rows = Policies(kv, keeps_memory=False)
         self._kv, self._table, self._how = kv, table, launches
-        self._summary: torch.Tensor | None = None  # made for the first row that needs it
+        shape = *kv.cache.shape[:2], 2, kv.num_kv_heads, kv.head_dim  # Quest's lowest and highest keys of every page
+        self._summary = torch.empty(shape, dtype=kv.cache.dtype, device=kv.cache.device)
+
+    def begin(self, plan: StepPlan) -> None:
+        """What a row keeps goes with its request."""
+        for row in (*plan.left_rows, *(copy.target for copy in plan.row_copies)):  # a copy's source has none
+            self.rows.take(row, None)
+        for new in plan.new_rows:
+            self.rows.take(new.row, new.cache)
 
     def plan(self, parts: np.ndarray, samples: np.ndarray, size: int) -> tuple[Work, CudaPolicyStep]:
         """`parts`: [n, 3] row, start, count. The step's tokens without lists, and its attention; padded to `size` tokens."""
@@ -69,9 +78,7 @@ class CudaPolicies:
 
     def warm_up(self) -> None:
         """Compiles, or loads, the kernels that only steps with policies have."""
-        kv = self._kv
-        summary = kv.cache.new_zeros(1, kv.cache.shape[1], 2, kv.num_kv_heads, kv.head_dim)
-        CudaPolicyStep(kv, kv.tables[0][:1, 0], [], [], None, summary).warm_up()
+        CudaPolicyStep(self._kv, self._kv.tables[0][:1, 0], [], [], None, self._summary).warm_up()
 
     @property
     def _device(self) -> torch.device:
@@ -187,11 +194,7 @@ class CudaPolicies:
         """By the layers that read everything; and the pages that are full now and were not before."""
         if not segments:
             return [], None
-        kv, size = self._kv, self._kv.page_size
-        if self._summary is None:
-            self._summary = torch.empty(
-                kv.cache.shape[0], kv.cache.shape[1], 2, kv.num_kv_heads, kv.head_dim, dtype=kv.cache.dtype, device=self._device
-            )
+        size = self._kv.page_size
         full = [self._table[one.row, one.first_page : one.first_page + one.num_pages] for one in segments if one.num_pages]
         pages = upload(np.concatenate(full).astype(np.int64), self._device) if full else None
         by_layers = dict[int, list[Placed]]()

@@ -340,12 +340,10 @@ class CudaRunner:
             self._pages[[copy.target for copy in plan.row_copies]] = self._pages[[copy.source for copy in plan.row_copies]]
         for copy in plan.row_copies:
             self._know(copy.target, copy.params)
-            if self._policies is not None:
-                self._policies.rows.take(copy.target, None)  # whose source has none
+        if self._policies is not None:
+            self._policies.begin(plan)
         for new in plan.new_rows:
             self._know(new.row, new.params)
-            if self._policies is not None:
-                self._policies.rows.take(new.row, new.cache)
             for table, page_ids in zip(self._tables, new.page_ids, strict=True):
                 table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:

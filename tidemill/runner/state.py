@@ -69,10 +69,12 @@ class RowState:
         nums = [_aligned(group.num_pages_for(longest)) for group in groups]
         self.columns = np.cumsum([0, *nums]).tolist()  # where each group's begin, and where the last ends
         widths = (max(max_context, max_tokens) + 1, self.columns[-1], 3)
-        flat = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
-        parts = flat.split([num_rows * width for width in widths])
-        self.tokens, self.pages, self.draws = (part.view(num_rows, -1) for part in parts)  # a draw: temperature's bits, seed
-        self._offsets = [0, self.tokens.numel(), self.tokens.numel() + self.pages.numel()]
+        *self._offsets, num_words = np.cumsum([0, *(_aligned(num_rows * width) for width in widths)]).tolist()
+        flat = torch.zeros(num_words, dtype=torch.int32, device=device)
+        parts = zip(self._offsets, widths, strict=True)
+        self.tokens, self.pages, self.draws = (  # a draw: temperature's bits, seed
+            flat[start : start + num_rows * width].view(num_rows, width) for start, width in parts
+        )
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
@@ -156,9 +158,9 @@ class RowState:
         self.tokens[rows_S, positions_S] = tokens_S.to(self.tokens).clamp(min=0)
 
 
-def _aligned(num_columns: int) -> int:
-    """A group's table begins at a multiple of 16 bytes, which the kernels are compiled for."""
-    return -(-num_columns // 4) * 4
+def _aligned(num_words: int) -> int:
+    """A group's table begins at a multiple of 16 bytes, which the kernels are compiled for, as do other tables that they read."""
+    return -(-num_words // 4) * 4
 
 
 def _draw_words(params: SamplingParams) -> list[int]:

@@ -77,6 +77,7 @@ class StepPlan:
 
     step: int
     items: list[StepItem] = field(default_factory=list)
+    left_rows: list[int] = field(default_factory=list)  # whose request had a KV policy and is gone; before any other change
     new_rows: list[NewRow] = field(default_factory=list)
     row_copies: list[RowCopy] = field(default_factory=list)  # read all, write all, before any other change of rows
     token_writes: list[TokenWrite] = field(default_factory=list)  # never of a row in `new_rows`
@@ -99,6 +100,7 @@ class StepPlan:
 class Unsent:
     """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
 
+    left_rows: list[int] = field(default_factory=list)
     rows: dict[int, Request] = field(default_factory=dict)  # taken by new requests
     row_copies: dict[int, RowCopy] = field(default_factory=dict)  # by the row taken
     token_writes: dict[int, TokenWrite] = field(default_factory=dict)  # by row
@@ -153,6 +155,7 @@ class Unsent:
             )
             for row, new in self.rows.items()
         ]
+        plan.left_rows, self.left_rows = self.left_rows, []
         plan.row_copies = list(self.row_copies.values())
         plan.token_writes = [write for row, write in self.token_writes.items() if row not in self.rows]
         plan.page_updates = [

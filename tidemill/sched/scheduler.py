@@ -42,12 +42,14 @@ class Scheduler(RequestTable):
         max_draws: int | None = None,
         order: str = "arrival",
         evict: bool = True,
+        policy_bytes: int = 0,
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
         `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
         the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`. `evict`: False: only
-        what can run to its end is admitted, and none is preempted."""
+        what can run to its end is admitted, and none is preempted. `policy_bytes`: what rows may keep beside their pages, where
+        that is counted."""
         super().__init__(kv, num_rows=num_rows, max_context=max_context, clock=clock, emit=emit, evict=evict)
         self.policy = policy
         self.token_budget = token_budget
@@ -56,6 +58,7 @@ class Scheduler(RequestTable):
         self._background = Background(background_tokens, background_budget or token_budget, most_saved)
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
+        self._policy_bytes = policy_bytes
         self._step = 0
 
     @property
@@ -349,6 +352,10 @@ class Scheduler(RequestTable):
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
+        if request.cache is not None and request.cache.beside_bytes:
+            taken = sum(one.cache.beside_bytes for one in self.running if one.cache is not None)
+            if taken + request.cache.beside_bytes > self._policy_bytes:
+                return f"KV policies have {self._policy_bytes:,} bytes, of which {taken:,} are taken"
         if state.num_left > 0 and self._chunk(self._pages.num_to_compute(request), state) == 0:
             return "does not fit the rest of this step's budget"
         return ""

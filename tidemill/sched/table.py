@@ -223,6 +223,8 @@ class RequestTable:
         self.running.remove(request)
         self._free_rows.append(request.row)
         self._pages.unsent.forget(request.row)
+        if request.cache is not None:
+            self._pages.unsent.left_rows.append(request.row)
         request.row = -1
 
     def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:

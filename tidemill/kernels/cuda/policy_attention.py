@@ -170,7 +170,7 @@ class CudaPolicyStep:
     rounds: list[RoundWork]
     sparse: list[Sparse]
     full_pages: torch.Tensor | None  # that have no summary yet
-    summary: torch.Tensor | None  # [P, layers, 2, G, D]: the lowest and highest keys of pages
+    summary: torch.Tensor  # [P, layers, 2, G, D]: the lowest and highest keys of pages
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
         kv, at = self.kv, self.kv.places[layer].index
@@ -280,7 +280,7 @@ class CudaPolicyStep:
     # ---- few pages
 
     def _sum_up(self, at: int) -> None:
-        if self.full_pages is not None and self.summary is not None:
+        if self.full_pages is not None:
             keys = self.kv.cache[self.full_pages, at, 0]  # [n, G, S, D]
             self.summary[self.full_pages, at] = torch.stack([keys.amin(2), keys.amax(2)], 1)
 
@@ -298,7 +298,6 @@ class CudaPolicyStep:
             self._attend(layer, qkv_TC, out_TC, lists, learned, read)
 
     def _bounds(self, layer: int, qkv_TC: torch.Tensor, queries: torch.Tensor, num_pages: int) -> torch.Tensor:
-        assert self.summary is not None
         kv, num, table = self.kv, queries.shape[0], self.kv.tables[0]
         bounds = qkv_TC.new_empty(num, kv.num_kv_heads, num_pages, dtype=torch.float32)
         launch(

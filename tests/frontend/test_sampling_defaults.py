@@ -34,9 +34,12 @@ def test_those_given_are_above_the_models(tmp_path):
     read = sampling_defaults(tmp_path, BIG, '{"temperature": 0.3, "repeat_last_n": 64}')
     assert read.values == NEUTRAL | {"temperature": 0.3, "top_p": 0.8, "penalty_window": 64}
     assert "temperature 0.3" in str(read)
+    assert (read.fill(Params(), 9).seed, "seed" in read.shown()) == (None, False)
+    seeded = sampling_defaults(tmp_path, BIG, '{"seed": 42}')
+    assert (seeded.fill(Params(), 9).seed, seeded.fill(Params(seed=7), 9).seed, seeded.shown()["seed"]) == (42, 7, 42)
 
 
-@pytest.mark.parametrize("wrong", ["mine", "[1]", '{"top_x": 1}', '{"temperature": -1}', '{"temperature": "hot"}'])
+@pytest.mark.parametrize("wrong", ["mine", "[1]", '{"top_x": 1}', '{"temperature": "hot"}', '{"seed": "x"}'])
 def test_wrong_ones_are_refused(tmp_path, wrong):
     with pytest.raises(ConfigError) as caught:
         sampling_defaults(tmp_path, BIG, wrong)

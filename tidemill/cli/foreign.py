@@ -106,7 +106,7 @@ FOREIGN = (
     _choice("--generation-config", VLLM, auto=("--sampling-defaults", "model"), vllm=("--sampling-defaults", "neutral")),
     _same("--override-generation-config", VLLM, "--sampling-defaults"),
     Foreign("-s --seed", f"{LLAMA}, {VLLM}, {SGLANG}", ("--seed",), automatic=("-1",),
-            why="a seed is part of a request", is_optional=True),
+            why="a seed is part of a request, or of --sampling-defaults", is_optional=True),
     _same("-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf", LLAMA, "--draft-model"),
     _same("--draft --draft-n --draft-max --spec-draft-n-max", LLAMA, "--max-drafts"),
     _same("--ssl-key-file --ssl-keyfile", f"{LLAMA}, {VLLM}", "--tls-key"),

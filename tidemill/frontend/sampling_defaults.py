@@ -33,10 +33,11 @@ _SMALL_PARAMETERS, _SMALL_LIMIT, _LIMIT = 10**9, 1024, 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """`limit`: of answers without max_tokens; None: the end of the context."""
+    """`limit`: of answers without max_tokens; None: the end of the context. `seed`: None: each request draws its own."""
 
     values: dict[str, float] = field(default_factory=lambda: dict(NEUTRAL))
     limit: int | None = None
+    seed: int | None = None
     source: str = "neutral"  # in words, where the values are from
     notes: tuple[str, ...] = ()  # what the model asks for and does not get
 
@@ -49,11 +50,14 @@ class SamplingDefaults:
         chosen: dict[str, Any] = {name: value for name, value in values.items() if not params.is_given(name)}
         if not params.is_given("max_tokens") or (null_is_absent and params.max_tokens is None):
             chosen["max_tokens"] = None if self.limit is None else max(min(self.limit, room), params.min_tokens, 1)
+        if params.seed is None and self.seed is not None:
+            chosen["seed"] = self.seed
         return msgspec.structs.replace(params, **chosen)
 
     def shown(self) -> dict[str, float | int | None]:
         """The values as they are, under the names of the API."""
-        return {_API_NAMES.get(name, name): value for name, value in self.values.items()} | {"max_tokens": self.limit}
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {_API_NAMES.get(name, name): value for name, value in self.values.items()} | {"max_tokens": self.limit} | seed
 
     def __str__(self) -> str:
         changed = {name: value for name, value in self.values.items() if value != NEUTRAL[name]}
@@ -68,7 +72,9 @@ def sampling_defaults(path: Path, num_parameters: int, source: str = "model", li
         raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")
     read = SamplingDefaults(source="--sampling-defaults neutral") if source == "neutral" else _of_model(path)
     if given:
-        read = replace(read, values=read.values | given, source=f"{', '.join(given)} by --sampling-defaults; {read.source}")
+        source = f"{', '.join(given)} by --sampling-defaults; {read.source}"
+        seed = given.pop("seed", None)
+        read = replace(read, values=read.values | given, seed=None if seed is None else int(seed), source=source)
     if limit is None:
         limit = read.limit or (_SMALL_LIMIT if num_parameters < _SMALL_PARAMETERS else _LIMIT)
     return replace(read, limit=limit or None)
@@ -83,7 +89,7 @@ def _given(text: str) -> dict[str, float]:
         given = None
     if not isinstance(given, dict):
         raise ConfigError(f"There are no sampling defaults {text[:100]!r}.", fix=fix, param="sampling_defaults")
-    names = {_API_NAMES.get(name, name): name for name in NEUTRAL}
+    names = {_API_NAMES.get(name, name): name for name in (*NEUTRAL, "seed")}
     if unknown := sorted(given.keys() - names.keys()):
         fix = f"Possible are {', '.join(names)}."
         raise ConfigError(f"Sampling defaults cannot have {unknown[0]!r}.", fix=fix, param="sampling_defaults")

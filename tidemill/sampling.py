@@ -321,7 +321,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         for field, ids in named.items():
             for token in ids:
                 if token >= vocab_size:
-                    raise InvalidRequest(f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field)
+                    there = f"the model has {vocab_size} tokens, 0 to {vocab_size - 1}"
+                    raise InvalidRequest(f"{field} names token {token}; {there}.", param=field)
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True):

@@ -34,6 +34,15 @@ def read(command: str, *args: str) -> list[str]:
         ("-tp 2 --pipeline-parallel-size 3 -ep", "--tensor-parallel 2 --pipeline-parallel 3 --expert-parallel"),
         ("--api-key -c smollm2", "--api-key -c smollm2"),
         ("-- --jinja", "-- --jinja"),
+        ("--tool-call-parser hermes --reasoning-budget 64", "--tool-parser hermes --thinking-token-budget 64"),
+        ("--reasoning auto --reasoning-format deepseek --reasoning-effort default", ""),
+        ("--reasoning-format none --no-webui", "--reasoning-parser none --no-ui"),
+        ("-n 64 --sleep-idle-seconds 60 -md small.gguf", "--default-max-tokens 64 --idle-unload 60 --draft-model small.gguf"),
+        ("--cors-origins localhost,https://a.b", "--allowed-origin localhost --allowed-origin https://a.b"),
+        ("x --served-model-name a b --uds s", "x --served-name a,b --unix-socket s"),
+        ("--served-model-name a x", "--served-name a x"),
+        ("--generation-config vllm", "--sampling-defaults neutral"),
+        ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
     ],
 )
 def test_the_same_meaning(given, ours, capsys):
@@ -41,10 +50,25 @@ def test_the_same_meaning(given, ours, capsys):
     assert not capsys.readouterr().err
 
 
+def test_sampling_parameters_and_variables_of_the_template_are_joined():
+    given = "--temp 0.5 --reasoning off --top-k 3 --reasoning-effort low"
+    args = read("serve", *given.split(), "--chat-template-kwargs", '{"a": 1}')
+    assert dict(zip(args[::2], args[1::2], strict=True)) == {
+        "--sampling-defaults": '{"temperature": 0.5, "top_k": 3}',
+        "--chat-template-kwargs": '{"enable_thinking": false, "reasoning_effort": "low", "a": 1}',
+        "--thinking-token-budget": "0",
+    }
+
+
 @pytest.mark.parametrize(
     "given",
     [
         "--jinja",
+        "--seed 1",
+        "--embedding",
+        "--kv-unified",
+        "--cache-ram 100",
+        "--presence-penalty 0",
         "-ngl 99",
         "-fa",
         "-fa on",
@@ -69,7 +93,9 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
         ("--max-contxt 5", "Did you mean --max-context?"),
         ("--max-modl-len 5", "Did you mean --max-model-len?"),
         ("--frobnicate", "There is no option --frobnicate. See --help."),
-        ("--temp 0.5", "This command has no --temperature, which --temp means"),
+        ("--reasoning maybe", "Possible: auto, on, off"),
+        ("--presence-penalty 0.5", "give it in a request"),
+        ("--context-shift", "the output ends with the context"),
         ("--max-model-len", "--max-model-len needs a value"),
     ],
 )
@@ -92,7 +118,8 @@ def test_every_entry_stands_for_a_real_option():
         for opt in (*param.opts, *param.secondary_opts)
     }
     for each in FOREIGN:
-        assert set(each.ours) - {"MODEL"} <= known, each.names
-        assert each.ours or each.why
+        meant = {*each.ours, each.inside[0], *(word for words in each.stands_for.values() for word in words[::2])} - {""}
+        assert meant - {"MODEL"} <= known, each.names
+        assert meant or each.why
     flags = [flag for each in FOREIGN for flag in each.flags]
     assert len(flags) == len(set(flags))

@@ -7,6 +7,7 @@ import gguf
 import pytest
 
 from tidemill import LLM, SamplingParams
+from tidemill.errors import ConfigError
 from tidemill.frontend.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
 from tidemill.sampling import SamplingParams as Params
 
@@ -26,6 +27,23 @@ def test_generation_config(tmp_path):
     assert of_config(tmp_path, eos_token_id=1).values == NEUTRAL
     assert of_config(tmp_path, temperature=0.6).values["temperature"] == 0.6
     assert sampling_defaults(tmp_path, BIG, "neutral").values == NEUTRAL
+
+
+def test_those_given_are_above_the_models(tmp_path):
+    of_config(tmp_path, temperature=0.6, top_p=0.8)
+    read = sampling_defaults(tmp_path, BIG, '{"temperature": 0.3, "repeat_last_n": 64}')
+    assert read.values == NEUTRAL | {"temperature": 0.3, "top_p": 0.8, "penalty_window": 64}
+    assert "temperature 0.3" in str(read)
+    assert (read.fill(Params(), 9).seed, "seed" in read.shown()) == (None, False)
+    seeded = sampling_defaults(tmp_path, BIG, '{"seed": 42}')
+    assert (seeded.fill(Params(), 9).seed, seeded.fill(Params(seed=7), 9).seed, seeded.shown()["seed"]) == (42, 7, 42)
+
+
+@pytest.mark.parametrize("wrong", ["mine", "[1]", '{"top_x": 1}', '{"temperature": "hot"}', '{"seed": "x"}'])
+def test_wrong_ones_are_refused(tmp_path, wrong):
+    with pytest.raises(ConfigError) as caught:
+        sampling_defaults(tmp_path, BIG, wrong)
+    assert caught.value.param == "sampling_defaults"
 
 
 def test_do_sample_false_is_greedy(tmp_path):

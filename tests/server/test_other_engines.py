@@ -326,3 +326,11 @@ def test_coheres_embeddings(roomy):
     assert (len(short), sum(value * value for value in short)) == (8, pytest.approx(1.0))
     for wrong in ({"texts": texts, "truncate": "NONE"}, {"texts": []}, {}, {"texts": ["a"], "input_type": "query"}):
         post(roomy, "/v2/embed", wrong, 400)
+
+
+def test_errors_have_the_words_that_programs_look_for(roomy):
+    wrong = post(roomy, "/v1/chat/completions", GREEDY | {"messages": MESSAGES, "logit_bias": {"320": 1}}, 400)
+    assert "the model has 320 tokens" in wrong["error"]["message"]
+    wrong = post(roomy, "/v1/embeddings", {"input": "tide " * 60_000}, 400)
+    for words in ("too large", "is longer than the model's context length", "maximum context length"):  # llama.cpp, SGLang, vLLM
+        assert words in wrong["error"]["message"]

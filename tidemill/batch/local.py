@@ -27,7 +27,7 @@ class Local:
     def __init__(
         self, served: Served, num_at_once: int | None = None, stall_s: float = STALL_S, start_s: float = START_S
     ) -> None:
-        self._engine = ModelEngine(served, stall_s, start_s, None, ("auto", "auto"))
+        self._engine = ModelEngine(served, stall_s, start_s, None, ("auto", "auto", None))
         self._models: Models | None = None
         self._given = num_at_once
         self.num_at_once = 0

@@ -296,8 +296,9 @@ OPTIONS = (
     Option("nano-batching", "text", ENGINE, field="nano_batching", choices=("auto", "on", "off"),
            help="On a GPU: steps in two halves, so that one half's attention runs beside the other's matmuls. auto: at the sizes "
            "where a trial at start is at least 2 % faster. Tokens are the same."),
-    Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
-           help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
+    Option("sampling-defaults", "text", ENGINE, field="sampling_defaults",
+           help="Sampling parameters of requests that do not give them: the model's own, neutral (temperature 1), or JSON for "
+           "some of them, like '{\"temperature\": 0.7}'; the others are then the model's."),
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,
            automatic="the model's max_new_tokens; 1024 below a billion parameters, else 16384",
            help="Most tokens of an answer to a request without max_tokens; 0: up to the end of the context."),
@@ -320,7 +321,7 @@ OPTIONS = (
     Option("tls-key", "text", ACCESS, "Private key (PEM) of the certificate.", automatic="in the file of the certificate"),
     Option("tls-client-ca", "text", ACCESS, "Certificates (PEM) of authorities: clients must show a certificate of one of them."),
     Option("served-name", "text", SERVING, field="served_name", automatic="the model as given",
-           help="The model's name in the API: what clients send as model."),
+           help="The model's name in the API: what clients send as model. More names may follow, with commas between them."),
     Option("memory-budget", "size", SERVING, automatic="what is free at the start",
            help="Memory for all models of the server together; those that do not fit beside others are swapped on demand."),
     Option("max-loaded", "integer", SERVING, low=1, automatic="as many as fit",
@@ -333,10 +334,14 @@ OPTIONS = (
            "auto", choices=("auto", "none", *TOOL_PARSERS)),
     Option("reasoning-parser", "text", SERVING, "How the model writes its reasoning: likewise.", "auto",
            choices=("auto", "none", *REASONING_PARSERS)),
+    Option("thinking-token-budget", "integer", SERVING, low=0, automatic="no limit",
+           help="Reasoning is ended after so many tokens if a request does not say; 0: none."),
     Option("force-include-usage", "switch", SERVING, "Every chunk of a stream has the usage so far, also if it is not asked for.",
            False),
     Option("return-tokens-as-token-ids", "switch", SERVING, "In logprobs, tokens are written as token_id:N, for every request.",
            False),
+    Option("pooling", "text", SERVING, "How embeddings are made of the hidden states if a request does not say; auto: as the "
+           "model does, or their mean.", "auto", choices=("auto", "mean", "last", "cls"), spellings=(("rank", "auto"),)),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
            help="Most queued requests; further ones are refused with status 429."),
     Option("drain-seconds", "number", SERVING,
@@ -367,6 +372,7 @@ OPTIONS = (
     Option("allowed-origin", "text", ACCESS, is_list=True,
            help="The origin of a web page that may call the server from a browser, like https://app.example.org; `localhost`: "
                 "any page of this machine; `*`: any page."),
+    Option("ui", "switch", ACCESS, "The web page at /; off, there is none.", True),
     Option("slots", "switch", ACCESS, "/slots shows the requests that are computed; off, it answers with status 501.", True),
     Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 

@@ -44,7 +44,7 @@ _SECTIONS = {
 }
 
 
-_FOREIGN = """## Flags of vLLM and llama.cpp
+_FOREIGN = """## Flags of vLLM, SGLang and llama.cpp
 
 Commands also take these flags. Most mean the same as one of ours. What changes no answer and has no counterpart is accepted
 with a note; what would change answers is refused with the reason. Underscores count as hyphens. They are flags only: variables

@@ -100,7 +100,14 @@ def serve(
                     start_seconds=settings["start-seconds"],
                     tool_parser=settings["tool-parser"],
                     reasoning_parser=settings["reasoning-parser"],
-                    manner=Manner(settings["force-include-usage"], settings["return-tokens-as-token-ids"], settings["slots"]),
+                    thinking_budget=settings["thinking-token-budget"],
+                    manner=Manner(
+                        settings["force-include-usage"],
+                        settings["return-tokens-as-token-ids"],
+                        settings["slots"],
+                        settings["ui"],
+                        None if settings["pooling"] == "auto" else settings["pooling"],
+                    ),
                     access=access,
                     data=data,
                     log=log,
@@ -185,6 +192,7 @@ def _served(settings: Settings) -> list[Served]:
         raise ConfigError("--lora is for a single model.", fix=fix, param="loras")
     served = []
     for names, model in given:
+        names = names or [name.strip() for name in (settings["served-name"] or "").split(",") if name.strip()]
         own = {"model": model} | ({"served_name": names[0]} if names else {})
         served.append(Served(settings.engine_options(**own), tuple(names[1:])))
     served += [Served(settings.engine_options(**table.engine), table.aliases) for table in settings.tables]

@@ -71,7 +71,7 @@ class EngineOptions:
     draft_heads: str | None = None  # a folder that train-draft has written
     adaptive_drafts: bool = True
     acceptance: str = "exact"  # or rejection
-    sampling_defaults: str = "model"  # or neutral
+    sampling_defaults: str = "model"  # or neutral, or JSON
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
     chat_template_kwargs: str | None = None  # its variables, as JSON, where a request does not give them

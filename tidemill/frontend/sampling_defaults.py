@@ -1,7 +1,8 @@
 """Sampling defaults: what a request that does not say gets. The server, the command line and LLM all take them from here.
 
 They come from the model: generation_config.json of a Hugging Face folder, `general.sampling.*` of a GGUF file, or the table below
-for a packaged model. A parameter that is given always counts, and leaves the defaults of the others as they are.
+for a packaged model; some may be given as JSON instead. A parameter that is given always counts, and leaves the defaults of the
+others as they are.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _SMALL_PARAMETERS, _SMALL_LIMIT, _LIMIT = 10**9, 1024, 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """`limit`: of answers without max_tokens; None: the end of the context."""
+    """`limit`: of answers without max_tokens; None: the end of the context. `seed`: None: each request draws its own."""
 
     values: dict[str, float] = field(default_factory=lambda: dict(NEUTRAL))
     limit: int | None = None
+    seed: int | None = None
     source: str = "neutral"  # in words, where the values are from
     notes: tuple[str, ...] = ()  # what the model asks for and does not get
 
@@ -48,11 +50,14 @@ class SamplingDefaults:
         chosen: dict[str, Any] = {name: value for name, value in values.items() if not params.is_given(name)}
         if not params.is_given("max_tokens") or (null_is_absent and params.max_tokens is None):
             chosen["max_tokens"] = None if self.limit is None else max(min(self.limit, room), params.min_tokens, 1)
+        if params.seed is None and self.seed is not None:
+            chosen["seed"] = self.seed
         return msgspec.structs.replace(params, **chosen)
 
     def shown(self) -> dict[str, float | int | None]:
         """The values as they are, under the names of the API."""
-        return {_API_NAMES.get(name, name): value for name, value in self.values.items()} | {"max_tokens": self.limit}
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {_API_NAMES.get(name, name): value for name, value in self.values.items()} | {"max_tokens": self.limit} | seed
 
     def __str__(self) -> str:
         changed = {name: value for name, value in self.values.items() if value != NEUTRAL[name]}
@@ -62,16 +67,38 @@ class SamplingDefaults:
 
 def sampling_defaults(path: Path, num_parameters: int, source: str = "model", limit: int | None = None) -> SamplingDefaults:
     """Of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the context."""
-    if source not in SOURCES:
-        raise ConfigError(
-            f"There are no sampling defaults {source!r}.", fix="Choose model or neutral.", param="sampling_defaults"
-        )
+    given = _given(source) if source not in SOURCES else {}
     if limit is not None and limit < 0:
         raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")
-    read = _of_model(path) if source == "model" else SamplingDefaults(source="--sampling-defaults neutral")
+    read = SamplingDefaults(source="--sampling-defaults neutral") if source == "neutral" else _of_model(path)
+    if given:
+        source = f"{', '.join(given)} by --sampling-defaults; {read.source}"
+        seed = given.pop("seed", None)
+        read = replace(read, values=read.values | given, seed=None if seed is None else int(seed), source=source)
     if limit is None:
         limit = read.limit or (_SMALL_LIMIT if num_parameters < _SMALL_PARAMETERS else _LIMIT)
     return replace(read, limit=limit or None)
+
+
+def _given(text: str) -> dict[str, float]:
+    """Of a JSON object under the names of the API."""
+    fix = 'Choose model or neutral, or give a JSON object like {"temperature": 0.7, "top_p": 0.9}.'
+    try:
+        given = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        given = None
+    if not isinstance(given, dict):
+        raise ConfigError(f"There are no sampling defaults {text[:100]!r}.", fix=fix, param="sampling_defaults")
+    names = {_API_NAMES.get(name, name): name for name in (*NEUTRAL, "seed")}
+    if unknown := sorted(given.keys() - names.keys()):
+        fix = f"Possible are {', '.join(names)}."
+        raise ConfigError(f"Sampling defaults cannot have {unknown[0]!r}.", fix=fix, param="sampling_defaults")
+    made = {names[name]: value for name, value in given.items()}
+    try:
+        checked = SamplingParams(**made)
+    except InvalidRequest as error:
+        raise ConfigError(f"Sampling defaults: {error.message}", fix=error.fix, param="sampling_defaults") from error
+    return {name: getattr(checked, name) for name in made}
 
 
 def _of_model(path: Path) -> SamplingDefaults:

@@ -94,8 +94,8 @@ class Tokenizer:
     def _check_length(self, text: str, max_tokens: int) -> None:
         if len(text) > max_tokens * self._longest_bytes:
             raise ContextTooLong(
-                f"The prompt ({len(text)} characters) is longer than the model's context length. This model's maximum context "
-                f"length is {max_tokens} tokens, which it cannot fit.",
+                f"The prompt ({len(text)} characters) is too large: it is longer than the model's context length. This model's "
+                f"maximum context length is {max_tokens} tokens, which it cannot fit.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )

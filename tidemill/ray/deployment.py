@@ -51,7 +51,7 @@ class Tidemill:
     ) -> None:
         served = Served(options)
         await asyncio.to_thread(locate, served.engine.model, fetch=True)
-        self._engine = engine = ModelEngine(served, 60.0, 300.0, None, ("auto", "auto"))
+        self._engine = engine = ModelEngine(served, 60.0, 300.0, None, ("auto", "auto", None))
         starting = asyncio.create_task(engine.start(None))
         try:
             self._models = models = Models([await engine.service()])

@@ -71,7 +71,7 @@ def create_app(
     app.include_router(ollama.make_router(models))
     app.include_router(lora.make_router(models))
     app.include_router(prompt_cache.make_router(models))
-    app.include_router(page.make_router())
+    app.include_router(page.make_router(models.default.manner.shows_page))
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
 

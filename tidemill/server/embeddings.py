@@ -81,8 +81,9 @@ async def _pooled_in_turn(
 
 
 def pooling_of(service: Service, asked: str | None = None) -> str:
-    """What is asked for, or how the model makes embeddings."""
-    return asked or service.ready.model.own_pooling or "mean"
+    """What is asked for, or how the server or the model makes embeddings."""
+    own = service.ready.model.own_pooling
+    return asked or (service.manner.pooling if own != "score" else None) or own or "mean"
 
 
 @dataclass(frozen=True, slots=True)

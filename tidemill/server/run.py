@@ -96,12 +96,12 @@ class ModelEngine:
         stall_s: float,
         start_s: float,
         tracing: Tracing | None,
-        parsers: tuple[str, str],
+        parsers: tuple[str, str, int | None],
         fleet: Fleet | None = None,
         advises: bool = False,
     ) -> None:
-        """`parsers`: of tool calls and of reasoning. `fleet`: what makes the engines, if that is not this process. `advises`: on
-        engines with roles, also if there are none."""
+        """`parsers`: of tool calls and of reasoning, and the budget of the latter. `fleet`: what makes the engines, if that is
+        not this process. `advises`: on engines with roles, also if there are none."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
         served.engine.check_roles()
@@ -181,6 +181,7 @@ async def serve(
     sharing: Sharing = Sharing(),
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
+    thinking_budget: int | None = None,
     manner: Manner = Manner(),
     fleet: Fleet | None = None,
     advises: bool = False,
@@ -208,7 +209,7 @@ async def serve(
         )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    how = stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser), fleet, advises
+    how = stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser, thinking_budget), fleet, advises
     engines = [ModelEngine(one, *how) for one in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()

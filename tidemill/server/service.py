@@ -46,6 +46,8 @@ class Manner:
     usage_always: bool = False  # in every chunk
     ids_in_logprobs: bool = False  # instead of the texts of tokens
     shows_slots: bool = True
+    shows_page: bool = True
+    pooling: str | None = None  # of embeddings; None: the model's own
 
 
 class Service:
@@ -65,9 +67,11 @@ class Service:
         tracing: Tracing | None = None,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        thinking_budget: int | None = None,
         pins: Pins | None = None,
     ) -> None:
-        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters. `pins`: reads the events."""
+        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters. `thinking_budget`: tokens
+        of reasoning if a request does not say. `pins`: reads the events."""
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -96,7 +100,7 @@ class Service:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
-        self._dialect = Dialect.of(template, tool_parser, reasoning_parser)
+        self._dialect = Dialect.of(template, tool_parser, reasoning_parser, thinking_budget)
         # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
         self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls

@@ -21,20 +21,22 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model writes tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name."""
+    """How a model writes tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name.
+    `budget`: reasoning is ended after so many tokens if a request does not say."""
 
     family: Family | None
     markers: Markers | None
     is_expected: bool
+    budget: int | None = None
 
     @staticmethod
-    def of(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
+    def of(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO, budget: int | None = None) -> Dialect:
         family = family_of(template) if tool_parser == AUTO else _named(TOOL_PARSERS, tool_parser, "tool-parser")
         if reasoning_parser != AUTO:
             markers = _named(REASONING_PARSERS, reasoning_parser, "reasoning-parser")
-            return Dialect(family, markers, markers is not None)
+            return Dialect(family, markers, markers is not None, budget)
         found = markers_of(template)
-        return Dialect(family, found or THINK, found is not None)
+        return Dialect(family, found or THINK, found is not None, budget)
 
     def reading(
         self, prompt_end: str, functions: Iterable[Mapping[str, Any]] = (), only_calls: bool = False, continued: str = ""
@@ -50,7 +52,7 @@ class Dialect:
             elif markers.starts_open:
                 is_open = True
         tools = {one["name"]: one.get("parameters") or {} for one in functions}
-        return Reading(self.family, markers, is_open, self.is_expected, tools, only_calls)
+        return Reading(self.family, markers, is_open, self.is_expected, tools, only_calls, self.budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Reading:
     is_expected: bool
     functions: Mapping[str, dict[str, Any]]
     only_calls: bool
+    budget: int | None = None  # if the request does not say
     parsers: list[OutputParser] = field(default_factory=list, compare=False)  # that were made
 
     @property
@@ -111,6 +114,8 @@ class Reading:
         if markers is not None and markers.is_repeated and budget is not None:
             what = "A budget of reasoning is not supported for a model that writes channels."
             raise InvalidRequest(what, fix="Give reasoning_effort instead.", param="thinking_token_budget")
+        if budget is None and self.takes_budget and params.beams is None:
+            budget = self.budget
         is_gated = budget is not None if params.grammar is None else self.is_expected
         if markers is None or not is_gated:
             return params

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import PurePath
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -53,11 +54,21 @@ _FILES = _read()
 PATHS = frozenset(_FILES)
 
 
-def make_router() -> APIRouter:
+def make_router(is_shown: bool = True) -> APIRouter:
+    """Without the page, HEAD / still tells Ollama's clients that there is a server."""
     router = APIRouter()
+    if not is_shown:
+        router.add_api_route("/", _nothing, methods=["GET", "HEAD"], include_in_schema=False)
+        return router
     for path, file in _FILES.items():
         router.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
     return router
+
+
+async def _nothing(request: Request) -> Response:
+    if request.method == "HEAD":
+        return Response()
+    raise HTTPException(404)
 
 
 def _sender(file: _File) -> Callable[[Request], Awaitable[Response]]:

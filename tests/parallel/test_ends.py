@@ -129,8 +129,8 @@ def test_a_worker_killed_before_it_comes(tmp_path):
     killed = []
 
     def progress(name, done, total):
-        if "have not come yet" in name and not killed:
-            killed.extend(children(os.getpid()))
+        if "have not come yet" in name and not killed and len(started := children(os.getpid())) == 3:
+            killed.extend(started)
             os.kill(killed[0], signal.SIGKILL)
 
     with pytest.raises(WorkerLost, match="Worker 1 ended with code -9 while starting"):

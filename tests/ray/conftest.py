@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from uuid import uuid4
 
 import pytest
+
+MARK = f"TEST_RUN={uuid4()}"  # in the environment of all that a run starts
 
 
 @pytest.fixture
@@ -14,6 +17,7 @@ def nodes():
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ["TEST_RUN"] = MARK.partition("=")[2]
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # on a busy machine, its proxy would never be ready
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

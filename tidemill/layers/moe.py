@@ -46,8 +46,8 @@ class Router(Linear):
 class Experts(Layer):
     """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"),
     or gate and up of all as one ("gate_ups", rows of gate first). Of several ranks, each has some columns of every expert, or
-    some experts; of the shared expert some columns either way. With some experts, ranks on CPUs send each other rows; on GPUs each
-    adds up what its own experts give, and the sums are added: that takes the same kernels for any routing."""
+    some experts; of the shared expert some columns either way. With some experts, ranks on CPUs send each other rows; on GPUs
+    each adds up what its own experts give, and the sums are added: that takes the same kernels for any routing."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         spec, shard, hidden_size = config.moe(layer), weights.shard, config.hidden_size
@@ -160,12 +160,17 @@ class Experts(Layer):
 
     @property
     def _held(self) -> MoESpec:
-        """What this rank has. Where rows are sent, it computes one expert for each that it gets."""
-        num = len(self._own) if self._by_number else self.num_experts
-        held = replace(self.spec, num_experts=num, expert_size=self._columns.num, shared_size=self._shared_columns.num)
-        if not self._sends:
-            return held
-        return replace(held, top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0)
+        """What this rank has. By number: perhaps fewer experts than a token goes through, one at a time."""
+        if not self._by_number:
+            return self._cut
+        return replace(
+            self.spec, num_experts=len(self._own), top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0
+        )
+
+    @property
+    def _cut(self) -> MoESpec:
+        """All experts, with this rank's columns of them."""
+        return replace(self.spec, expert_size=self._columns.num, shared_size=self._shared_columns.num)
 
     def _take_bias(self, side: str, tensor: WeightTensor) -> None:
         self._set_bias(side, read_values(tensor))
@@ -198,8 +203,7 @@ class Experts(Layer):
             self._own.start if self._by_number else 0,
         )
         self._read, self._biases, self._stacks = {}, {}, None
-        held = self._held if self._sends else replace(self._held, num_experts=self.num_experts)
-        self._weights = self.method.join_experts(parts, held)
+        self._weights = self.method.join_experts(parts, self._held if self._sends else self._cut)
         if self._sends:
             self._weights = ParallelExperts(self.spec, self._weights, self._group, self._shared_weights(shared))
 

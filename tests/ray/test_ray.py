@@ -113,7 +113,8 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
                     node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
                     nodes.remove_node(node, allow_graceful=False)
                 else:
-                    os.kill((engines() - before).pop(), signal.SIGKILL)
+                    (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
+                    os.kill(engine, signal.SIGKILL)
                 assert await asyncio.gather(*work) == truth, way
             assert client.num_restarts == 3
             cluster.wait_s = 2

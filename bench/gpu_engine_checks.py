@@ -18,7 +18,6 @@ import triton
 from safetensors.torch import load_file, save_file
 
 from bench.gpu_checks import has_flash
-from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
@@ -299,6 +298,8 @@ def nothing_compiles() -> Iterator[None]:
 
 def check_nothing_compiles() -> None:
     """Once an engine is ready: batches of odd sizes, all that sampling may do, prompts of odd lengths, page copies."""
+    from tests.helpers import byte_tokenizer
+
     folder = Path(tempfile.mkdtemp())
     random_llama(folder)
     byte_tokenizer(folder)
@@ -329,6 +330,8 @@ def check_nothing_compiles() -> None:
 
 def check_odd_requests() -> None:
     """Requests that ask for more than tokens, or break, each among others that notice nothing."""
+    from tests.helpers import byte_tokenizer
+
     folder = Path(tempfile.mkdtemp())
     reference = random_llama(folder)
     byte_tokenizer(folder)

@@ -2,17 +2,22 @@
 
 Without the multi-process service, a GPU runs kernels of several processes in turns of about a millisecond, and a rank that waits
 for another waits for its turn. So it is started, if it can be; the table says if it was.
+
+Checks of engines say what they are at. One that stands still for a while shows where all of its threads are, its workers' too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +25,38 @@ from pathlib import Path
 from typing import Any
 
 SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
+
+
+class Progress:
+    """What a check is at, and since when. Nothing to say for `still_s`: it hangs."""
+
+    def __init__(self, still_s: float = 60.0) -> None:
+        self._began, self.still_s = time.monotonic(), still_s
+        self._watch: threading.Timer | None = None
+
+    def __call__(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)
+        self.end()
+        self._watch = threading.Timer(self.still_s, self._show)
+        self._watch.daemon = True
+        self._watch.start()
+
+    def end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _show(self) -> None:
+        """Workers show theirs as they end: a group without them is of no use, so this process ends as well."""
+        print(f"nothing happened for {self.still_s:.0f} s", flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+        for child in {int(one) for children in found for one in children.read_text().split()}:
+            with contextlib.suppress(OSError):
+                if b"tidemill.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGABRT)
+
+
+say = Progress()
 
 
 def measure(path: Path, rank: int, size: int) -> None:
@@ -121,41 +158,103 @@ def check_pipeline(num_ranks: int) -> None:
         random_llama(Path(folder))
         requests, answers = some_requests(), []
         for layout in ({}, {"pipeline_parallel": num_ranks}):
-            start = time.perf_counter()
+            say(f"{layout or 'one process'}: starts")
             core = small_core(folder, **layout)
+            say("is ready")
             answers.append(ask(core, requests))
+            say("has answered all")
             alone = ask(core, {"r3": requests["r3"]})["r3"]
+            say("has answered one alone")
             core.close()
             assert alone == answers[-1]["r3"], "alone and among others differ"
-            print(f"{layout or 'one process'}: {time.perf_counter() - start:.1f} s", flush=True)
         assert answers[0] == answers[1], "stages and one process differ"
-        print(f"pipeline of {num_ranks} stages: the bits of one process", flush=True)
+        say(f"pipeline of {num_ranks} stages: the bits of one process")
+
+
+def random_moe(folder: Path) -> Any:
+    """A small mixture of experts, as Transformers computes it in float32."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from bench.gpu_engine_checks import with_weights
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=2048, initializer_range=0.05, num_experts=16,
+        num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1,
+    )  # fmt: skip
+    model = with_weights(Qwen3MoeForCausalLM(config), torch.bfloat16)
+    model.save_pretrained(folder)
+    return with_weights(model.cuda().eval(), torch.float32)
+
+
+def check_experts(num_ranks: int) -> None:
+    """Experts divided among ranks: as near to float32 as in one process, and the same bits alone and among others."""
+    import torch
+
+    from bench.gpu_engine_checks import ask
+
+    with tempfile.TemporaryDirectory() as folder:
+        say("a model is made")
+        reference, requests, prompt = random_moe(Path(folder)), some_requests(), list(range(2, 200))
+        exact, errors = exact_scores(reference, prompt), []
+        del reference
+        torch.cuda.empty_cache()
+        for layout in ({}, {"tensor_parallel": num_ranks, "expert_parallel": True}):
+            say(f"{layout or 'one process'}: starts")
+            core = small_core(folder, **layout)
+            say("is ready")
+            together = ask(core, requests)
+            say("has answered all")
+            assert ask(core, {"r3": requests["r3"]})["r3"] == together["r3"], "alone and among others differ"
+            errors.append(error_of(core, prompt, exact))
+            core.close()
+            say(f"the same bits alone and among others; off by {errors[-1]:.4f}")
+        assert errors[1] < 1.3 * errors[0] + 0.005
+        say(f"experts on {num_ranks} ranks: right")
+
+
+def exact_scores(reference: Any, prompt: list[int]) -> Any:
+    """Log probabilities of a prompt's tokens, in float32."""
+    import torch
+
+    targets = torch.tensor(prompt[1:], device="cuda")[:, None]
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, targets).flatten().cpu()
+
+
+def error_of(core: Any, prompt: list[int], exact: Any) -> float:
+    import torch
+
+    from bench.gpu_engine_checks import ask
+    from tidemill.sampling import SamplingParams
+
+    scored = ask(core, {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
+    error = torch.tensor([entry.logprob for entry in scored]) - exact
+    return float(error.pow(2).mean().sqrt())
 
 
 def check_quantized(num_ranks: int) -> None:
     """Quantized weights, cut among ranks: as near to float32 as in one process, and the same bits alone and among others."""
-    import torch
-
     from bench.gpu_engine_checks import ask, random_llama
-    from tidemill.sampling import SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
         reference, requests, prompt = random_llama(Path(folder)), some_requests(), list(range(2, 200))
-        targets = torch.tensor(prompt[1:], device="cuda")[:, None]
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
-        exact = logits.log_softmax(-1).gather(1, targets).flatten().cpu()
+        exact = exact_scores(reference, prompt)
         del reference
         for kind in ("fp8", "int4", "int8"):
             errors = []
             for ranks in (1, num_ranks):
+                say(f"{kind} on {ranks}: starts")
                 core = small_core(folder, quantization=kind, tensor_parallel=ranks)
+                say("is ready")
                 together = ask(core, requests)
                 assert ask(core, {"r3": requests["r3"]})["r3"] == together["r3"], "alone and among others differ"
-                scored = ask(core, {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
+                errors.append(error_of(core, prompt, exact))
                 core.close()
-                errors.append((torch.tensor([entry.logprob for entry in scored]) - exact).pow(2).mean().sqrt().item())
-            print(f"{kind}: off by {errors[0]:.4f} in one process, {errors[1]:.4f} on {num_ranks} ranks", flush=True)
+            say(f"{kind}: off by {errors[0]:.4f} in one process, {errors[1]:.4f} on {num_ranks} ranks")
             assert errors[1] < 1.3 * errors[0] + 0.005
 
 
@@ -187,7 +286,9 @@ def time_engine(num_ranks: int) -> None:
             del core
 
 
-CHECKS = {"check": check_engine, "pipeline": check_pipeline, "quantized": check_quantized, "time": time_engine}
+CHECKS = {
+    "check": check_engine, "pipeline": check_pipeline, "experts": check_experts, "quantized": check_quantized, "time": time_engine
+}  # fmt: skip
 
 
 def main() -> None:
@@ -196,12 +297,17 @@ def main() -> None:
     parser.add_argument("--path", type=Path)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--engine", choices=list(CHECKS))
+    parser.add_argument("--still", type=float, default=60.0, help="seconds without progress after which tracebacks are shown")
     given = parser.parse_args()
     if given.rank is not None:
         measure(given.path, given.rank, given.ranks)
         return
     if given.engine:
+        os.environ["PYTHONFAULTHANDLER"] = "1"  # of workers
+        faulthandler.enable()
+        say.still_s = given.still
         CHECKS[given.engine](given.ranks)
+        say.end()
         return
     from tidemill.parallel.shared import make_shared
 

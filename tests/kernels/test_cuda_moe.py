@@ -77,6 +77,32 @@ def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, act, tiles):
     assert_close(out, reference(*tensors, 2, False, act, *biases, scoring) + shared, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 21, 70])
+def test_experts_of_several_ranks(num_tokens, tiles):
+    """Each adds up what its own give: together that is all, and what it has not computed is not read."""
+    tiles(PLAIN, BULK)
+    x, logits, gate_up, down = given(num_tokens, 7, 3)
+    logits[:, 1] += 2.0
+    whole = moe.moe(x, logits, gate_up, down, 3, True, "silu")
+    total = torch.zeros_like(whole)
+    for first, end in ((0, 3), (3, 5), (5, 7)):
+        own = gate_up[first:end].contiguous(), down[first:end].contiguous()
+        some = moe.moe(x, logits, *own, 3, True, "silu", first=first)
+        for tokens in (slice(1), slice(-5, None)):
+            alone = moe.moe(x[tokens].clone(), logits[tokens].clone(), *own, 3, True, "silu", first=first)
+            assert torch.equal(alone, some[tokens])
+        total += some
+    assert_close(total, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_whose_experts_nobody_chose_adds_nothing(tiles):
+    tiles(PLAIN, BULK)
+    x, logits, gate_up, down = given(6, 4)
+    logits[:, 3] = -99.0
+    some = moe.moe(x, logits, gate_up[3:].contiguous(), down[3:].contiguous(), 2, True, "silu", first=3)
+    assert torch.equal(some, torch.zeros_like(x))
+
+
 def test_a_token_has_the_same_bits_alone_among_others_and_padded(tiles):
     """Through all kernels: two launches for few tokens, five for more. All in one tile, since numpy multiplies here."""
     tiles(PLAIN, BULK)
@@ -103,7 +129,7 @@ def test_routing(num_tokens):
         rows, down = torch.ones(4 * num_tokens, 16) / 16, torch.arange(60.0)[:, None, None].expand(60, 1, 16).contiguous()
         direct = moe.multiply_directly(rows, logits, down, PLAIN, 4, True)
         outputs = routing.experts_P.float()[:, None]
-        assert torch.equal(direct.nan_to_num(-9.0), moe.combine(outputs, routing.weights_P, 4).nan_to_num(-9.0))
+        assert torch.equal(direct.nan_to_num(-9.0), moe.combine(outputs, routing, 4).nan_to_num(-9.0))
     assert_close(routing.weights_P.view(-1, 4)[1:], logits.softmax(1).gather(1, expected)[1:], atol=1e-6, rtol=1e-6)
     by_expert = torch.argsort(experts.flatten(), stable=True)
     assert torch.equal(routing.order_P.long(), by_expert)
@@ -212,7 +238,7 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     return done
 
 shape = dict(TOP_K=8, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
-             HALVES=True, FETCH=True, LET=True, COUNT=True)
+             HALVES=True, FETCH=True, LET=True, COUNT=True, FIRST=32, NUM_OWN=32)
 if __name__ == "__main__":
     build(moe._route, **shape)
     build(moe._place, **shape)

@@ -75,6 +75,8 @@ def test_every_collective(make_group):
         assert torch.equal(group.all_gather(wide[rank], 1, [each.shape[1] for each in wide]), torch.cat(wide, 1))
         assert torch.equal(group.all_gather(long[rank], 0, [len(each) for each in long]), torch.cat(long))
         assert torch.equal(group.all_gather(xs[rank]), torch.cat(xs, 1))
+        few = xs[0][: int(rank == 1)]  # as of a step with fewer tokens than ranks
+        assert torch.equal(group.all_gather(few, 0, [0, 1, 0]), xs[0][:1])
         came = group.all_to_all(parts[rank], [len(parts[other][rank]) for other in range(size)])
         assert all(torch.equal(came[other], parts[other][rank]) for other in range(size))
         assert group.broadcast_bytes(b"plan" * 900 if rank == 1 else b"", 1) == b"plan" * 900

@@ -4,9 +4,10 @@ import gguf
 import pytest
 import torch
 
-from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run
+from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tests.models import test_bloom, test_families, test_moe, test_state_models
 from tests.models.test_llama import prompts
+from tests.parallel.near_ties import excused
 from tests.parallel.threads import run_ranks
 from tests.weights.test_gguf import write_gguf
 from tidemill.config import EngineOptions
@@ -19,7 +20,6 @@ from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.rank import world_of
 from tidemill.weights.checkpoint import open_checkpoint
 
-NEAR_TIE = 1e-4
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 131, "attention_bias": True}
 
 
@@ -44,20 +44,6 @@ def make_rank(model, **options):
 
 def ask(num: int, num_tokens: int, vocab_size: int):
     return {name: (prompt, greedy(num_tokens, logprobs=2)) for name, prompt in prompts(num, vocab_size).items()}
-
-
-def excused(answers: dict[str, Answer], expected: dict[str, Answer]) -> int:
-    """How many sequences differ from a near-tie on. Any other difference fails."""
-    num = 0
-    for name, answer in expected.items():
-        got = answers[name].tokens
-        assert len(got) == len(answer.tokens)
-        at = next((i for i, pair in enumerate(zip(got, answer.tokens, strict=True)) if pair[0] != pair[1]), None)
-        if at is not None:
-            best = answer.logprobs[at].top
-            assert abs(best[0][1] - best[1][1]) < NEAR_TIE, (name, at, best)
-            num += 1
-    return num
 
 
 def check(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from uuid import uuid4
 
 import pytest
+
+MARK = f"TEST_RUN={uuid4()}"  # in the environment of all that a run starts
 
 
 @pytest.fixture
@@ -14,13 +17,25 @@ def nodes():
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ["TEST_RUN"] = MARK.partition("=")[2]
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # on a busy machine, its proxy would never be ready
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made = started(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}))
     try:
         for _ in range(2):
-            made.add_node(num_cpus=2)
+            started(lambda: made.add_node(num_cpus=2))
         yield made
     finally:
         ray.shutdown()
         made.shutdown()
+
+
+def started(start):
+    """Ray gives a node 30 s to start, whatever else the machine does."""
+    for _ in range(9):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()

@@ -10,10 +10,12 @@ import time
 from collections import Counter
 from contextlib import aclosing
 from itertools import count
+from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.ray.conftest import MARK
 from tests.server.conftest import Server
 from tidemill.batch.run import Batch
 from tidemill.config import EngineOptions
@@ -71,13 +73,13 @@ def engines():
 
 
 def processes(module):
-    """Those of this machine that run it."""
+    """Those that run it and come from this run: others on this machine are not to be counted, and least of all to be killed."""
     found = []
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
+    for pid in map(Path("/proc").joinpath, filter(str.isdecimal, os.listdir("/proc"))):
         try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"\0%b\0" % module in file.read():
-                    found.append(int(pid))
+            is_ours = MARK.encode() in (pid / "environ").read_bytes().split(b"\0")
+            if is_ours and b"\0%b\0" % module in (pid / "cmdline").read_bytes():
+                found.append(int(pid.name))
         except OSError:
             continue
     return set(found)
@@ -111,7 +113,8 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
                     node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
                     nodes.remove_node(node, allow_graceful=False)
                 else:
-                    os.kill((engines() - before).pop(), signal.SIGKILL)
+                    (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
+                    os.kill(engine, signal.SIGKILL)
                 assert await asyncio.gather(*work) == truth, way
             assert client.num_restarts == 3
             cluster.wait_s = 2

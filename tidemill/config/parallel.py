@@ -48,7 +48,6 @@ def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machin
 def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
     stages = device == "cuda" and options.pipeline_parallel > 1
     is_there = {
-        "device cuda and --expert-parallel": device == "cuda" and options.expert_parallel,
         "device cuda and --quantization sparse24": device == "cuda" and options.quantization == "sparse24",
         "device cuda, --pipeline-parallel and --nano-batching": stages and options.nano_batching == "on",
         "device cuda, --pipeline-parallel and states": stages and bool(model.state_layers),

@@ -46,7 +46,8 @@ class Router(Linear):
 class Experts(Layer):
     """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"),
     or gate and up of all as one ("gate_ups", rows of gate first). Of several ranks, each has some columns of every expert, or
-    some experts; of the shared expert some columns either way."""
+    some experts; of the shared expert some columns either way. With some experts, ranks on CPUs send each other rows; on GPUs
+    each adds up what its own experts give, and the sums are added: that takes the same kernels for any routing."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         spec, shard, hidden_size = config.moe(layer), weights.shard, config.hidden_size
@@ -55,6 +56,7 @@ class Experts(Layer):
         self.spec, self.num_experts = spec, spec.num_experts
         self._shard, self._group = shard, group_of(shard)
         self._by_number = weights.expert_parallel and shard.size > 1
+        self._sends = self._by_number and weights.device != "cuda"  # rows go to the ranks that have their experts
         self._own = shard.range(spec.num_experts) if self._by_number else range(spec.num_experts)
         self._columns = even(spec.expert_size, WHOLE) if self._by_number else expert_cut(config, layer, shard)
         self._shared_columns = shared_cut(config, spec, shard)
@@ -158,13 +160,17 @@ class Experts(Layer):
 
     @property
     def _held(self) -> MoESpec:
-        """What this rank computes. By number: one expert at a time, for tokens that were sent to it."""
-        shared = self._shared_columns.num
+        """What this rank has. By number: perhaps fewer experts than a token goes through, one at a time."""
         if not self._by_number:
-            return replace(self.spec, expert_size=self._columns.num, shared_size=shared)
+            return self._cut
         return replace(
             self.spec, num_experts=len(self._own), top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0
         )
+
+    @property
+    def _cut(self) -> MoESpec:
+        """All experts, with this rank's columns of them."""
+        return replace(self.spec, expert_size=self._columns.num, shared_size=self._shared_columns.num)
 
     def _take_bias(self, side: str, tensor: WeightTensor) -> None:
         self._set_bias(side, read_values(tensor))
@@ -192,12 +198,13 @@ class Experts(Layer):
             [read["down", expert] for expert in apart],
             gate_up_bias,
             biases.get("down"),
-            None if self._by_number else shared,
+            None if self._sends else shared,
             self._stacks,
+            self._own.start if self._by_number else 0,
         )
         self._read, self._biases, self._stacks = {}, {}, None
-        self._weights = self.method.join_experts(parts, self._held)
-        if self._by_number:
+        self._weights = self.method.join_experts(parts, self._held if self._sends else self._cut)
+        if self._sends:
             self._weights = ParallelExperts(self.spec, self._weights, self._group, self._shared_weights(shared))
 
     def _shared_weights(self, shared: tuple[list[Any], Any] | None) -> tuple[Weight, Weight] | None:
@@ -217,7 +224,8 @@ class Experts(Layer):
 
     def forward(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         out_TH = self.weights(x_TH, logits_TL)
-        return out_TH if self._by_number or self._columns.is_whole else self._group.all_reduce(out_TH)
+        is_all = self._sends or (self._columns.is_whole and not self._by_number)
+        return out_TH if is_all else self._group.all_reduce(out_TH)
 
 
 class MoE(nn.Module):

@@ -44,7 +44,7 @@ class SocketGroup:
             self._checked(lambda: made.append(native.lib.all_gather(self._address, x, total)))  # type: ignore[union-attr]
             return made[0]
         shape = (-1, x.shape[1]) if dim == 0 else (x.shape[0], -1)
-        parts = [torch.frombuffer(bytearray(each), dtype=x.dtype).view(shape) for each in self._exchange(_bytes(x))]
+        parts = [_values(each, x.dtype).view(shape) for each in self._exchange(_bytes(x))]
         return torch.cat(parts, dim).to(x.device)
 
     def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
@@ -127,3 +127,8 @@ def _bytes(x: torch.Tensor) -> bytes:
 def _array(address: int, shape: tuple[int, int]) -> np.ndarray:
     num = shape[0] * shape[1]
     return np.ctypeslib.as_array((ctypes.c_float * num).from_address(address)).reshape(shape)
+
+
+def _values(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Also of a rank that has none, which torch.frombuffer refuses."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

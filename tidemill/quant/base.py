@@ -39,7 +39,8 @@ class ExpertStacks:
 
 @dataclass(slots=True)
 class ExpertParts(Generic[Part]):
-    """The matrices of a layer's experts, as they were read. `stacks`: has them all but the shared expert's, if it is there."""
+    """The matrices of a layer's experts, as they were read. `stacks`: has them all but the shared expert's, if it is there.
+    `first`: the number of the first, where some of the spec's experts are on other ranks."""
 
     gate_ups: list[list[Part]]  # of each expert, gate and up, or both as one; one below the other
     downs: list[Part]
@@ -47,6 +48,7 @@ class ExpertParts(Generic[Part]):
     down_bias: torch.Tensor | None = None  # [E, H]
     shared: tuple[list[Part], Part] | None = None  # of the shared expert, the same
     stacks: ExpertStacks | None = None
+    first: int = 0
 
 
 class LinearMethod(ABC, Generic[Part]):

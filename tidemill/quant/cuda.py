@@ -85,7 +85,7 @@ class CudaWeight(CudaMatrix):
 
 
 class CudaExperts(ExpertWeights):
-    """The shared expert is two linears."""
+    """The shared expert is two linears. `first`: the number of the first expert that is here, if not all are."""
 
     def __init__(
         self,
@@ -94,8 +94,9 @@ class CudaExperts(ExpertWeights):
         gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
         shared: tuple[Weight, Weight] | None,
+        first: int = 0,
     ) -> None:
-        self._spec, self._shared = spec, shared
+        self._spec, self._shared, self._first = spec, shared, first
         self._stacks: ExpertStacks | None = stacks
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._tally: Tally | None = None
@@ -145,6 +146,7 @@ class CudaExperts(ExpertWeights):
             spec.scoring,
             shared_TH,
             self._tally,
+            self._first,
         )
 
     def compile(self, nums_rows: Collection[int]) -> None:
@@ -185,4 +187,4 @@ class CudaDense(LinearMethod[torch.Tensor]):
         if parts.shared is not None:
             gate, up = torch.cat(parts.shared[0]).chunk(2)
             shared = self.join_gated(gate, up, None, spec.act), self.join([parts.shared[1]], None)
-        return CudaExperts(spec, parts.stacks, gate_up_bias, down_bias, shared)
+        return CudaExperts(spec, parts.stacks, gate_up_bias, down_bias, shared, parts.first)

@@ -11,6 +11,9 @@ depend on the number of tokens only: the lists have room for any routing, and pr
 
 Which expert got how many tokens is added up on the way (`Tally`): integers, whose sum does not depend on the order.
 
+A rank may have some of the experts (expert parallelism): it routes as all do, lists the pairs of its own experts alone, and adds
+up those; the sum over ranks is the layer's output. Launches are the same for any routing, so that graphs can be captured.
+
 Memory is kept busy meanwhile: with few tokens the second product's programs start in the room that the first one's leave, and
 fetch their weights into the L2 cache before they wait; with many, the first experts' weights are fetched beside the routing.
 
@@ -90,8 +93,10 @@ def _route(
 
 
 @triton.jit
-def _list_blocks(list_ptr, part, starts, counts, num_blocks, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """A part of the list of blocks: each has up to ROWS places of one expert."""
+def _list_blocks(
+    list_ptr, part, starts, counts, num_blocks, ROWS: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """A part of the list of blocks: each has up to ROWS places of one expert, which has its number among those from FIRST on."""
     experts = tl.arange(0, EXPERTS)[None, :]
     blocks = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
@@ -102,7 +107,7 @@ def _list_blocks(list_ptr, part, starts, counts, num_blocks, ROWS: tl.constexpr,
     first = tl.sum(tl.where(here, starts[None, :], 0), 1) + skipped
     rows = tl.minimum(tl.sum(tl.where(here, counts[None, :], 0), 1) - skipped, ROWS)
     entry, there = list_ptr + number * _ENTRY, number < num_blocks
-    tl.store(entry, expert, mask=there)
+    tl.store(entry, expert - FIRST, mask=there)
     tl.store(entry + 1, first, mask=there)
     tl.store(entry + 2, tl.where(expert < EXPERTS, rows, 0), mask=there)
 
@@ -111,10 +116,11 @@ def _list_blocks(list_ptr, part, starts, counts, num_blocks, ROWS: tl.constexpr,
 def _place(
     experts_ptr, counts_ptr, order_ptr, up_ptr, down_ptr, num_tokens, num_chunks, num_up, num_down,
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, UP_ROWS: tl.constexpr, DOWN_ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    FIRST: tl.constexpr, NUM_OWN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Where the pairs of a chunk of tokens lie when all are in the order of experts, then of tokens. Programs past the chunks
-    write the lists of blocks."""
+    write the lists of blocks. NUM_OWN: of the experts from FIRST on, so many are here, and pairs of others have no place; 0: all
+    are."""
     begin(AHEAD)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -124,17 +130,21 @@ def _place(
         some = tl.load(counts_ptr + chunks[:, None] * EXPERTS + experts[None, :], mask=chunks[:, None] < num_chunks, other=0)
         counts += tl.sum(some, 0)
         before += tl.sum(tl.where(chunks[:, None] < chunk, some, 0), 0)
+    own = experts >= FIRST
+    if NUM_OWN:
+        own = own & (experts < FIRST + NUM_OWN)
+        counts, before = tl.where(own, counts, 0), tl.where(own, before, 0)
     starts = tl.cumsum(counts, 0) - counts
     if chunk >= num_chunks:
-        _list_blocks(up_ptr, chunk - num_chunks, starts, counts, num_up, UP_ROWS, EXPERTS)
+        _list_blocks(up_ptr, chunk - num_chunks, starts, counts, num_up, UP_ROWS, EXPERTS, FIRST)
         if DOWN_ROWS != UP_ROWS:  # else it is the same list
-            _list_blocks(down_ptr, chunk - num_chunks, starts, counts, num_down, DOWN_ROWS, EXPERTS)
+            _list_blocks(down_ptr, chunk - num_chunks, starts, counts, num_down, DOWN_ROWS, EXPERTS, FIRST)
         return
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     ranks = tl.full((CHUNK, EXPERTS), TOP_K, tl.int32)
     for rank in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + tokens * TOP_K + rank, mask=tokens < num_tokens, other=-1)
-        ranks = tl.where(expert[:, None] == experts[None, :], rank, ranks)
+        ranks = tl.where((expert[:, None] == experts[None, :]) & own[None, :], rank, ranks)
     chosen = (ranks < TOP_K).to(tl.int32)
     places = (starts + before)[None, :] + tl.cumsum(chosen, 0) - chosen
     tl.store(order_ptr + places, tokens[:, None] * TOP_K + ranks, mask=chosen != 0)
@@ -232,16 +242,22 @@ def _down(
 
 @triton.jit
 def _combine(
-    pairs_ptr, weights_ptr, shared_ptr, out_ptr, width,
-    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    pairs_ptr, weights_ptr, experts_ptr, shared_ptr, out_ptr, width,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, FIRST: tl.constexpr, NUM_OWN: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """FIRST, NUM_OWN: as `_place` has them; what other experts would have given is not there."""
     begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
-        value = tl.load(pairs_ptr + (token * TOP_K + rank) * width + columns, mask=inside, other=0.0).to(tl.float32)
+        here = inside
+        if NUM_OWN:
+            number = tl.load(experts_ptr + token * TOP_K + rank) - FIRST
+            here = columns < tl.where((number >= 0) & (number < NUM_OWN), width, 0)
+        value = tl.load(pairs_ptr + (token * TOP_K + rank) * width + columns, mask=here, other=0.0).to(tl.float32)
         total = tl.fma(tl.zeros((BLOCK,), tl.float32) + tl.load(weights_ptr + token * TOP_K + rank), value, total)
     if HAS_SHARED:
         total += tl.load(shared_ptr + token * width + columns, mask=inside, other=0.0).to(tl.float32)
@@ -258,6 +274,7 @@ class Routing:
     order_P: torch.Tensor  # pairs in the order of experts
     up_blocks: torch.Tensor  # [blocks, _ENTRY]
     down_blocks: torch.Tensor
+    own: tuple[int, int] = (0, 0)  # the first expert that is here, and how many are; 0: all
 
 
 @cache
@@ -294,17 +311,17 @@ def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
 
 def route(
     logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_rows: int, next_weight: torch.Tensor | None = None,
-    tally: Tally | None = None,
+    tally: Tally | None = None, own: tuple[int, int] = (0, 0),
 ) -> Routing:  # fmt: skip
     """`of_all`: weights are the softmax among all experts, else among the chosen ones. Then: rows of the products' blocks, and
-    what is multiplied next."""
+    what is multiplied next. `own`: as `Routing` has it."""
     num_tokens, num_experts = logits_TE.shape
     num_pairs, chunk = num_tokens * top_k, 16 if num_tokens <= 512 else 64
     num_chunks, wide = triton.cdiv(num_tokens, chunk), triton.next_power_of_2(num_experts)
     new = partial(torch.empty, dtype=torch.int32, device=logits_TE.device)
     experts, order, counts = new(num_pairs), new(num_pairs), new(num_chunks * wide)
     weights = torch.empty_like(order, dtype=torch.float32)
-    up_blocks, down_blocks = (new(most_blocks(num_pairs, num_experts, rows), 4) for rows in (up_rows, down_rows))
+    up_blocks, down_blocks = (new(most_blocks(num_pairs, own[1] or num_experts, rows), 4) for rows in (up_rows, down_rows))
     shape = {"TOP_K": top_k, "CHUNK": chunk, "EXPERTS": wide, "num_warps": 4 if chunk == 16 else 8}
     num_fetched = 0 if next_weight is None else _num_fetched(next_weight, num_tokens, num_pairs)
     launch(
@@ -316,9 +333,9 @@ def route(
     launch(
         _place, (num_chunks + triton.cdiv(max(len(up_blocks), len(down_blocks)), _LISTED.value),),
         experts, counts, order, up_blocks, down_blocks, num_tokens, num_chunks, len(up_blocks), len(down_blocks),
-        UP_ROWS=up_rows, DOWN_ROWS=down_rows, **shape, **HOW,
+        UP_ROWS=up_rows, DOWN_ROWS=down_rows, FIRST=own[0], NUM_OWN=own[1], **shape, **HOW,
     )  # fmt: skip
-    return Routing(experts, weights, order, up_blocks, up_blocks if up_rows == down_rows else down_blocks)
+    return Routing(experts, weights, order, up_blocks, up_blocks if up_rows == down_rows else down_blocks, own)
 
 
 def multiply_gated(
@@ -353,13 +370,14 @@ def multiply(
     return out
 
 
-def combine(pairs_PH: torch.Tensor, weights_P: torch.Tensor, top_k: int, shared_TH: torch.Tensor | None = None) -> torch.Tensor:
+def combine(pairs_PH: torch.Tensor, routing: Routing, top_k: int, shared_TH: torch.Tensor | None = None) -> torch.Tensor:
     num_tokens, width = len(pairs_PH) // top_k, pairs_PH.shape[1]
     out = pairs_PH.new_empty(num_tokens, width)
     launch(
         _combine, (num_tokens, triton.cdiv(width, 1024)),
-        pairs_PH, weights_P, out if shared_TH is None else shared_TH, out, width,
-        TOP_K=top_k, HAS_SHARED=shared_TH is not None, BLOCK=1024, num_warps=4, **HOW,
+        pairs_PH, routing.weights_P, routing.experts_P, out if shared_TH is None else shared_TH, out, width,
+        TOP_K=top_k, HAS_SHARED=shared_TH is not None, FIRST=routing.own[0], NUM_OWN=routing.own[1], BLOCK=1024, num_warps=4,
+        **HOW,
     )  # fmt: skip
     return out
 
@@ -377,21 +395,24 @@ def moe(
     scoring: str = "softmax_then_topk",
     shared_TH: torch.Tensor | None = None,
     tally: Tally | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """`gate_up`: an expert's rows of gate, then those of up. `renormalise`: a token's weights add up to 1, as they always do with
-    `topk_then_softmax`. `shared`: what is added to the experts' sum, such as the output of an expert that every token has."""
+    `topk_then_softmax`. `shared`: what is added to the experts' sum, such as the output of an expert that every token has.
+    `first`: the number of the first expert, if there are fewer matrices than logits; what the others would give is left out."""
     assert scoring in SCORINGS
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, gate_up_E2IH.shape[1:]
     of_all = scoring == "softmax_then_topk" and not renormalise
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
-    direct = is_direct(num_tokens, top_k, num_experts)
+    own = (first, len(gate_up_E2IH)) if len(gate_up_E2IH) < num_experts else (0, 0)
+    direct = not own[1] and is_direct(num_tokens, top_k, num_experts)
     down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
     if direct:
         rows = multiply_gated_directly(x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, act, gate_up_bias_E2I, tally)
         return multiply_directly(rows, router_logits_TE, down_EHI, down_tile, top_k, of_all, down_bias_EH, shared_TH)
-    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally)
+    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
-    return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing.weights_P, top_k, shared_TH)
+    return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing, top_k, shared_TH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,4 +450,4 @@ def moe_in_slots(
             blocks[:, 0] = there.slot_of.index_select(0, blocks[:, 0])
     rows = multiply_gated(x_TH, there.gate_up_S2IH, routing, up_tile, top_k, act, there.gate_up_bias_S2I)
     pairs = multiply(rows, there.down_SHI, routing, down_tile, there.down_bias_SH)
-    return combine(pairs, routing.weights_P, top_k, shared_TH)
+    return combine(pairs, routing, top_k, shared_TH)

@@ -106,7 +106,6 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["serve", "--chat-template", "/nowhere.jinja", "--port", "0"], "chat_template '/nowhere.jinja' cannot be read"),
         (["serve", "--chat-template-kwargs", "[1]", "--port", "0"], "chat_template_kwargs is '[1]'."),
         (["serve", "--chat-template-kwargs", "{a: 1}", "--port", "0"], "chat_template_kwargs is not JSON"),
-        (["serve", "--reasoning", "off"], "--reasoning off is not supported: give --chat-template-kwargs"),
         (["ps"], "in the foreground"),
         (["stop", "smollm2", "--all"], "Ctrl-C"),
         (["pull", "no-such-model"], "There is no model 'no-such-model'"),

@@ -42,6 +42,7 @@ def read(command: str, *args: str) -> list[str]:
         ("x --served-model-name a b --uds s", "x --served-name a,b --unix-socket s"),
         ("--served-model-name a x", "--served-name a x"),
         ("--generation-config vllm", "--sampling-defaults neutral"),
+        ("--generation-config auto", ""),
         ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
     ],
 )
@@ -58,6 +59,9 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "--chat-template-kwargs": '{"enable_thinking": false, "reasoning_effort": "low", "a": 1}',
         "--thinking-token-budget": "0",
     }
+    given = '--generation-config vllm --override-generation-config={"temperature":0.5,"top_k":4} --temp 0.7'
+    assert read("serve", *given.split()) == ["--sampling-defaults", '{"base": "neutral", "temperature": 0.7, "top_k": 4}']
+    assert read("generate", "x", "--reasoning", "off") == ["x", "--chat-template-kwargs", '{"enable_thinking": false}']
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,16 @@ def test_those_given_are_above_the_models(tmp_path):
     assert (seeded.fill(Params(), 9).seed, seeded.fill(Params(seed=7), 9).seed, seeded.shown()["seed"]) == (42, 7, 42)
 
 
-@pytest.mark.parametrize("wrong", ["mine", "[1]", '{"top_x": 1}', '{"temperature": "hot"}', '{"seed": "x"}'])
+def test_null_is_absent_and_the_base_may_be_neutral(tmp_path):
+    of_config(tmp_path, temperature=0.6, top_p=0.8)
+    read = sampling_defaults(tmp_path, BIG, '{"temperature": null, "repeat_last_n": 64, "seed": 3}')
+    assert read.values == NEUTRAL | {"temperature": 0.6, "top_p": 0.8, "penalty_window": 64}
+    assert "repeat_last_n, seed by --sampling-defaults" in str(read)
+    assert "seed 3" in str(read)
+    assert sampling_defaults(tmp_path, BIG, '{"base": "neutral", "top_k": 4}').values == NEUTRAL | {"top_k": 4}
+
+
+@pytest.mark.parametrize("wrong", ["mine", "[1]", '{"base": "x"}', '{"top_x": 1}', '{"temperature": "hot"}', '{"seed": "x"}'])
 def test_wrong_ones_are_refused(tmp_path, wrong):
     with pytest.raises(ConfigError) as caught:
         sampling_defaults(tmp_path, BIG, wrong)

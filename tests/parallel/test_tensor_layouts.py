@@ -117,7 +117,7 @@ def test_groups_of_a_grid():
         ({"tensor_layout": "2d", "tensor_parallel": 3}, "3 ranks, which make no grid"),
         ({"tensor_layout": "gathered", "tensor_parallel": 2, "pipeline_parallel": 2}, "--pipeline-parallel"),
         ({"tensor_layout": "2d", "tensor_parallel": 4, "max_loras": 1}, "--lora"),
-        ({"kv_export": "tcp:127.0.0.1:7000", "tensor_parallel": 2}, "of other hosts"),
+        ({"kv_export": "nixl:127.0.0.1:7000", "tensor_parallel": 2}, "by nixl"),
     ],
 )
 def test_what_does_not_go_together(folder, given, what):

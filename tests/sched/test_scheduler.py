@@ -87,9 +87,8 @@ def test_what_policies_keep_beside_pages_is_limited():
     plans = [step(scheduler)[0] for _ in range(4)]
     assert [[new.row for new in plan.new_rows] for plan in plans] == [[0], [], [], [0, 1]]  # the queue's order stays
     assert [plan.left_rows for plan in plans] == [[], [], [], [0]]
-    assert "KV policies have 100 bytes, of which 60 are taken" in {
-        e.reason for e in buffer.take() if isinstance(e, events.Deferred)
-    }
+    reasons = {event.reason for event in buffer.take() if isinstance(event, events.Deferred)}
+    assert "KV policies have 100 bytes, of which too many are taken" in reasons
     assert run(scheduler) == {"b": "length", "c": "length"}
 
 
@@ -544,3 +543,14 @@ def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenan
     while scheduler.has_work:
         step(scheduler)
     assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
+
+
+def test_a_higher_priority_takes_what_kv_policies_keep_of_a_lower_one():
+    scheduler, buffer = make(policy_bytes=100)
+    kept = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 200, 256), beside_bytes=60)
+    scheduler.add("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), cache=kept, priority=5)
+    step(scheduler)
+    scheduler.add("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0), cache=kept, priority=0)
+    step(scheduler)
+    assert [event.request_id for event in buffer.take() if isinstance(event, events.Preempted)] == ["low"]
+    assert [request.request_id for request in scheduler.running] == ["high"]

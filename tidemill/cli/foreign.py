@@ -103,7 +103,7 @@ FOREIGN = (
     _sampling("--min-p", LLAMA, "min_p"),
     _sampling("--repeat-penalty", LLAMA, "repetition_penalty", "--repetition-penalty"),
     _sampling("--repeat-last-n", LLAMA, "repeat_last_n"),
-    _choice("--generation-config", VLLM, auto=("--sampling-defaults", "model"), vllm=("--sampling-defaults", "neutral")),
+    _choice("--generation-config", VLLM, auto=(), vllm=("--sampling-defaults", "neutral")),
     _same("--override-generation-config", VLLM, "--sampling-defaults"),
     Foreign("-s --seed", f"{LLAMA}, {VLLM}, {SGLANG}", ("--seed",), automatic=("-1",),
             why="a seed is part of a request, or of --sampling-defaults", is_optional=True),
@@ -266,18 +266,30 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
 
 
 def _joined(args: list[str]) -> list[str]:
-    """One JSON object instead of several for the same option; of a member that is given twice, the last one counts."""
+    """One JSON object instead of several for the same option; of a member that is given twice, the last one counts. Sampling
+    defaults that are one word are the base of the others."""
     for option in {each.inside[0] for each in FOREIGN if each.inside[0]}:
-        places = [i for i, arg in enumerate(args[:-1]) if arg == option and args[i + 1].startswith("{")]
+        split = [word for arg in args for word in (arg.split("=", 1) if arg.startswith(f"{option}=") else (arg,))]
+        places = [i for i, arg in enumerate(split[:-1]) if arg == option]
         if len(places) > 1:
             try:
-                objects = [json.loads(args[i + 1]) for i in places]
+                objects = [_object(option, split[i + 1]) for i in places]
             except ValueError:
                 return args  # told where it is read
-            args[places[0] + 1] = json.dumps({name: value for one in objects for name, value in one.items()})
+            split[places[0] + 1] = json.dumps({name: value for one in objects for name, value in one.items()})
             for i in reversed(places[1:]):
-                del args[i : i + 2]
+                del split[i : i + 2]
+            args = split
     return args
+
+
+def _object(option: str, text: str) -> dict[str, Any]:
+    if option == "--sampling-defaults" and text in ("model", "neutral"):
+        return {"base": text}
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
 
 
 def _next_value(foreign: Foreign, flag: str, left: list[str]) -> str:
@@ -326,9 +338,10 @@ def _stands_for(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -
     if words is None:
         fix = f"Possible: {', '.join(foreign.stands_for)}."
         raise ConfigError(f"{flag} {value} is not supported.", fix=fix)
-    if lacks := [word for word in words if word.startswith("--") and word not in known]:
-        raise ConfigError(f"This command has no {lacks[0]}, which {flag} means.", fix="See --help.")
-    return list(words)
+    there = [word for pair in zip(words[::2], words[1::2], strict=True) if pair[0] in known for word in pair]
+    if words and not there:
+        raise ConfigError(f"This command has no {words[0]}, which {flag} means.", fix="See --help.")
+    return there
 
 
 def _check_gpu_share(value: str) -> None:

@@ -77,7 +77,7 @@ def serve(
 
     def on_ready(models: Models, port: int) -> None:
         bar.stop()
-        print_ready(models, listen, port, bool(access.keys or access.admin_keys))
+        print_ready(models, listen, port, bool(access.keys or access.admin_keys), settings["ui"])
         if settings["disaggregate"] == "auto" and not served[0].engine.has_roles:
             told = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
             console.print(f"Disaggregation: {told}.", style="dim")
@@ -190,9 +190,11 @@ def _served(settings: Settings) -> list[Served]:
     if len(given) + len(settings.tables) > 1 and settings["lora"]:
         fix = "Give each model its own in its [[models]] table: lora = ['NAME=PATH']."
         raise ConfigError("--lora is for a single model.", fix=fix, param="loras")
-    served = []
+    served, own_names = [], [name.strip() for name in (settings["served-name"] or "").split(",") if name.strip()]
+    if settings["served-name"] and not own_names:
+        raise ConfigError("--served-name has no name.", fix="Give one, or several with commas.", param="served_name")
     for names, model in given:
-        names = names or [name.strip() for name in (settings["served-name"] or "").split(",") if name.strip()]
+        names = names or own_names
         own = {"model": model} | ({"served_name": names[0]} if names else {})
         served.append(Served(settings.engine_options(**own), tuple(names[1:])))
     served += [Served(settings.engine_options(**table.engine), table.aliases) for table in settings.tables]
@@ -211,7 +213,7 @@ def _named(text: str) -> tuple[list[str], str]:
     return found, model
 
 
-def print_ready(models: Models, listen: Listen, port: int, needs_key: bool) -> None:
+def print_ready(models: Models, listen: Listen, port: int, needs_key: bool, has_page: bool) -> None:
     from tidemill.engine.replicas import Replicas
 
     for service in models:
@@ -225,7 +227,7 @@ def print_ready(models: Models, listen: Listen, port: int, needs_key: bool) -> N
     name, url = models.default.model_name, listen.url(port)
     where = f"{url} through {listen.unix_socket}" if listen.unix_socket else url
     console.print(f"Tidemill serves {', '.join(models.names)} on {where}   (Ctrl-C stops it)\n", style="bold", markup=False)
-    console.print("Open that address in a browser, or try, in another terminal:", style="dim")
+    console.print(f"{'Open that address in a browser, or try' if has_page else 'Try'}, in another terminal:", style="dim")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
     headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer YOUR_KEY'" if needs_key else "")
     through = f"--unix-socket {listen.unix_socket} " if listen.unix_socket else ""

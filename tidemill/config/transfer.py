@@ -136,7 +136,8 @@ def _check(
             fix="Make one with: openssl rand -hex 32 > FILE, and give it to both with --kv-key-file FILE.",
             param="kv_key_file",
         )
-    doors = sorted((one.name, one.port) for one in addresses if one.port)
+    own = [parse_address(options.kv_export, "kv_export")] if name == "kv_import" and options.kv_export is not None else []
+    doors = sorted((one.name, one.port) for one in (*addresses, *own) if one.port)
     for (host, port), following in pairwise([*doors, ("", 0)]):
         end = port + num_ranks  # each rank has a port
         if end > 65536 or (following[0] == host and following[1] < end):

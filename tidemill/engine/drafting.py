@@ -115,7 +115,7 @@ class Drafting:
         self._guess(running)
         chances = [self._chance_of(one, one.num_drafts_in_flight) for one in running if one.num_drafts_in_flight]
         if chances:
-            return sum(chances) < self.sure * len(chances)
+            return not all(chances) or sum(chances) < self.sure * len(chances)
         return bool(self._allot(scheduler, [one for one in running if self._chance_of(one, one.num_in_flight) < self.sure])[0])
 
     def _chance_of(self, request: Request, num_tokens: int) -> float:

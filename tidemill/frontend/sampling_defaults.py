@@ -62,17 +62,18 @@ class SamplingDefaults:
     def __str__(self) -> str:
         changed = {name: value for name, value in self.values.items() if value != NEUTRAL[name]}
         words = [f"{_API_NAMES.get(name, name)} {value:g}" for name, value in changed.items()]
+        words += [] if self.seed is None else [f"seed {self.seed}"]
         return f"{', '.join(words) or 'neutral'} ({self.source})"
 
 
 def sampling_defaults(path: Path, num_parameters: int, source: str = "model", limit: int | None = None) -> SamplingDefaults:
     """Of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the context."""
-    given = _given(source) if source not in SOURCES else {}
+    source, given = read_source(source)
     if limit is not None and limit < 0:
         raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")
     read = SamplingDefaults(source="--sampling-defaults neutral") if source == "neutral" else _of_model(path)
     if given:
-        source = f"{', '.join(given)} by --sampling-defaults; {read.source}"
+        source = f"{', '.join(_API_NAMES.get(name, name) for name in given)} by --sampling-defaults; {read.source}"
         seed = given.pop("seed", None)
         read = replace(read, values=read.values | given, seed=None if seed is None else int(seed), source=source)
     if limit is None:
@@ -80,8 +81,11 @@ def sampling_defaults(path: Path, num_parameters: int, source: str = "model", li
     return replace(read, limit=limit or None)
 
 
-def _given(text: str) -> dict[str, float]:
-    """Of a JSON object under the names of the API."""
+def read_source(text: str) -> tuple[str, dict[str, float]]:
+    """One of SOURCES, and the values that are given beside it: a JSON object under the names of the API, in which `base` is the
+    source of the others."""
+    if text in SOURCES:
+        return text, {}
     fix = 'Choose model or neutral, or give a JSON object like {"temperature": 0.7, "top_p": 0.9}.'
     try:
         given = msgspec.json.decode(text)
@@ -89,6 +93,9 @@ def _given(text: str) -> dict[str, float]:
         given = None
     if not isinstance(given, dict):
         raise ConfigError(f"There are no sampling defaults {text[:100]!r}.", fix=fix, param="sampling_defaults")
+    given = {name: value for name, value in given.items() if value is not None}
+    if (base := given.pop("base", SOURCES[0])) not in SOURCES:
+        raise ConfigError(f"Sampling defaults have the base {base!r}.", fix="Choose model or neutral.", param="sampling_defaults")
     names = {_API_NAMES.get(name, name): name for name in (*NEUTRAL, "seed")}
     if unknown := sorted(given.keys() - names.keys()):
         fix = f"Possible are {', '.join(names)}."
@@ -98,7 +105,7 @@ def _given(text: str) -> dict[str, float]:
         checked = SamplingParams(**made)
     except InvalidRequest as error:
         raise ConfigError(f"Sampling defaults: {error.message}", fix=error.fix, param="sampling_defaults") from error
-    return {name: getattr(checked, name) for name in made}
+    return base, {name: getattr(checked, name) for name in made}
 
 
 def _of_model(path: Path) -> SamplingDefaults:

@@ -159,11 +159,12 @@ class Pages:
             self.unsent.update_pages(request.row, [PageChange(group, index, [target])])
             self._emit(events.PageCopied(self._clock.now(), request.request_id, source, target))
 
-    def shrink(self, request: Request, num_tokens: int) -> bool:
-        """Give back pages past so many tokens. False: there were none."""
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Give back pages past so many tokens."""
         given = self._kv.shrink(request.seq, num_tokens)
         self.unsent.update_pages(request.row, given)
-        return bool(given)
+        if given:
+            request.writable_end = 0
 
     def take_back_drafts(self, request: Request, num_wrong: int) -> None:
         """So many of the tokens computed last were wrong guesses: their place is written again. A step in flight that went on
@@ -175,6 +176,5 @@ class Pages:
             self._emit(events.StepLost(self._clock.now(), request.request_id, num_lost, "it followed drafts that were wrong"))
         elif not request.num_in_flight:
             request.num_computed = len(request.tokens) - 1
-            if self.shrink(request, len(request.tokens)):
-                request.writable_end = 0
+            self.shrink(request, len(request.tokens))
         self._kv.record(request.seq, request.tokens, len(request.tokens) - 1)

@@ -77,8 +77,8 @@ class StepPlan:
 
     step: int
     items: list[StepItem] = field(default_factory=list)
-    left_rows: list[int] = field(default_factory=list)  # whose request had a KV policy and is gone; before any other change
     new_rows: list[NewRow] = field(default_factory=list)
+    left_rows: list[int] = field(default_factory=list)  # whose request had a KV policy and is gone; before any other change
     row_copies: list[RowCopy] = field(default_factory=list)  # read all, write all, before any other change of rows
     token_writes: list[TokenWrite] = field(default_factory=list)  # never of a row in `new_rows`
     page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages

@@ -352,13 +352,19 @@ class Scheduler(RequestTable):
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
-        if request.cache is not None and request.cache.beside_bytes:
-            taken = sum(one.cache.beside_bytes for one in self.running if one.cache is not None)
-            if taken + request.cache.beside_bytes > self._policy_bytes:
-                return f"KV policies have {self._policy_bytes:,} bytes, of which {taken:,} are taken"
+        if self._lacks_bytes(request):
+            return f"KV policies have {self._policy_bytes:,} bytes, of which too many are taken"
         if state.num_left > 0 and self._chunk(self._pages.num_to_compute(request), state) == 0:
             return "does not fit the rest of this step's budget"
         return ""
+
+    def _lacks_bytes(self, request: Request, leaving: Collection[Request] = ()) -> bool:
+        """What its KV policy keeps beside its pages does not fit, also without those that leave."""
+        if request.cache is None or not request.cache.beside_bytes:
+            return False
+        gone = {one.seq for one in leaving}
+        taken = sum(one.cache.beside_bytes for one in self.running if one.cache is not None and one.seq not in gone)
+        return taken + request.cache.beside_bytes > self._policy_bytes
 
     def _chunk(self, num_needed: int, state: StepState) -> int:
         count = self.policy.chunk(num_needed, state)
@@ -438,10 +444,12 @@ class Scheduler(RequestTable):
             return
         num_others = len(self.running) - len(lower)
         most = self.kv.num_free_pages + self.kv.num_freed_by([r.seq for r in lower])
-        if self._pages.num_to_start(request) + num_others > most:
+        if self._pages.num_to_start(request) + num_others > most or self._lacks_bytes(request, lower):
             return  # it would not fit even then
         while lower and not (
-            self._free_rows and self._pages.num_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
+            self._free_rows
+            and self._pages.num_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
+            and not self._lacks_bytes(request)
         ):
             self._preempt(lower.pop(), f"{request.request_id} {reason}")
 

@@ -134,7 +134,8 @@ class Story:
         steps, tokens = "step" if span.num == 1 else "steps", "token" if num_tokens == 1 else "tokens"
         shared = f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step" if others else "alone"
         drafts = f"; {self.num_right} of {self.num_drafts} drafts were right" if name == "decode" and self.num_drafts else ""
-        drafts += f", and {self.num_lost} steps followed wrong ones" if name == "decode" and self.num_lost else ""
+        lost = f"{self.num_lost} step{'' if self.num_lost == 1 else 's'}"
+        drafts += f", and {lost} followed wrong ones" if name == "decode" and self.num_lost else ""
         return f"{span.num} {steps} for {num_tokens} {tokens}, {shared}{drafts}"
 
 

@@ -350,9 +350,10 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
     prompts = [await service.encode_chat([*before, *body.conversation()], params, **body.how())]
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
-    if body.reasoning_budget is not None and reading.drops_budget(params):
+    budget = body.reasoning_budget
+    if budget is not None and budget >= 0 and reading.drops_budget(params):
         caller.call.ignored.add("thinking_token_budget")
-    params = reading.gated(params, body.reasoning_budget)
+    params = reading.gated(params, budget)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
     holds = _holds(prompts, body, caller, cache)
     marked = await mark_holds(service, caller.tenant, prompts[0], body.marks(before), body.how(), body.cache_salt or "")

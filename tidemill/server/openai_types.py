@@ -133,6 +133,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,), "return_spec_tokens_details": (False,), "return_sampling_mask": (False,),
     "session_params": ({},),
 }  # fmt: skip
+_BUDGETS = {"thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"}  # a chat's may lift the server's limit
 # The same parameter under names of SGLang and llama.cpp.
 _ALIASES = {"rid": "request_id", "extra_key": "cache_salt", "n_cmpl": "n"}
 
@@ -225,7 +226,8 @@ class SamplingRequest(Body):
         """A parameter at a value that changes nothing is dropped."""
         if not isinstance(given, dict):
             return given
-        dropped = {name for name in given.keys() & NEUTRAL.keys() if given[name] in NEUTRAL[name]}
+        neutral = NEUTRAL.keys() - (_BUDGETS & cls.model_fields.keys())
+        dropped = {name for name in given.keys() & neutral if given[name] in NEUTRAL[name]}
         if info.context is not None:
             info.context.ignored.update(dropped)
         kept = {name: value for name, value in given.items() if name not in dropped}
@@ -385,9 +387,10 @@ class ChatRequest(SamplingRequest, ChatMessages):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
     include_reasoning: bool = True
-    thinking_token_budget: int | None = Field(default=None, ge=0, lt=2**31)  # vLLM's: reasoning is ended after so many tokens
-    reasoning_budget_tokens: int | None = Field(default=None, ge=0, lt=2**31)  # llama.cpp's names
-    thinking_budget_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    # vLLM's: reasoning is ended after so many tokens; -1: it is not, whatever the server's own limit is
+    thinking_token_budget: int | None = Field(default=None, ge=-1, lt=2**31)
+    reasoning_budget_tokens: int | None = Field(default=None, ge=-1, lt=2**31)  # llama.cpp's names
+    thinking_budget_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
     echo: bool | None = None  # begin with the message that is continued
     add_special_tokens: Literal[False] | None = None  # the template writes them
 

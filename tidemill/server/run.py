@@ -28,7 +28,7 @@ from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
-from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
+from tidemill.frontend.sampling_defaults import SamplingDefaults, read_source, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.advice import Advisor
 from tidemill.server.app import create_app
@@ -105,6 +105,7 @@ class ModelEngine:
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
         served.engine.check_roles()
+        read_source(served.engine.sampling_defaults)  # what is wrong with them is told at start
         num = served.engine.num_engines if fleet is None else fleet.num_at_most
         routing = routing_of(served.engine)
         self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)

@@ -109,13 +109,16 @@ class Reading:
         return self.markers is None or (params.grammar is not None and not self.is_expected)
 
     def gated(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
-        """The grammar applies to what follows the reasoning, which is ended after `budget` tokens."""
+        """The grammar applies to what follows the reasoning, which is ended after `budget` tokens; -1: it is not ended, None: as
+        the server has it."""
         markers = self.markers
-        if markers is not None and markers.is_repeated and budget is not None:
+        if markers is not None and markers.is_repeated and budget is not None and budget >= 0:
             what = "A budget of reasoning is not supported for a model that writes channels."
             raise InvalidRequest(what, fix="Give reasoning_effort instead.", param="thinking_token_budget")
         if budget is None and self.takes_budget and params.beams is None:
             budget = self.budget
+        if budget == -1:
+            budget = None
         is_gated = budget is not None if params.grammar is None else self.is_expected
         if markers is None or not is_gated:
             return params

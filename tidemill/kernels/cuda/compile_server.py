@@ -101,7 +101,6 @@ def _fix_keys() -> None:
         "gemm",
         "hopper_attention",
         "hopper_packed",
-        "hopper_single",
         "lora",
         "moe",
         "outliers",

@@ -118,7 +118,7 @@ def take_with_events(core: EngineCore, answers: dict[str, Answer]) -> list[event
     return output.events
 
 
-def test_all_of_it_is_no_policy(model):
+def test_all_of_it_is_no_policy(model, request):
     """H2O with room for every token, and before it gives up the first: the tokens without it."""
     plain = alone(model, greedy(20, logprobs=1, ignore_eos=True))
     assert alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 1.0})) == plain
@@ -126,7 +126,12 @@ def test_all_of_it_is_no_policy(model):
     assert long.logprobs[:20] == plain.logprobs
     for kind in ("quest", "double"):
         whole = {"kind": kind, "budget": 1.0, "dense": 1, "dense_layers": 0}
-        assert alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy=whole)) == plain
+        made = alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy=whole))
+        if "torch" in request.node.name:  # it adds up in another order
+            assert made.tokens == plain.tokens
+            assert [one.logprob for one in made.logprobs] == pytest.approx([one.logprob for one in plain.logprobs], abs=1e-4)
+        else:
+            assert made == plain
     assert settle(read_policy("snapkv"), 100, 10**6, 2000) is None  # a prompt of 1,024 tokens stays whole
 
 

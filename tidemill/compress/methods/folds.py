@@ -81,11 +81,11 @@ def folds(job: LayerJob) -> Iterator[Fold]:
         yield Fold(first, attention, slice(None))
     if "v_proj" in linears and "o_proj" in linears and not _is_gated(job, linears):
         value, out = job.linears[linears["v_proj"]], job.linears[linears["o_proj"]]
-        head_dim = int(getattr(job.decoder.model.config, "head_dim", None) or 0)
         num_value, num_in = matrix_of(value).shape[0], matrix_of(out).shape[1]
+        head_dim = num_in // job.decoder.model.config.num_attention_heads
         if num_in == num_value:
             yield Fold(value, [linears["o_proj"]], slice(None))
-        elif head_dim and num_in % num_value == 0:
+        elif num_in % num_value == 0:
             yield Fold(value, [linears["o_proj"]], slice(None), num_in // num_value, head_dim)
     if second is not None and mlp:
         yield Fold(second, mlp, slice(None))

@@ -357,7 +357,8 @@ async def test_the_async_client(roomy):
 
 async def test_a_request_whose_client_leaves_is_aborted(roomy):
     async with ollama.AsyncClient(roomy.url, headers={"x-request-id": "left"}) as client:
-        parts = await client.generate("tiny", "x", raw=True, stream=True, options={"num_predict": 4000, "seed": 1})
+        long = {"type": "string", "minLength": 3000}  # it cannot end sooner
+        parts = await client.generate("tiny", "x", raw=True, stream=True, format=long, options={"num_predict": 4000, "seed": 1})
         async for _ in parts:
             break
         await parts.aclose()

@@ -15,9 +15,7 @@ pytest.importorskip("triton")
 NOTE = """
 import numpy as np
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime import jit
+from tests.kernels.noted import seen
 from tidemill.kernels.cuda import sampling
 from tidemill.runner import reports, cuda_sampler
 from tidemill.models.base import CausalLM
@@ -26,15 +24,6 @@ from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem
 
-backend, seen, binders = make_backend(GPUTarget("cuda", 90, 32)), set(), {}
-
-def run(self, *args, grid, warmup, **options):
-    if self not in binders:
-        binders[self] = jit.create_function_from_signature(self.signature, self.params, backend)
-    _, specialization, more = binders[self](*args, **options)
-    seen.add((self.fn.__name__, str(specialization), str(sorted(more.items()))))
-
-jit.JITFunction.run = run
 VOCAB, REQUESTS, HEADER = 3000, 70, 8
 
 class Model:

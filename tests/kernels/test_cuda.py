@@ -595,11 +595,11 @@ build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, 
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, KIND=1)
-build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=16, TOGETHER=4)
+build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=8, TOGETHER=4)
 build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
 build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(KIND=0), SINKS=True, WORD=2, ROWS=64)
 some = dict(WINDOW=False, SOFTCAP=False, BIAS=False, KIND=2)
-build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=False, ROWS=16, TOGETHER=4)
+build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=False, ROWS=8, TOGETHER=4)
 build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
 build(scaled_attention._attend_prompts_scaled, types, **shape, **some, SINKS=False, WORD=2, ROWS=64)
 """

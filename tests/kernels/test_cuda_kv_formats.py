@@ -145,3 +145,14 @@ def test_scales_of_fp8_end_where_the_kernels_can_use_them():
     elementwise.enter_heads(qkv, cache, 0, torch.tensor([0]), torch.tensor([0]), None, 1, scales=scales)
     assert scales[0, 0, :, 0, 0].tolist() == [128.0, 128.0]
     assert cache[0, 0, 0, 0, 0].float().tolist() == [448.0] * 16
+
+
+def test_scales_of_fp8_are_powers_of_two():
+    """So a score times a scale is the score of a key times the scale, bit for bit, and a weight likewise."""
+    x = torch.randn(200, 16) * torch.logspace(-20, 3, 200).unsqueeze(1)
+    codes, scales = quantize(x, FORMATS["fp8"])
+    assert not (scales.view(torch.int16) & 0x7F).any()
+    top = codes.float().abs().amax(-1)
+    assert ((top >= 224) & (top <= 448)).all()
+    off = (dequantize(codes, scales, FORMATS["fp8"]) - x).abs()
+    assert (off <= x.abs() * 2**-4 + scales.float().unsqueeze(-1) * 2**-10).all()

@@ -136,13 +136,13 @@ def views(
 
 
 def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] to values and one scale a row, rounded up to bfloat16; NaN where a value is not finite."""
+    """[..., D] to values and one scale a row, rounded up to bfloat16, in fp8 to a power of two; NaN where a value is not finite."""
     if kind.name == "int4":
         return _quantize_int4(x.float())
     x, largest = x.float(), LARGEST[kind.name]
     top = x.abs().amax(-1, keepdim=True)
     top = torch.where(top < _TINY, 0.0, top)
-    scale = _rounded_up(top / largest)
+    scale = _rounded_up(top / largest, 0x7FFFFF if kind.name == "fp8" else 0xFFFF)
     factor = torch.where(top > 0, 1 / scale, 0.0)
     is_finite = top.isfinite()
     codes = torch.where(is_finite, x * factor, 0.0)
@@ -152,9 +152,9 @@ def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tenso
     return codes.round().to(torch.int8), scale
 
 
-def _rounded_up(x: torch.Tensor) -> torch.Tensor:
-    """To a bfloat16."""
-    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+def _rounded_up(x: torch.Tensor, without: int = 0xFFFF) -> torch.Tensor:
+    """To a number without these bits: to a bfloat16."""
+    return ((x.view(torch.int32) + without) & ~without).view(torch.float32)
 
 
 def _quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,7 +61,7 @@ from tidemill.kernels.cuda.records import (
 from tidemill.model_config import AttentionSpec
 
 SPLIT, BLOCK = 512, 64  # a block is a page
-SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64
+SINGLE_ROWS, SCALED_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 8, 64, 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -509,8 +509,8 @@ def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> in
     return min(num_tiles * num_kv_heads, torch.cuda.get_device_properties().multi_processor_count)
 
 
-def single_rows(group: int) -> int:
-    return max(SINGLE_ROWS, triton.next_power_of_2(group))
+def single_rows(group: int, has_scales: bool = False) -> int:
+    return max(SCALED_ROWS if has_scales else SINGLE_ROWS, triton.next_power_of_2(group))
 
 
 def shared_rows(group: int) -> int:

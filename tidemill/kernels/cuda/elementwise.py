@@ -268,13 +268,15 @@ def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
 
 @triton.jit
 def _scale_of(x, y, LARGEST: tl.constexpr):
-    """A scale for each row of both, as kv_cache.quantize has it: bfloat16, rounded up, in the upper half of its bits; and what
-    values are multiplied by. In fp8, scales end at 2**7: the attention kernels have them times 2**120."""
+    """A scale for each row of both, as kv_cache.quantize has it: bfloat16, in fp8 a power of two, rounded up, in the upper half of
+    its bits; and what values are multiplied by. In fp8, scales end at 2**7: the attention kernels have them times 2**120."""
     top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
     top = tl.where(top < 1e-30, 0.0, top)
-    bits = (tl.div_rn(top, tl.zeros_like(top) + LARGEST).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    bits = tl.div_rn(top, tl.zeros_like(top) + LARGEST).to(tl.int32, bitcast=True)
     if LARGEST == 448:
-        bits = tl.minimum(bits, 0x43000000)
+        bits = tl.minimum((bits + 0x7FFFFF) & -8388608, 0x43000000)
+    else:
+        bits = (bits + 0xFFFF) & -65536
     scale = bits.to(tl.float32, bitcast=True)
     factor = tl.where(top > 0.0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale), 0.0)
     is_finite = tl.sum(x - x, 1) + tl.sum(y - y, 1) == 0.0

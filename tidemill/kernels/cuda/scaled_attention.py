@@ -8,6 +8,12 @@ of bfloat16 with sums in float32, and no copy of a cache in bfloat16 is ever in 
 A word goes through the matrix unit's loads as 16-bit values do and is taken apart there. So dimensions come in parts: the even
 ones, then the odd ones; of int4, those of the first half of a head, then those of the second. Scores add the products of one part
 after the other, in every kernel; results of a split are kept in parts until they are written.
+
+Single tokens have few rows, so keys and values are the first operand of their matmuls, whose tile has 16 rows at least, and
+queries the second, with 8. Sums over dimensions and over keys have the same order either way, and so the same bits.
+
+Scales of fp8 are powers of two. So they may as well meet scores and weights as keys and values: no bit changes. Single tokens, of
+which each has its keys and values to itself, do that: it takes half the instructions.
 """
 
 from __future__ import annotations
@@ -70,6 +76,17 @@ shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0; shl.b32 b, $2, 8; lop3.b32 a, b, 0x8
 fma.rn.bf16x2 $0, a, $3, none;
 shr.u32 a, $2, 4; and.b32 a, a, 0x07f007f0; lop3.b32 a, $2, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 $1, a, $3, none;
+}""")
+# The same without scales.
+FP8_PLAIN = tl.constexpr("""{
+.reg .b32 a, b;
+shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0; shl.b32 b, $2, 8; lop3.b32 $0, b, 0x80008000, a, 0xEA;
+shr.u32 a, $2, 4; and.b32 a, a, 0x07f007f0; lop3.b32 $1, $2, 0x80008000, a, 0xEA;
+}""")
+# As float16, which there is an instruction for.
+FP8_HALVES = tl.constexpr("""{
+.reg .b16 low, high; .reg .b32 a; prmt.b32 a, $2, 0, 0x3120; mov.b32 {low, high}, a;
+cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 # The lower seven bits of an int8 added to 128 are the bits of a bfloat16; the upper one makes a -128 of it or a -256.
 INT8_PAIRS = tl.constexpr("""{
@@ -152,20 +169,74 @@ def _both(scales_ptr, there, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """`values_ptr`, `scales_ptr`: of a page's keys of a head."""
+def _places(KEYS_FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    """Of the words of a page's keys or values of a head, [keys, width] or [width, keys]."""
     width: tl.constexpr = DIM // 4 if KIND == 2 else DIM // 2
+    keys, words = tl.arange(0, BLOCK), tl.arange(0, width)
+    if KEYS_FIRST:
+        return keys[:, None] * width + words[None, :]
+    else:
+        return keys[None, :] * width + words[:, None]
+
+
+@triton.jit
+def _plain(words, KEYS: tl.constexpr, AHEAD: tl.constexpr):
+    """Of fp8, without scales. Keys become float16, values bfloat16, which have them times 2**-120."""
+    if not AHEAD:  # interpreted
+        wide, factor = words.to(tl.int32), 1.329227995784916e36 if KEYS else 1.0  # 2**120
+        return _number(wide & 0xFF, True) * factor, _number((wide >> 8) & 0xFF, True) * factor
+    elif KEYS:
+        return tl.inline_asm_elementwise(FP8_HALVES, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(FP8_PLAIN, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+
+
+@triton.jit
+def _parts(values_ptr, scales_ptr, there, KEYS_FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+           AHEAD: tl.constexpr):  # fmt: skip
+    """Of a page's keys or values of a head."""
+    at = _places(KEYS_FIRST, DIM, BLOCK, KIND)
     if KIND == 2:
         scales, offsets = _both(scales_ptr, there, BLOCK)
-        scales, offsets = tl.broadcast_to(scales[None, :], (width, BLOCK)), tl.broadcast_to(offsets[None, :], (width, BLOCK))
-        at = tl.arange(0, BLOCK)[None, :] * width + tl.arange(0, width)[:, None]
-        k0, k1, k2, k3 = unpack_four(tl.load(values_ptr + at), scales, offsets, AHEAD)
-        return tl.dot(q[3], k3, tl.dot(q[2], k2, tl.dot(q[1], k1, tl.dot(q[0], k0))))
+        return unpack_four(tl.load(values_ptr + at), _wide(scales, at, KEYS_FIRST), _wide(offsets, at, KEYS_FIRST), AHEAD)
     else:
         scales = _scales(scales_ptr, there, KIND == 1, BLOCK)
-        at = tl.arange(0, BLOCK)[None, :] * width + tl.arange(0, width)[:, None]
-        even, odd = unpack(tl.load(values_ptr + at), tl.broadcast_to(scales[None, :], (width, BLOCK)), KIND == 1, AHEAD)
-        return tl.dot(q[1], odd, tl.dot(q[0], even))
+        return unpack(tl.load(values_ptr + at), _wide(scales, at, KEYS_FIRST), KIND == 1, AHEAD)
+
+
+@triton.jit
+def _wide(scales, like, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        return tl.broadcast_to(scales[:, None], like.shape)
+    else:
+        return tl.broadcast_to(scales[None, :], like.shape)
+
+
+@triton.jit
+def _scores(q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """`values_ptr`, `scales_ptr`: of a page's keys of a head."""
+    k = _parts(values_ptr, scales_ptr, there, False, DIM, BLOCK, KIND, AHEAD)
+    scores = tl.dot(q[1], k[1], tl.dot(q[0], k[0]))
+    if KIND == 2:
+        scores = tl.dot(q[3], k[3], tl.dot(q[2], k[2], scores))
+    return scores
+
+
+@triton.jit
+def _scores_by_key(
+    q, values_ptr, scales_ptr, there, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr
+):
+    """The same of queries as `_columns_of` makes them."""
+    if KIND == 1:
+        k = _plain(tl.load(values_ptr + _places(True, DIM, BLOCK, KIND)), True, AHEAD)
+        scores = tl.trans(tl.dot(k[1], q[1], tl.dot(k[0], q[0])))
+        return scores * _scales(scales_ptr, there, False, BLOCK)[None, :] * q[2][:, None]
+    else:
+        k = _parts(values_ptr, scales_ptr, there, True, DIM, BLOCK, KIND, AHEAD)
+        scores = tl.dot(k[1], q[1], tl.dot(k[0], q[0]))
+        if KIND == 2:
+            scores = tl.dot(k[3], q[3], tl.dot(k[2], q[2], scores))
+        return tl.trans(scores)
 
 
 @triton.jit
@@ -173,20 +244,56 @@ def _add_values(
     acc, weights, shrink, values_ptr, scales_ptr, there,
     DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    width: tl.constexpr = DIM // 4 if KIND == 2 else DIM // 2
-    if KIND == 2:
-        scales, offsets = _both(scales_ptr, there, BLOCK)
-        scales, offsets = tl.broadcast_to(scales[:, None], (BLOCK, width)), tl.broadcast_to(offsets[:, None], (BLOCK, width))
-        at = tl.arange(0, BLOCK)[:, None] * width + tl.arange(0, width)[None, :]
-        values = unpack_four(tl.load(values_ptr + at), scales, offsets, AHEAD)
-    else:
-        scales = _scales(scales_ptr, there, KIND == 1, BLOCK)
-        at = tl.arange(0, BLOCK)[:, None] * width + tl.arange(0, width)[None, :]
-        values = unpack(tl.load(values_ptr + at), tl.broadcast_to(scales[:, None], (BLOCK, width)), KIND == 1, AHEAD)
+    values = _parts(values_ptr, scales_ptr, there, True, DIM, BLOCK, KIND, AHEAD)
     weights = weights.to(values[0].dtype)
     made = ()  # type: tuple
     for i in tl.static_range(4 if KIND == 2 else 2):
         made = made + (tl.dot(weights, values[i], acc[i] * shrink[:, None]),)
+    return made
+
+
+@triton.jit
+def _add_values_by_key(
+    acc, weights, shrink, values_ptr, scales_ptr, there,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """To results whose parts have a column for each query; of fp8, times 2**-20."""
+    if KIND == 1:
+        values = _plain(tl.load(values_ptr + _places(False, DIM, BLOCK, KIND)), False, AHEAD)
+        scales = _scales(scales_ptr, there, False, BLOCK) * 1.2676506002282294e30  # 2**100
+        weights = weights.to(values[0].dtype) * scales.to(values[0].dtype)[None, :]
+    else:
+        values = _parts(values_ptr, scales_ptr, there, False, DIM, BLOCK, KIND, AHEAD)
+    weights = tl.trans(weights.to(values[0].dtype))
+    made = ()  # type: tuple
+    for i in tl.static_range(4 if KIND == 2 else 2):
+        made = made + (tl.dot(values[i], weights, acc[i] * shrink[None, :]),)
+    return made
+
+
+@triton.jit
+def _columns_of(q, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """Queries with a column for each. For fp8 they become float16: times a power of two that brings the largest value of a query
+    to between 2**14 and 2**15; and what scores are multiplied by, to be what they would be without."""
+    if KIND == 1:
+        even, odd = q[0].to(tl.float32), q[1].to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1)).to(tl.int32, bitcast=True) & 0x7F800000
+        top = tl.minimum(tl.maximum(top, 30 << 23), 253 << 23)
+        up, down = ((254 << 23) - top).to(tl.float32, bitcast=True) * 16384.0, top.to(tl.float32, bitcast=True) / 16384.0
+        even, odd = even * up[:, None], odd * up[:, None]
+        if AHEAD:
+            even, odd = even.to(tl.float16), odd.to(tl.float16)
+        return tl.trans(even), tl.trans(odd), down
+    else:
+        return _turned(q, KIND)
+
+
+@triton.jit
+def _turned(parts, KIND: tl.constexpr):
+    """Parts with a row for each query as parts with a column for each, or the other way round."""
+    made = ()  # type: tuple
+    for i in tl.static_range(4 if KIND == 2 else 2):
+        made = made + (tl.trans(parts[i]),)
     return made
 
 
@@ -378,8 +485,8 @@ def _attend_single_scaled(
         num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
         token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
         valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
-        q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND)
-        acc = _nothing(ROWS, DIM, KIND)
+        q = _columns_of(_queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND), KIND, AHEAD)
+        acc = _turned(_nothing(ROWS, DIM, KIND), KIND)
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         begins = split * SPLIT
         if WINDOW:
@@ -393,7 +500,7 @@ def _attend_single_scaled(
             page = tl.load(table + first // BLOCK).to(tl.int64)
             words = values_ptr + page * page_words + (layer_run + kv_head) * num_words
             scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * num_scales
-            scores = _scores(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
+            scores = _scores_by_key(q, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
             scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
@@ -402,8 +509,10 @@ def _attend_single_scaled(
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             scales_at += NUM_KV_HEADS * num_scales
             words += NUM_KV_HEADS * num_words
-            acc = _add_values(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
-        weight = _in_all(total, ROWS)
+            acc = _add_values_by_key(acc, weights, shrink, words, scales_at, there, DIM, BLOCK, KIND, AHEAD)
+        if KIND == 1:
+            acc = (acc[0] * 1048576.0, acc[1] * 1048576.0)  # 2**20
+        acc, weight = _turned(acc, KIND), _in_all(total, ROWS)
         if num_splits == 1:
             if SINKS:
                 sink, one = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
@@ -430,12 +539,13 @@ def _attend_single_scaled(
 
 def single_how(num_tokens: int) -> dict[str, int]:
     """Measured on an H200. One or two tokens have programs to spare: four warps each. A few may have long contexts, where four
-    take 1.5 times as long as two. Of many, one reads fastest."""
+    take 1.5 times as long as two. Of many, one reads fastest. Left to itself the assembler takes more registers than make it
+    faster, and then fewer programs have room."""
     if num_tokens <= 2:
         return {"num_warps": 4, "num_stages": 7, "TOGETHER": 8}
     if num_tokens <= 16:
-        return {"num_warps": 2, "num_stages": 5, "TOGETHER": 8}
-    return {"num_warps": 1, "num_stages": 3, "TOGETHER": 4}
+        return {"num_warps": 2, "num_stages": 5, "TOGETHER": 8, "maxnreg": 160}
+    return {"num_warps": 1, "num_stages": 3, "TOGETHER": 4, "maxnreg": 168}
 
 
 def places(cache: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -464,7 +574,7 @@ def attend_scaled(
         launch(
             _attend_single_scaled, (num_kv_heads, lists.num_single),
             qkv_TC, words, pairs, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
-            SINKS=has_sinks, ROWS=single_rows(group), **single_how(qkv_TC.shape[0]), **common,
+            SINKS=has_sinks, ROWS=single_rows(group, has_scales=True), **single_how(qkv_TC.shape[0]), **common,
         )  # fmt: skip
     if lists.num_prompts and lists.by_roles:
         from tidemill.kernels.cuda import hopper_attention

@@ -113,7 +113,8 @@ class CudaRunner:
         self._either = self._kinds_of_attention()  # graphs that differ in it
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
-            rows // max(1, group) for rows in (single_rows(group), shared_rows(group), prompt_rows(group, self._by_roles))
+            rows // max(1, group)
+            for rows in (single_rows(group, scales is not None), shared_rows(group), prompt_rows(group, self._by_roles))
         )
         num_slots = config.max_draws * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)

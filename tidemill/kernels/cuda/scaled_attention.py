@@ -539,13 +539,8 @@ def _attend_single_scaled(
 
 def single_how(num_tokens: int) -> dict[str, int]:
     """Measured on an H200. One or two tokens have programs to spare: four warps each. A few may have long contexts, where four
-    take 1.5 times as long as two. Of many, one reads fastest. Left to itself the assembler takes more registers than make it
-    faster, and then fewer programs have room."""
-    if num_tokens <= 2:
-        return {"num_warps": 4, "num_stages": 7, "TOGETHER": 8}
-    if num_tokens <= 16:
-        return {"num_warps": 2, "num_stages": 5, "TOGETHER": 8, "maxnreg": 160}
-    return {"num_warps": 1, "num_stages": 3, "TOGETHER": 4, "maxnreg": 168}
+    take longer than two. Of many, one reads fastest."""
+    return {"num_warps": 4 if num_tokens <= 2 else 2 if num_tokens <= 16 else 1, "num_stages": 5, "TOGETHER": 4}
 
 
 def places(cache: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -113,6 +113,7 @@ def time_attention() -> list[dict[str, Any]]:
     ):
         scene = Scene([length] * batch, heads, kv_heads, 128, tuple(range(batch)) if common else (), common)
         _, lists = scene.prepare([(i, length - 1, 1) for i in range(batch)])
+        lists.alone = batch == 1
         out = torch.empty(batch, heads * 128, device="cuda", dtype=torch.bfloat16)
         call = partial(attend, scene.qkv[:batch], scene.cache)
         us = time_us([partial(call, layer, scene.table, lists, out, heads) for layer in (0, 1)])

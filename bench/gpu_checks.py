@@ -199,8 +199,11 @@ class Scene:
             device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles
         )
 
-    def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> torch.Tensor:
+    def run(
+        self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False, alone: bool = False
+    ) -> torch.Tensor:
         work, lists = self.prepare(items, extra, by_flash)
+        lists.alone = alone
         where = torch.from_numpy(self.first[work.rows] + work.positions).cuda()
         qkv = self.qkv[where]
         out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
@@ -230,8 +233,10 @@ def check_attention() -> None:
         assert torch.equal(together, torch.cat(whole)), "all together"
         every = scene.run([(row, at, 1) for row, length in enumerate(lengths) for at in range(length)], extra=7)
         assert torch.equal(every, torch.cat(whole)), "token by token"
-        last = [(row, length - 1, 1) for row, length in enumerate(lengths)]
-        assert torch.equal(scene.run(last), torch.stack([out[-1] for out in whole])), "last tokens"
+        last, expected = [(row, length - 1, 1) for row, length in enumerate(lengths)], torch.stack([out[-1] for out in whole])
+        assert torch.equal(scene.run(last), expected), "last tokens"
+        for alone in (False, True):
+            assert torch.equal(torch.cat([scene.run([one], alone=alone) for one in last]), expected), "one by one"
     lengths = [1100] * 40 + [700, 2000, 1500]
     for more in ({}, everything):
         scene = Scene(lengths, 32, 8, 128, family=(*range(40), 41), common=1024, **more)

@@ -475,7 +475,7 @@ build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
 types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F,
              k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
-how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
+how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16, EARLY=True)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
@@ -566,20 +566,23 @@ build(collectives._all_gather, types, 8, **how)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import hopper_attention, hopper_packed, scaled_attention
+from tidemill.kernels.cuda import hopper_attention, hopper_packed, hopper_single, scaled_attention
 
-def build_gluon(kernel, types, constants):
+def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "maxnreg": maxnreg})
     print(kernel.__name__)
 
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
 types = dict(qkv_ptr=B, cache_desc=f"tensordesc<bf16[64, 128],{layout!r}>", table_ptr=I, out_ptr=B, lists_ptr=I, scale="fp32")
 build_gluon(hopper_attention._attend_prompts_by_roles, types, shape | dict(WORD=2, BUFFERS=3))
+types |= dict(cache_ptr=B, partial_ptr=F, done_ptr=I, singles_ptr=I)
+build_gluon(hopper_single._attend_single_at_once, types, shape | dict(TOGETHER=8, ALONE=True), 8, 224)
+build_gluon(hopper_single._attend_single_at_once, types, shape | dict(TOGETHER=8, ALONE=False), 8, 224)
 layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
 types |= dict(qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
 build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
@@ -613,8 +616,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     kernels = {
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
-        "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
-        "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
+        "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_at_once", "_attend_single_scaled",
+        "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles",
+        "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",

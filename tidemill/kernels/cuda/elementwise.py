@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
+from tidemill.kernels.cuda.launch import FEW, HOW, begin, is_compiling, launch, let_next_begin
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
@@ -334,11 +334,11 @@ def _enter_heads(
     qkv_ptr, cache_ptr, scales_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride,
     layer_scales, page_scales, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
-    QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
+    QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Where the slot is
     -1, k and v stay in place, too. Pairs are (i, i + DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated.
-    `LARGEST`: of a format with scales; 0: has none."""
+    `LARGEST`: of a format with scales; 0: has none. `EARLY`: the next kernel begins beside this one."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     turned: tl.constexpr = ROTATED // 2
@@ -351,6 +351,8 @@ def _enter_heads(
     cos = tl.load(cos_ptr + position * turned + pair, mask=pair < turned, other=1.0)
     sin = tl.load(sin_ptr + position * turned + pair, mask=pair < turned, other=0.0)
     begin(AHEAD)  # those were there before the kernel that this one waits for
+    if EARLY:
+        let_next_begin(AHEAD)
     base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM
     first = tl.load(base + low, mask=there[:, None], other=0.0).to(tl.float32)
     second = tl.load(base + high, mask=there[:, None], other=0.0).to(tl.float32)
@@ -419,5 +421,5 @@ def enter_heads(
         qkv_TC, codes, marks, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0),
         layer * 2 * num_kv_heads * page_size * per_row, 0 if scales is None else scales.stride(0), learned.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, ROTATED=0 if angles is None else 2 * angles.cos.shape[1],
-        PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4, **HOW,
+        PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, EARLY=qkv_TC.shape[0] <= FEW, num_warps=4, **HOW,
     )  # fmt: skip

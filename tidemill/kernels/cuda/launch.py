@@ -1,10 +1,11 @@
 """How kernels are launched, and how they are compiled before the first step.
 
 Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
-waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits, so that what is true of
-ordinary launches (all earlier kernels are done) holds from there on; and before that, all earlier ones but the last are done.
-(Letting the next kernel in any earlier, when all programs of this one have begun, made a decode step slower: those that wait
-take room from those that work.)
+waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits (of those with nothing to
+do, one is enough), so that what is true of ordinary launches (all earlier kernels are done) holds from there on; and before
+that, all earlier ones but the last are done. (Letting the next kernel in any earlier, when all programs of this one have begun,
+made a decode step slower: those that wait take room from those that work. Of a few tokens, the kernel that enters heads lets
+attention in: there is room for both.)
 
 Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
 `compile_server.compile_elsewhere()` other processes do that, in parallel.
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOW = {"AHEAD": not IS_INTERPRETED, "launch_pdl": not IS_INTERPRETED}  # of every launch
+FEW = 16  # tokens of a step, up to which it is the latencies of small kernels that count, not what they read
 _is_compiling = False
 
 
@@ -33,6 +35,14 @@ def begin(AHEAD: tl.constexpr):
     """Go on when the kernel before is done."""
     if AHEAD:
         gdc_wait()
+
+
+@triton.jit
+def let_next_begin(AHEAD: tl.constexpr):
+    """When all programs have come here. To be called after `begin()`: then the kernel after this one may read, before it waits,
+    all but what this one writes."""
+    if AHEAD:
+        gdc_launch_dependents()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

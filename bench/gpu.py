@@ -39,7 +39,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
+    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_tuning", "check_sampling", "check_engine",
     "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles",
     "stress_engine",
 )  # fmt: skip

@@ -32,7 +32,7 @@ if importlib.util.find_spec("msgspec") is None:  # the kernels do not need it, o
 import torch
 import triton
 
-from tidemill.kernels.cuda import compile_server, moe, moe_direct
+from tidemill.kernels.cuda import compile_server, launch, moe
 from tidemill.kernels.cuda.gemm import Tile, gemm
 from tidemill.kernels.cuda.tuning import time_us
 
@@ -246,19 +246,19 @@ def time_overlap() -> None:
     def layer(x: torch.Tensor, weights: Weights) -> torch.Tensor:
         return run(x, gemm(x, router, out=torch.empty(len(x), EXPERTS, device="cuda")), weights)
 
-    usual = moe_direct.LET_IN, moe.FETCHED
+    usual = launch.FEW, moe.FETCHED
     for num in (1, 2, 4, 64, 128, 256, 512):
         calls = [partial(layer, x, all_weights()[i % 2]) for i, (x, _) in enumerate(inputs(num))]
         expected = None
         few = num <= moe.MOST_DIRECT
-        for let_in, fetched in ((False, 0), (True, 0)) if few else [(True, n << 20) for n in (0, 8, 16, 24, 32)]:
-            moe_direct.LET_IN, moe.FETCHED = let_in, fetched
+        for let_in, fetched in ((0, 0), (usual[0], 0)) if few else [(usual[0], n << 20) for n in (0, 8, 16, 24, 32)]:
+            launch.FEW, moe.FETCHED = let_in, fetched
             out = calls[0]()
             expected = out if expected is None else expected
             note = "" if torch.equal(out, expected) else "   <<< OTHER BITS"
-            what = f"let in {let_in}" if few else f"fetched {fetched >> 20} MiB"
+            what = f"let in {let_in > 0}" if few else f"fetched {fetched >> 20} MiB"
             print(f"overlap T={num} {what}: {time_us(calls, 5):.2f} us with the router{note}", flush=True)
-    moe_direct.LET_IN, moe.FETCHED = usual
+    launch.FEW, moe.FETCHED = usual
 
 
 def time_router() -> None:

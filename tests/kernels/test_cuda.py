@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, launch, records, sampling, tuning
 from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
@@ -434,6 +434,7 @@ def test_a_few_sizes_use_every_kernel():
     """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
     every = range(1, 3000)
     few = one_of_each_kind(every)
+    assert launch.FEW in gemm.CHOICES
     assert len(few) <= 13
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
@@ -450,7 +451,7 @@ from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, lo
                                    policy_attention, pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, stages=3, **constants):
-    constants |= {"AHEAD": True}
+    constants |= {"AHEAD": 2}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     signature |= {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
@@ -475,7 +476,7 @@ build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
 types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F,
              k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
-how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16, EARLY=True)
+how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))

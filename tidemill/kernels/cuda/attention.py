@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, launch
 from tidemill.kernels.cuda.records import (
     MEMBER_SLOT,
     MEMBER_TOKEN,
@@ -443,7 +443,8 @@ def attend(
     is_scaled = spec.softcap > 0 or has_bias  # before the softmax
     scale = spec.scale if is_scaled else spec.scale * _LOG2_E
     how_much = (scale, _LOG2_E if is_scaled else scale, spec.softcap, spec.window, 0 if bias_NW is None else bias_NW.shape[1])
-    common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
+    common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK}
+    common |= how(qkv_TC.shape[0])
     common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0, "BIAS": has_bias}
     has_sinks = {"SINKS": sinks_N is not None}
     unused = qkv_TC

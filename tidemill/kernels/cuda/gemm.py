@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated, glu
-from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
+from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,9 @@ def gemm(
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N
-    how = {
+    options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
@@ -235,8 +235,8 @@ def gemm(
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
             TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if act else tile.outs) if bulk_out else 16]),
-            bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **how,
+            bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
         )  # fmt: skip
         return out
-    launch(_gemm, grid, x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **how)
+    launch(_gemm, grid, x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **options)
     return out

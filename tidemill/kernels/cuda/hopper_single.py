@@ -16,7 +16,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tidemill.kernels.cuda.hopper_attention import barrier
 from tidemill.kernels.cuda.launch import launch
@@ -196,6 +196,7 @@ def _attend_single_at_once(
         _ask_for(cache_ptr, pages, last, run, runs_per_page, NUM_KV_HEADS, DIM, BLOCK, num_blocks)
     if (num_splits > 0) | (gl.program_id(1) == 0):  # if nobody waited, the kernel after this one would not, either
         gdc_wait()
+    gdc_launch_dependents()  # there is room for the next kernel, while this one runs
     while num_splits > 0:
         q_head = (token + q_rows // group) * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + q_rows % group
         copy_ahead(q_buf, qkv_ptr + q_head * DIM + q_columns, mask=q_rows // group + q_columns * 0 < num_tokens)

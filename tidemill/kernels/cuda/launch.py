@@ -3,9 +3,10 @@
 Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
 waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits (of those with nothing to
 do, one is enough), so that what is true of ordinary launches (all earlier kernels are done) holds from there on; and before
-that, all earlier ones but the last are done. (Letting the next kernel in any earlier, when all programs of this one have begun,
-made a decode step slower: those that wait take room from those that work. Of a few tokens, the kernel that enters heads lets
-attention in: there is room for both.)
+that, all earlier ones but the last are done.
+
+In a step of a few tokens a kernel also lets the next one in as soon as all its own programs have begun: most kernels are small
+there, so there is room for both. With many tokens that made a decode step slower: those that wait take room from those that work.
 
 Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
 `compile_server.compile_elsewhere()` other processes do that, in parallel.
@@ -25,23 +26,23 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HOW = {"AHEAD": not IS_INTERPRETED, "launch_pdl": not IS_INTERPRETED}  # of every launch
-FEW = 16  # tokens of a step, up to which it is the latencies of small kernels that count, not what they read
+HOW = {"AHEAD": 0 if IS_INTERPRETED else 1, "launch_pdl": not IS_INTERPRETED}  # of every launch
+FEW = 16  # rows of a step, up to which it is the latencies of small kernels that count; a number of `gemm.CHOICES`
 _is_compiling = False
+
+
+def how(num_rows: int) -> dict[str, int]:
+    """Of a launch that may let the next one in."""
+    return HOW if IS_INTERPRETED or num_rows > FEW else HOW | {"AHEAD": 2}
 
 
 @triton.jit
 def begin(AHEAD: tl.constexpr):
-    """Go on when the kernel before is done."""
+    """Go on when the kernel before is done. `AHEAD` of 2: and let the next one in when all programs have come here. It may read,
+    before it waits, all but what this one writes."""
     if AHEAD:
         gdc_wait()
-
-
-@triton.jit
-def let_next_begin(AHEAD: tl.constexpr):
-    """When all programs have come here. To be called after `begin()`: then the kernel after this one may read, before it waits,
-    all but what this one writes."""
-    if AHEAD:
+    if AHEAD > 1:
         gdc_launch_dependents()
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from tidemill.kernels.cuda.expert_blocks import Tally, fetch, gated_block, matrices, options_of, to_keys, weigh
 from tidemill.kernels.cuda.gemm import Tile
-from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, launch
 
 MOST_DIRECT = 4  # tokens; a choice of tiles ends there too, so that every kernel is compiled at start
 _MOST_EXPERTS_DIRECT = 128  # each program compares all with all
 _MOST_RANKS = 8  # of a token there: a program has a tile of each
-LET_IN = True  # the second product's programs while the first one's run, with few tokens
 _AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
 
 
@@ -36,12 +34,10 @@ def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
 def _up_direct(
     x_ptr, logits_ptr, weight, bias_ptr, out_ptr, totals_ptr, live_ptr, num_in, num_out, num_experts,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
-    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LET: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
+    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A tile has one pair, in its first row."""
     begin(AHEAD)
-    if LET and AHEAD:  # when all programs have come so far, so that the logits are there
-        gdc_launch_dependents()
     tiles = tl.cdiv(num_out, OUTS)
     n, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     experts, token = tl.arange(0, EXPERTS)[None, :], pair // TOP_K
@@ -119,8 +115,8 @@ def multiply_gated_directly(
         _up_direct, (len(out) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, logits_TE, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
         *Tally.of(tally, out), num_in, num_out, num_experts,
-        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), LET=LET_IN, COUNT=tally is not None, BULK=bool(tile.bulk),
-        **options_of(tile, num_in, bias_E2I, act),
+        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), COUNT=tally is not None, BULK=bool(tile.bulk),
+        **options_of(tile, num_in, bias_E2I, act) | how(num_tokens),
     )  # fmt: skip
     return out
 
@@ -137,6 +133,7 @@ def multiply_directly(
         x_PI, logits_TE, weight_EHI, weight_EHI if bias_EH is None else bias_EH, out if shared_TH is None else shared_TH, out,
         num_in, num_out, num_experts,
         TOP_K=top_k, OF_ALL=of_all, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
-        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0, **options_of(tile, num_in, bias_EH),
+        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0,
+        **options_of(tile, num_in, bias_EH) | how(num_tokens),
     )  # fmt: skip
     return out

@@ -517,7 +517,7 @@ build(packed_gemm._gemm_chunked, types, 8, ROWS=128, OUTS=128, INS=64, CHUNKS=4,
 types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
              both_ptr=B, out_ptr=B)
 how = dict(ROWS=16, RANKS=16, MAX_RANK=64)
-build(lora._shrink, types, 2, STRETCH=1024, INS=128, PARTS=3, **how)
+build(lora._shrink, types, 2, STRETCH=1024, WHOLE=True, INS=128, PARTS=3, **how)
 build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
 build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)

@@ -463,12 +463,12 @@ def attend(
             qkv_TC, desc, table, lists.partial, lists.words, positions_T, bias, *where, *how_much, WORD=SHARED,
             ROWS=shared_rows(group), num_warps=4, num_stages=2, **common,
         )  # fmt: skip
-    if lists.num_single and at_once(lists, qkv_TC.shape[0], num_kv_heads, group, dim):
+    if lists.num_single and at_once(lists, num_kv_heads, group, dim):
         from tidemill.kernels.cuda import hopper_single
 
         hopper_single.attend_single(
             qkv_TC, cache, table, out_TC, lists.singles, lists.partial, lists.done, (*where, lists.head_width, scale),
-            lists.num_single, num_heads, SPLIT, lists.alone,
+            lists.num_single, num_heads, SPLIT,
         )  # fmt: skip
     elif lists.num_single:
         launch(
@@ -503,11 +503,11 @@ def _single_how(num_tokens: int, group: int) -> dict[str, int]:
     return {"num_warps": 2, "num_stages": 3, "TOGETHER": 4}
 
 
-def at_once(lists: Lists, num_tokens: int, num_kv_heads: int, group: int, dim: int) -> bool:
-    """Whether single tokens go through the kernel made for a few of them on this GPU, which reads keys twice if heads have 128
-    dimensions: if there is room for eight splits of each (measured on an H200; with more tokens, long contexts would lose)."""
-    few = num_tokens * num_kv_heads * (dim // 64) <= 16
-    return few and lists.by_roles and lists.paths is None and group <= SINGLE_ROWS and dim in (64, 128)
+def at_once(lists: Lists, num_kv_heads: int, group: int, dim: int) -> bool:
+    """Whether a lone token goes through the kernel made for it on this GPU, which reads keys twice if heads have 128 dimensions:
+    if there is room for eight splits of each head (measured on an H200; with more tokens, long contexts would lose)."""
+    is_plain = lists.by_roles and lists.paths is None and group <= SINGLE_ROWS and dim in (64, 128)
+    return lists.alone and is_plain and num_kv_heads * (dim // 64) <= 16
 
 
 @cache

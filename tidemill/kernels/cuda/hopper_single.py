@@ -1,4 +1,4 @@
-"""Attention of single tokens on Hopper GPUs, for a few requests: a split at once.
+"""Attention of one token on Hopper GPUs: a split at once.
 
 The same sums in the same order as `_attend_single` of attention.py, so the same bits. There a block waits for the one before it,
 about a microsecond each, which is most of the time of a small batch. What has to be in order is little: the highest score so far
@@ -143,10 +143,9 @@ def _attend_single_at_once(
     qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, layer_run, runs_per_page, table_width,
     head_width, scale,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
-    TOGETHER: gl.constexpr, ALONE: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """`ALONE`: the step has one token. Others may write pages that a token reads: what of them a step shares, in any layout, is
-    not known here."""
+    """The step has one token: all that is read, but what this token has entered, was there before the kernel that enters it."""
     dtype: gl.constexpr = cache_ptr.dtype.element_ty
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_blocks: gl.constexpr = SPLIT // BLOCK  # and warps
@@ -187,13 +186,9 @@ def _attend_single_at_once(
     num_splits = gl.load(tile + SINGLE_SPLITS)
     splits_next = gl.load(tile + to_next + SINGLE_SPLITS, mask=num_splits > 0, other=0)
     token, slot0, num_here, num_tokens, position, split, last, pages = _read(tile, table_ptr, table_width, SPLIT, BLOCK)
-    ahead = 0  # blocks that are on their way
-    if ALONE:
-        ahead = gl.minimum(position // BLOCK, num_blocks)
-        _copy(cache_ptr, pages, 0, ahead, SPLIT, run, runs_per_page, k_bufs, v_bufs, part, True, NUM_KV_HEADS, DIM, BLOCK)
-        _copy(cache_ptr, pages, 0, ahead, SPLIT, run, runs_per_page, k_bufs, v_bufs, part, False, NUM_KV_HEADS, DIM, BLOCK)
-    else:
-        _ask_for(cache_ptr, pages, last, run, runs_per_page, NUM_KV_HEADS, DIM, BLOCK, num_blocks)
+    ahead = gl.minimum(position // BLOCK, num_blocks)  # blocks that are on their way
+    _copy(cache_ptr, pages, 0, ahead, SPLIT, run, runs_per_page, k_bufs, v_bufs, part, True, NUM_KV_HEADS, DIM, BLOCK)
+    _copy(cache_ptr, pages, 0, ahead, SPLIT, run, runs_per_page, k_bufs, v_bufs, part, False, NUM_KV_HEADS, DIM, BLOCK)
     if (num_splits > 0) | (gl.program_id(1) == 0):  # if nobody waited, the kernel after this one would not, either
         gdc_wait()
     gdc_launch_dependents()  # there is room for the next kernel, while this one runs
@@ -279,7 +274,7 @@ def _attend_single_at_once(
 def attend_single(
     qkv_TC: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, out_TC: torch.Tensor, singles: torch.Tensor,
     partial: torch.Tensor, done: torch.Tensor, where: tuple[int, int, int, int, float], num_programs: int, num_heads: int,
-    split: int, alone: bool,
+    split: int,
 ) -> None:  # fmt: skip
     """A multiprocessor has room for one program. Those beyond would have to wait to find that there is nothing to do."""
     num_kv_heads, block, dim = cache.shape[3:]
@@ -288,5 +283,5 @@ def attend_single(
     launch(
         _attend_single_at_once, (across, num_programs),
         qkv_TC, cache, table, out_TC, partial, done, singles, *where, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim,
-        SPLIT=split, BLOCK=block, TOGETHER=8, ALONE=alone, num_warps=8, maxnreg=224, launch_pdl=True,
+        SPLIT=split, BLOCK=block, TOGETHER=8, num_warps=8, maxnreg=224, launch_pdl=True,
     )  # fmt: skip

@@ -5,8 +5,9 @@ waits inside, before it reads anything the kernel before it wrote. Every program
 do, one is enough), so that what is true of ordinary launches (all earlier kernels are done) holds from there on; and before
 that, all earlier ones but the last are done.
 
-In a step of a few tokens a kernel also lets the next one in as soon as all its own programs have begun: most kernels are small
-there, so there is room for both. With many tokens that made a decode step slower: those that wait take room from those that work.
+In a step of a few tokens, a kernel lets the next one in as soon as all of its own programs have waited (`how`): they are few, so
+there is room for both. (With more tokens this made a decode step slower: those that wait take room from those that work. So it
+did with one after a matmul of quantized weights: its programs came to lie on a part of the multiprocessors.)
 
 Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
 `compile_server.compile_elsewhere()` other processes do that, in parallel.
@@ -26,24 +27,24 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HOW = {"AHEAD": 0 if IS_INTERPRETED else 1, "launch_pdl": not IS_INTERPRETED}  # of every launch
-FEW = 16  # rows of a step, up to which it is the latencies of small kernels that count; a number of `gemm.CHOICES`
+HOW = {"AHEAD": int(not IS_INTERPRETED), "launch_pdl": not IS_INTERPRETED}  # of every launch
+EARLY = HOW if IS_INTERPRETED else HOW | {"AHEAD": 2}  # of one that lets the next in
+FEW = 16  # tokens of a step, up to which the latencies of small kernels count most; one of `gemm.CHOICES`
 _is_compiling = False
-
-
-def how(num_rows: int) -> dict[str, int]:
-    """Of a launch that may let the next one in."""
-    return HOW if IS_INTERPRETED or num_rows > FEW else HOW | {"AHEAD": 2}
 
 
 @triton.jit
 def begin(AHEAD: tl.constexpr):
-    """Go on when the kernel before is done. `AHEAD` of 2: and let the next one in when all programs have come here. It may read,
-    before it waits, all but what this one writes."""
+    """Go on when the kernel before is done. AHEAD 2: the next one may be let in."""
     if AHEAD:
         gdc_wait()
-    if AHEAD > 1:
+    if AHEAD == 2:
         gdc_launch_dependents()
+
+
+def how(num_tokens: int) -> dict[str, Any]:
+    """Of the launches of a step's layers."""
+    return HOW if num_tokens > FEW else EARLY
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -23,7 +23,9 @@ from bench.lora import make_adapter
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.elementwise import glu
+from tidemill.kernels.cuda.gemm import Tile, gemm, tile_with_adapters
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.sampling import SamplingParams
@@ -85,12 +87,55 @@ def check_kernels() -> None:
         assert error < 2**-7, error
         plain = torch.from_numpy(slots < 0).to(device)
         assert torch.equal(together[plain], glu(y, "silu")[plain] if is_gated else y[plain])
+        check_matmul(made, lists, x, slots, {name: i for i, name in enumerate(outs)}, adapters, is_gated)
+        lists.write(slots, 300)
         for row in range(0, 300, 7):
             lists.write(slots[row : row + 1], 1)
             alone = y[row : row + 1].clone()
             activated = made.add(x[row : row + 1].contiguous(), alone)
             assert torch.equal((alone if activated is None else activated)[0], together[row]), row
         print(f"kernels {num_in} -> {outs}: largest error {error:.1e} of the largest value", flush=True)
+
+
+def check_matmul(
+    made: CudaLora, lists: _Lists, x: torch.Tensor, slots: np.ndarray, parts: dict[str, int], adapters: list[dict[str, LoraPair]],
+    is_gated: bool,
+) -> None:  # fmt: skip
+    """The matmul that adds adapters itself, with one pass over the inputs and in stretches, in the tiles of several numbers of rows."""
+    sizes = [next(pairs[name].up_NR.shape[0] for pairs in adapters if name in pairs) for name in parts]
+    num_in, num_out, act = x.shape[1], sum(sizes), "silu" if is_gated else ""
+    weight = (torch.randn(num_out, num_in, device=x.device) / num_in**0.5).bfloat16()
+    lists.write(slots, 300)
+    expected = x.double() @ weight.double().t()
+    first = 0
+    for name, part in parts.items():
+        columns = slice(part, None, 2) if is_gated else slice(first, first + sizes[part])
+        for slot, pairs in enumerate(adapters):
+            rows = torch.from_numpy(np.flatnonzero(slots == slot)).to(x.device)
+            if name in pairs:
+                low = x[rows].double() @ pairs[name].down_RK.to(x.device).double().t()
+                expected[rows, columns] += pairs[name].scale * low @ pairs[name].up_NR.to(x.device).double().t()
+        first += sizes[part]
+    if is_gated:
+        gate, up = expected[:, 0::2], expected[:, 1::2]
+        expected = gate / (1 + (-gate).exp()) * up
+    together = gemm(x, weight, Tile(16, 64, 64, 3, 4), act=act, low_rank=made.low_rank(x))
+    error = (together.double() - expected).abs().max() / expected.abs().max()
+    assert error < 2**-7, error
+    plain = torch.from_numpy(slots < 0).to(x.device)
+    assert torch.equal(together[plain], gemm(x, weight, Tile(16, 64, 64, 3, 4), act=act)[plain])
+    for num_rows in (1, 16, 32, 64, 128, 256, 300):
+        tile = tile_with_adapters(num_rows, num_out, num_in)
+        assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), tile
+    usual, lora._MANY = lora._MANY, 1
+    assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), "one pass"
+    lora._MANY = usual
+    for row in range(0, 300, 7):
+        lists.write(slots[row : row + 1], 1)
+        alone = x[row : row + 1].contiguous()
+        tile = tile_with_adapters(1, num_out, num_in)
+        assert torch.equal(gemm(alone, weight, tile, act=act, low_rank=made.low_rank(alone))[0], together[row]), row
+    print(f"matmul {num_in} -> {num_out} with adapters: largest error {error:.1e} of the largest value", flush=True)
 
 
 def answers(core: EngineCore, requests: list[tuple[list[int], int, int]]) -> list[list[Any]]:

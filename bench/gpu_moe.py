@@ -32,7 +32,7 @@ if importlib.util.find_spec("msgspec") is None:  # the kernels do not need it, o
 import torch
 import triton
 
-from tidemill.kernels.cuda import compile_server, moe, moe_direct
+from tidemill.kernels.cuda import compile_server, launch, moe
 from tidemill.kernels.cuda.gemm import Tile, gemm
 from tidemill.kernels.cuda.tuning import time_us
 
@@ -189,12 +189,12 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
     weights = [all_weights()[i % 2] for i in range(len(given))]
     both = list(zip(given, weights, strict=True))
     if direct:
-        middle = [moe.multiply_gated_directly(x, logits, w[0], up, TOP_K, "silu") for (x, logits), w in both]
+        middle = [moe.multiply_gated_directly(x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both]
         return {
-            "up": ([partial(moe.multiply_gated_directly, x, logits, w[0], up, TOP_K, "silu") for (x, logits), w in both],
+            "up": ([partial(moe.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both],
                    floor_us(num, given, 2)),
-            "down": ([partial(moe.multiply_directly, rows, logits, w[1], down, TOP_K, False)
-                      for rows, ((_, logits), w) in zip(middle, both, strict=True)], floor_us(num, given, 1)),
+            "down": ([partial(moe.multiply_directly, rows, logits, shares, w[1], down, TOP_K)
+                      for (rows, shares), ((_, logits), w) in zip(middle, both, strict=True)], floor_us(num, given, 1)),
         }  # fmt: skip
     routings = [moe.route(logits, TOP_K, False, up.rows, down.rows) for _, logits in given]
     rows = [moe.multiply_gated(x, w[0], r, up, TOP_K, "silu") for ((x, _), w), r in zip(both, routings, strict=True)]
@@ -206,7 +206,7 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
                 for ((x, _), w), r in zip(both, routings, strict=True)], floor_us(num, given, 2)),
         "down": ([partial(moe.multiply, v, w[1], r, down) for v, w, r in zip(rows, weights, routings, strict=True)],
                  max(floor_us(num, given, 1), moved / BANDWIDTH * 1e6)),
-        "combine": ([partial(moe.combine, p, r.weights_P, TOP_K) for p, r in zip(pairs, routings, strict=True)],
+        "combine": ([partial(moe.combine, p, r, TOP_K) for p, r in zip(pairs, routings, strict=True)],
                     moved * (1 + 1 / TOP_K) / BANDWIDTH * 1e6),
     }  # fmt: skip
 
@@ -246,19 +246,19 @@ def time_overlap() -> None:
     def layer(x: torch.Tensor, weights: Weights) -> torch.Tensor:
         return run(x, gemm(x, router, out=torch.empty(len(x), EXPERTS, device="cuda")), weights)
 
-    usual = moe_direct.LET_IN, moe.FETCHED
+    usual = launch.FEW, moe.FETCHED
     for num in (1, 2, 4, 64, 128, 256, 512):
         calls = [partial(layer, x, all_weights()[i % 2]) for i, (x, _) in enumerate(inputs(num))]
         expected = None
         few = num <= moe.MOST_DIRECT
-        for let_in, fetched in ((False, 0), (True, 0)) if few else [(True, n << 20) for n in (0, 8, 16, 24, 32)]:
-            moe_direct.LET_IN, moe.FETCHED = let_in, fetched
+        for let_in, fetched in ((0, 0), (16, 0)) if few else [(16, n << 20) for n in (0, 8, 16, 24, 32)]:
+            launch.FEW, moe.FETCHED = let_in, fetched
             out = calls[0]()
             expected = out if expected is None else expected
             note = "" if torch.equal(out, expected) else "   <<< OTHER BITS"
-            what = f"let in {let_in}" if few else f"fetched {fetched >> 20} MiB"
+            what = f"let in up to {let_in}" if few else f"fetched {fetched >> 20} MiB"
             print(f"overlap T={num} {what}: {time_us(calls, 5):.2f} us with the router{note}", flush=True)
-    moe_direct.LET_IN, moe.FETCHED = usual
+    launch.FEW, moe.FETCHED = usual
 
 
 def time_router() -> None:
@@ -329,14 +329,14 @@ def compile_share(number: int, of: int) -> None:
     weights = torch.zeros(EXPERTS, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16)
     pair: Weights = weights, torch.zeros(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16)
     x, logits = new_tokens(16, 0)
-    rows = torch.zeros(16 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16)
+    rows, shares = torch.zeros(16 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16), torch.zeros(TOP_K, device="cuda")
     for stage, numbers, num in _jobs()[number::of]:
         tile = Tile(*numbers)
         try:
             if num == 1 and stage == "up":
-                moe.multiply_gated_directly(x[:1], logits[:1], pair[0], tile, TOP_K, "silu")
+                moe.multiply_gated_directly(x[:1], logits[:1], pair[0], tile, TOP_K, False, "silu")
             elif num == 1:
-                moe.multiply_directly(rows[:TOP_K], logits[:1], pair[1], tile, TOP_K, False)
+                moe.multiply_directly(rows[:TOP_K], logits[:1], shares, pair[1], tile, TOP_K)
             else:
                 routing = moe.route(logits, TOP_K, False, tile.rows, tile.rows)
                 if stage == "up":

@@ -127,7 +127,10 @@ def test_routing(num_tokens):
     assert torch.equal(experts.long(), expected)
     if num_tokens <= moe.MOST_DIRECT:  # an expert's output is its number
         rows, down = torch.ones(4 * num_tokens, 16) / 16, torch.arange(60.0)[:, None, None].expand(60, 1, 16).contiguous()
-        direct = moe.multiply_directly(rows, logits, down, PLAIN, 4, True)
+        gate_up = torch.zeros(60, 32, 32)
+        _, shares = moe.multiply_gated_directly(torch.ones(num_tokens, 32), logits, gate_up, PLAIN, 4, True, "silu")
+        assert torch.equal(shares.nan_to_num(-9.0), routing.weights_P.nan_to_num(-9.0))
+        direct = moe.multiply_directly(rows, logits, shares, down, PLAIN, 4)
         outputs = routing.experts_P.float()[:, None]
         assert torch.equal(direct.nan_to_num(-9.0), moe.combine(outputs, routing, 4).nan_to_num(-9.0))
     assert_close(routing.weights_P.view(-1, 4)[1:], logits.softmax(1).gather(1, expected)[1:], atol=1e-6, rtol=1e-6)
@@ -223,11 +226,11 @@ from tidemill.kernels.cuda import moe, moe_direct
 
 B, F, I = "*bf16", "*fp32", "*i32"
 types = dict(x_ptr=B, weight=B, bias_ptr=B, out_ptr=B, order_ptr=I, list_ptr=I, logits_ptr=F, experts_ptr=I, weights_ptr=F,
-             weight_ptr=B, fetched_ptr=B, counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B,
+             weight_ptr=B, fetched_ptr=B, shares_ptr=F, counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B,
              totals_ptr=I, live_ptr=I)
 
 def build(kernel, warps=4, stages=3, descs={}, **constants):
-    constants = {name: value for name, value in (constants | {"AHEAD": True}).items() if name in kernel.arg_names}
+    constants = {name: value for name, value in (constants | {"AHEAD": 2}).items() if name in kernel.arg_names}
     signature = {name: (types | descs).get(name, "i32") for name in kernel.arg_names} | {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
                if signature[name].startswith("*") or name in ("num_in", "num_out", "width")}
@@ -237,8 +240,8 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     print(kernel.__name__)
     return done
 
-shape = dict(TOP_K=8, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
-             HALVES=True, FETCH=True, LET=True, COUNT=True, FIRST=32, NUM_OWN=32)
+shape = dict(TOP_K=8, NUM_EXPERTS=60, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
+             HALVES=True, FETCH=True, COUNT=True, FIRST=32, NUM_OWN=32)
 if __name__ == "__main__":
     build(moe._route, **shape)
     build(moe._place, **shape)

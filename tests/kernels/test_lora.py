@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from tidemill.kernels import native
 from tidemill.kernels.cuda import lora as cuda
+from tidemill.kernels.cuda.gemm import Tile, gemm
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.lora import LoraStep, NativeLora, TorchLora, make_tiles
 from tidemill.layers import cuda_lora
@@ -91,13 +92,16 @@ class Lists:
     def __init__(self, slots: np.ndarray, size: int) -> None:
         self.made = object.__new__(cuda_lora.CudaLoras)
         self.made._num_slots, self.made._turn = len(ADAPTERS), 0
-        words = cuda_lora.padded(size) + 3 * cuda_lora._num_tiles(size, len(ADAPTERS))
+        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + size
         self.made._words = torch.full((words,), 77, dtype=torch.int32)
         self.made._staging = [torch.full((words,), 77, dtype=torch.int32)]
         self.made.write(slots, size)
 
     def lists(self, num_tokens: int):
         return self.made.lists(num_tokens)
+
+    def slots(self, num_tokens: int):
+        return self.made.slots(num_tokens)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -127,3 +131,30 @@ def test_adapters_on_a_gpu(is_gated, monkeypatch):
         alone = before[row : row + 1].clone()
         activated = made.add(x[row : row + 1].clone(), alone)
         assert torch.equal((alone if activated is None else activated)[0], out[row])
+
+
+@pytest.mark.parametrize(("is_gated", "tile"), [(False, Tile(16, 32, 32, 2, 4)), (True, Tile(32, 16, 32, 2, 4, bulk=1))])
+def test_a_matmul_on_a_gpu_adds_adapters(is_gated, tile, monkeypatch):
+    """Tiles of several adapters and parts. Rows without one are what they are without adapters; a row alone, and one whose
+    inputs were multiplied in one go instead of stretches, has the same bits."""
+    monkeypatch.setattr(cuda, "_STRETCH", 128)
+    torch.manual_seed(0)
+    outs, num_in = {"gate": 40, "up": 40} if is_gated else OUTS, 152
+    device, size, act = torch.device("cpu"), SLOTS.size + 3, "silu" if is_gated else ""
+    adapters = [pairs_of(slot, outs, num_in) for slot in range(len(ADAPTERS))]
+    made = cuda.CudaLora(num_in, outs, Lists(SLOTS, size), len(ADAPTERS), 64, act, device, torch.float32)
+    for slot, pairs in enumerate(adapters):
+        made.put(slot, pairs)
+    x, weight = torch.randn(size, num_in), torch.randn(sum(outs.values()), num_in) / num_in**0.5
+    stored = torch.stack(weight.chunk(2), 1).flatten(0, 1) if is_gated else weight
+    out = gemm(x, stored, tile, act=act, low_rank=made.low_rank(x))
+    right = expected(x, x @ weight.T, [*SLOTS, -1, -1, -1], adapters, outs)
+    assert_close(out, glu_reference(right) if is_gated else right, atol=4e-3, rtol=2e-4)
+    plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
+    assert torch.equal(out[plain], gemm(x, stored, tile, act=act)[plain])
+    monkeypatch.setattr(cuda, "_MANY", 1)
+    assert torch.equal(gemm(x, stored, tile, act=act, low_rank=made.low_rank(x)), out)
+    for row in (4, SLOTS.size - 1):
+        made._lists = Lists(SLOTS[row : row + 1], 1)
+        alone = x[row : row + 1].clone()
+        assert torch.equal(gemm(alone, stored, tile, act=act, low_rank=made.low_rank(alone))[0], out[row])

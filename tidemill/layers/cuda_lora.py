@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from tidemill.kernels.cuda.lora import ROWS, CudaLora
+from tidemill.kernels.cuda.lora import NO_SLOT, ROWS, CudaLora
 from tidemill.kernels.lora import LinearLora, make_tiles
 from tidemill.layers.linear import Linear
 from tidemill.layers.lora import Loras
@@ -21,7 +21,7 @@ class CudaLoras(Loras):
     ) -> None:
         """`most_tokens`: of a step."""
         self._device = device
-        num_words = padded(most_tokens) + 3 * _num_tiles(most_tokens, num_slots)
+        num_words = _end_of_tiles(most_tokens, num_slots) + most_tokens
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_STEPS_IN_FLIGHT)]
         self._turn = 0
@@ -39,12 +39,16 @@ class CudaLoras(Loras):
         begin = padded(num_tokens)
         return self._words[:num_tokens], self._words[begin : begin + 3 * _num_tiles(num_tokens, self._num_slots)]
 
+    def slots(self, num_tokens: int) -> torch.Tensor:
+        begin = _end_of_tiles(num_tokens, self._num_slots)
+        return self._words[begin : begin + num_tokens]
+
     def write(self, slots_T: np.ndarray, size: int) -> None:
         """For a step of `size` tokens, of which the first have these slots and the others are padding."""
         order, tiles = make_tiles(slots_T, ROWS)
         self._turn = (self._turn + 1) % len(self._staging)
-        begin = padded(size)
-        end = begin + 3 * _num_tiles(size, self._num_slots)
+        begin, first_slot = padded(size), _end_of_tiles(size, self._num_slots)
+        end = first_slot + size
         words = self._staging[self._turn].numpy()[:end]
         words[:] = 0
         is_plain = np.ones(size, bool)
@@ -56,6 +60,8 @@ class CudaLoras(Loras):
         tiles = np.concatenate([tiles, rest])
         tiles[:, 0] += 1
         words[begin : begin + tiles.size] = tiles.reshape(-1)
+        words[first_slot:] = NO_SLOT
+        words[first_slot : first_slot + slots_T.size] = np.where(slots_T < 0, NO_SLOT, slots_T)
         self._words[:end].copy_(self._staging[self._turn][:end], non_blocking=True)
 
 
@@ -67,3 +73,7 @@ def padded(num_tokens: int) -> int:
 def _num_tiles(num_tokens: int, num_slots: int) -> int:
     """The most there can be: the last tile of each slot, and of the tokens without, may be partly filled."""
     return min(num_tokens, num_tokens // ROWS + num_slots + 1)
+
+
+def _end_of_tiles(num_tokens: int, num_slots: int) -> int:
+    return padded(padded(num_tokens) + 3 * _num_tiles(num_tokens, num_slots))

@@ -135,6 +135,9 @@ class Linear(Layer):
     def _multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.loras is None or self.lora is None or not self.loras.is_on:
             return self.weight(x_TK)
+        adapted = self.weight.adapted(x_TK, self.lora)
+        if adapted is not None:
+            return adapted
         y_TN = self.weight.matmul(x_TK)
         activated = self.lora.add(x_TK, y_TN)
         return self.weight.activate(y_TN) if activated is None else activated

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
+from tidemill.kernels.cuda.launch import HOW, begin, how, is_compiling, launch
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
@@ -113,7 +113,7 @@ def add_rms_norm(
     launch(
         _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, out if made is None else made.values_NK.view(torch.int8),
         out if made is None else made.scales, width, eps, scale, HAS_X=x_TH is not None,
-        CODES=0 if handover is None else LARGEST[handover.dtype], **_of_a_row(width), **HOW,
+        CODES=0 if handover is None else LARGEST[handover.dtype], **_of_a_row(width), **how(num_rows),
     )  # fmt: skip
     if handover is not None and made is not None:
         handover.put(out, made)
@@ -137,7 +137,7 @@ def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Ten
     """The sum of the residual and the norm of x."""
     out = torch.empty_like(residual_TH)
     num_rows, width = residual_TH.shape
-    launch(_post_norm, (num_rows,), x_TH, residual_TH, weight_H, out, width, eps, **_of_a_row(width), **HOW)
+    launch(_post_norm, (num_rows,), x_TH, residual_TH, weight_H, out, width, eps, **_of_a_row(width), **how(num_rows))
     return out
 
 
@@ -162,7 +162,7 @@ def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
     num_q, num_k = q_weight.numel(), k_weight.numel()
     launch(
         _qk_norm, (qkv_TC.shape[0], 2), qkv_TC, q_weight, k_weight, num_q, num_k, qkv_TC.shape[1], eps,
-        **_of_a_row(max(num_q, num_k)), **HOW,
+        **_of_a_row(max(num_q, num_k)), **how(qkv_TC.shape[0]),
     )  # fmt: skip
     return qkv_TC
 
@@ -198,7 +198,7 @@ def add_layer_norm(
     x = residual_TH if x_TH is None else x_TH
     launch(
         _add_layer_norm, (num_rows,), x, residual_TH, weight_H, bias_H, out, width, eps, HAS_X=x_TH is not None,
-        **_of_a_row(width), **HOW,
+        **_of_a_row(width), **how(num_rows),
     )  # fmt: skip
     return out
 
@@ -421,5 +421,5 @@ def enter_heads(
         qkv_TC, codes, marks, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0),
         layer * 2 * num_kv_heads * page_size * per_row, 0 if scales is None else scales.stride(0), learned.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, ROTATED=0 if angles is None else 2 * angles.cos.shape[1],
-        PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4, **HOW,
+        PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4, **how(qkv_TC.shape[0]),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated
 from tidemill.kernels.cuda.gemm import Tile
-from tidemill.kernels.cuda.launch import HOW
+from tidemill.kernels.cuda.launch import how
 
 PIECE = tl.constexpr(2048)  # bytes that a thread fetches
 PIECES = tl.constexpr(128)
@@ -34,7 +34,7 @@ def fetch(addresses, num_bytes):
 def to_keys(logits, experts, num_experts):
     """Different integers in the order of the logits, of equals the first first. What is not a number has a place in it too, so
     that every token gets experts that exist."""
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 equals 0
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     keys = tl.where(experts < num_experts, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
     return (keys.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
 
@@ -112,12 +112,12 @@ class Tally:
         return (unused, unused) if tally is None else (tally.totals_E, tally.live)
 
 
-def options_of(tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
-    how = {
+def options_of(num_rows: int, tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
+    options = {
         "ROWS": tile.rows, "INS": tile.ins, "EVEN": num_in % tile.ins == 0, "HAS_BIAS": bias is not None,
-        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
-    return how | ({"OUTS": tile.outs} if act is None else {"OUTS": tile.outs // 2, "ACT": act})
+    return options | ({"OUTS": tile.outs} if act is None else {"OUTS": tile.outs // 2, "ACT": act})
 
 
 def matrices(weight: torch.Tensor, outs: int, tile: Tile) -> torch.Tensor | TensorDescriptor:

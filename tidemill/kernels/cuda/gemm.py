@@ -22,7 +22,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated, glu
-from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
+from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
+from tidemill.kernels.cuda.lora import LowRank, add_low_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,15 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
-    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in,
+    x_ptr, w_ptr, bias_ptr, out_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin(AHEAD)
+    """PARTS: of the adapters' pairs that are added (lora.py), 0: there are none. What the kernel before has written is then read
+    last, since x was there before it."""
+    if PARTS == 0:
+        begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
@@ -81,6 +86,12 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
+    if PARTS:
+        begin(AHEAD)
+        acc = add_low_rank(
+            acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, ACT != "",
+        )  # fmt: skip
     acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
@@ -91,15 +102,24 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
+    x_desc, w_desc, out_desc, bias_ptr, out_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
+    num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin(AHEAD)
+    if PARTS == 0:
+        begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
+    if PARTS:
+        begin(AHEAD)
+        acc = add_low_rank(
+            acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, ACT != "",
+        )  # fmt: skip
     acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
@@ -167,6 +187,14 @@ def own_tile(num_rows: int, num_out: int) -> Tile:
     return Tile(128, 128, 64, 4, 4, 1)
 
 
+def tile_with_adapters(num_rows: int, num_out: int, num_in: int) -> Tile:
+    """The library knows nothing of adapters."""
+    tile = choose_tile(num_rows, num_out, num_in)
+    if tile is not LIBRARY:
+        return tile
+    return own_tile(num_rows, num_out) if num_rows <= 256 else Tile(256, 128, 64, 4, 8, 1)
+
+
 def keep_library_in_order() -> None:
     """It may not split K, which only one of its interfaces can promise."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -212,8 +240,10 @@ def gemm(
     bias_N: torch.Tensor | None = None,
     act: str = "",
     out: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> torch.Tensor:
-    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x."""
+    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x.
+    `low_rank`: is added to the products; the kernel launched before this one makes it, and x was there before that one."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
@@ -223,10 +253,12 @@ def gemm(
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N
-    how = {
+    options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
+        **({"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": 16} if low_rank is None else low_rank.constants),
     }  # fmt: skip
+    added = (weight_NK,) * 6 if low_rank is None else low_rank.tensors
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
         launch(
@@ -235,8 +267,9 @@ def gemm(
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
             TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if act else tile.outs) if bulk_out else 16]),
-            bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **how,
+            bias, out, *added, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
         )  # fmt: skip
         return out
-    launch(_gemm, grid, x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **how)
+    even = num_in % tile.ins == 0
+    launch(_gemm, grid, x_TK, weight_NK, bias, out, *added, num_rows, num_out, num_in, EVEN=even, **options)
     return out

@@ -1,10 +1,13 @@
 """How kernels are launched, and how they are compiled before the first step.
 
 Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
-waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits, so that what is true of
-ordinary launches (all earlier kernels are done) holds from there on; and before that, all earlier ones but the last are done.
-(Letting the next kernel in any earlier, when all programs of this one have begun, made a decode step slower: those that wait
-take room from those that work.)
+waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits (of those with nothing to
+do, one is enough), so that what is true of ordinary launches (all earlier kernels are done) holds from there on; and before
+that, all earlier ones but the last are done.
+
+In a step of a few tokens, a kernel lets the next one in as soon as all of its own programs have waited (`how`): they are few, so
+there is room for both. (With more tokens this made a decode step slower: those that wait take room from those that work. So it
+did with one after a matmul of quantized weights: its programs came to lie on a part of the multiprocessors.)
 
 Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
 `compile_server.compile_elsewhere()` other processes do that, in parallel.
@@ -21,18 +24,27 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HOW = {"AHEAD": not IS_INTERPRETED, "launch_pdl": not IS_INTERPRETED}  # of every launch
+HOW = {"AHEAD": int(not IS_INTERPRETED), "launch_pdl": not IS_INTERPRETED}  # of every launch
+EARLY = HOW if IS_INTERPRETED else HOW | {"AHEAD": 2}  # of one that lets the next in
+FEW = 16  # tokens of a step, up to which the latencies of small kernels count most; one of `gemm.CHOICES`
 _is_compiling = False
 
 
 @triton.jit
 def begin(AHEAD: tl.constexpr):
-    """Go on when the kernel before is done."""
+    """Go on when the kernel before is done. AHEAD 2: the next one may be let in."""
     if AHEAD:
         gdc_wait()
+    if AHEAD == 2:
+        gdc_launch_dependents()
+
+
+def how(num_tokens: int) -> dict[str, Any]:
+    """Of the launches of a step's layers."""
+    return HOW if num_tokens > FEW else EARLY
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -5,34 +5,41 @@ step. The first kernel multiplies by the low-rank matrices down, in stretches of
 work for all of the GPU; the second adds the stretches up in their order, and multiplies by the matrices up; of a gated layer, it
 also applies the activation, for all tokens. Ranks go in blocks of 16: a slot's memory is for the highest rank, and only what its
 adapter has is read. A token's bits depend on the token and its adapter alone.
+
+The matmul of a bfloat16 weight (gemm.py) is the second kernel itself: it adds the product to its sums before they are rounded
+(`add_low_rank`), so that outputs are not read and written again. It begins beside the first kernel, whose results it needs last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.elementwise import activated
-from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.launch import EARLY, HOW, begin, launch
 from tidemill.kernels.lora import LinearLora, Pair
 
 ROWS: Final = 16  # of a tile
 RANKS: Final = 16  # of a block
+NO_SLOT: Final = 1 << 30  # of tokens without an adapter
 _STRETCH, _INS, _OUTS = 1024, 128, 128
+_MANY = 512  # tokens, from which on there is work enough without stretches
+_NO_SLOT = tl.constexpr(NO_SLOT)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink(
     x_ptr, down_ptr, blocks_ptr, order_ptr, tiles_ptr, low_ptr, num_tokens, num_in,
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, STRETCH: tl.constexpr,
-    INS: tl.constexpr, AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr, INS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """low[stretch, token, part] = down x over a stretch of K."""
+    """low[stretch, token, part] = down x over a stretch of K; WHOLE: over all of them, added in their order."""
     tile, stretch, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
     begin(AHEAD)
@@ -41,18 +48,20 @@ def _shrink(
         rows, ranks, ins = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, INS)
         there = rows < count
         tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
-        begins = stretch * STRETCH
-        ends = min(begins + STRETCH, num_in)
         x = x_ptr + tokens[:, None] * num_in
         for block in range(tl.load(blocks_ptr + slot * PARTS + part)):
             down = down_ptr + ((slot * PARTS + part) * MAX_RANK + block * RANKS + ranks)[None, :] * num_in
-            acc = tl.zeros((ROWS, RANKS), tl.float32)
-            for k in range(begins, ends, INS):
-                a = tl.load(x + (k + ins)[None, :], mask=there[:, None] & (k + ins < ends)[None, :], other=0.0)
-                b = tl.load(down + (k + ins)[:, None], mask=(k + ins < ends)[:, None], other=0.0)
-                acc = tl.dot(a, b, acc)
+            total = tl.zeros((ROWS, RANKS), tl.float32)
+            for begins in range(stretch * STRETCH, num_in if WHOLE else (stretch + 1) * STRETCH, STRETCH):
+                ends = min(begins + STRETCH, num_in)
+                acc = tl.zeros((ROWS, RANKS), tl.float32)
+                for k in range(begins, ends, INS):
+                    a = tl.load(x + (k + ins)[None, :], mask=there[:, None] & (k + ins < ends)[None, :], other=0.0)
+                    b = tl.load(down + (k + ins)[:, None], mask=(k + ins < ends)[:, None], other=0.0)
+                    acc = tl.dot(a, b, acc)
+                total += acc
             where = ((stretch * num_tokens + tokens) * PARTS + part) * MAX_RANK + block * RANKS
-            tl.store(low_ptr + where[:, None] + ranks[None, :], acc, mask=there[:, None])
+            tl.store(low_ptr + where[:, None] + ranks[None, :], total, mask=there[:, None])
 
 
 @triton.jit
@@ -137,11 +146,54 @@ def _expand_gated(
         tl.store(where, value.to(out_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
+@triton.jit
+def add_low_rank(
+    acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
+    STRETCHES: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """acc += up low of each row's adapter, for a tile of a matmul; one adapter after the other. What is added to rows of another
+    is zero, which changes no sum."""
+    rows, ranks, columns = m * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS), n * OUTS + tl.arange(0, OUTS)
+    slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=_NO_SLOT)
+    slot = tl.min(slots, 0)
+    while slot < _NO_SLOT:
+        here = (slots == slot)[:, None]
+        for part in tl.static_range(PARTS):
+            num_blocks = tl.load(blocks_ptr + slot * PARTS + part)
+            scale = tl.load(scales_ptr + slot * PARTS + part)
+            if IS_GATED:  # columns of gate and up in turn
+                source, inside = part * (num_out // 2) + columns // 2, (columns % 2 == part) & (columns < num_out)
+            else:
+                first, end = tl.load(ends_ptr + part), tl.load(ends_ptr + part + 1)
+                source, inside = columns, (columns >= first) & (columns < end)
+                num_blocks = tl.where((n * OUTS < end) & (n * OUTS + OUTS > first), num_blocks, 0)
+            for block in tl.range(0, num_blocks, num_stages=1):
+                low = tl.zeros((ROWS, RANKS), tl.float32)
+                for stretch in tl.static_range(STRETCHES):
+                    where = ((stretch * num_rows + rows).to(tl.int64) * PARTS + part) * MAX_RANK + block * RANKS
+                    low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=here, other=0.0)
+                up = up_ptr + (slot * MAX_RANK + block * RANKS + ranks)[:, None].to(tl.int64) * num_out + source[None, :]
+                values = tl.load(up, mask=inside[None, :], other=0.0)
+                acc = tl.dot((low * scale).to(values.dtype), values, acc)
+        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
+    return acc
+
+
 class Lists(Protocol):
     """The lists of a step with so many tokens: their order, those without an adapter last; tiles as slot + 1 (-1: without), first
-    and count, zeros after the last."""
+    and count, zeros after the last. And each token's slot, or NO_SLOT."""
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def slots(self, num_tokens: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What a matmul adds: pointers and constants of `add_low_rank`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    constants: dict[str, Any]
 
 
 class CudaLora(LinearLora):
@@ -165,6 +217,7 @@ class CudaLora(LinearLora):
             for first in range(of_part.start, of_part.stop, _OUTS)
         ]
         self._columns = torch.tensor(columns, dtype=torch.int32, device=device)
+        self._ends = torch.tensor([0, *ends], dtype=torch.int32, device=device)
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """On the current stream: after the steps that were launched."""
@@ -184,23 +237,41 @@ class CudaLora(LinearLora):
         self._blocks[slot].copy_(torch.tensor(blocks, dtype=torch.int32, device="cpu"))
         self._scales[slot].copy_(torch.tensor(scales, dtype=torch.float32, device="cpu"))
 
-    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor | None:
-        (num_tokens, num_in), num_out, num_parts = x_TK.shape, y_TN.shape[1], len(self._outs)
+    def _shrunk(self, x_TK: torch.Tensor, is_whole: bool, how: dict[str, Any]) -> torch.Tensor:
+        """By stretch, token and part."""
+        (num_tokens, num_in), num_parts = x_TK.shape, len(self._outs)
         order, tiles = self._lists.lists(num_tokens)
-        num_tiles, num_stretches = tiles.numel() // 3, triton.cdiv(num_in, _STRETCH)
+        num_stretches = 1 if is_whole else triton.cdiv(num_in, _STRETCH)
         low = x_TK.new_empty(num_stretches, num_tokens, num_parts, self._max_rank, dtype=torch.float32)
-        shape = {"ROWS": ROWS, "RANKS": RANKS, "MAX_RANK": self._max_rank, **HOW}
         launch(
-            _shrink, (num_tiles, num_stretches, num_parts),
-            x_TK, self._down, self._blocks, order, tiles, low, num_tokens, num_in,
-            PARTS=num_parts, STRETCH=_STRETCH, INS=_INS, num_warps=2, num_stages=4, **shape,
+            _shrink, (tiles.numel() // 3, num_stretches, num_parts),
+            x_TK, self._down, self._blocks, order, tiles, low, num_tokens, num_in, ROWS=ROWS, RANKS=RANKS,
+            MAX_RANK=self._max_rank, PARTS=num_parts, STRETCH=_STRETCH, WHOLE=is_whole, INS=_INS, num_warps=2, num_stages=4, **how,
         )  # fmt: skip
+        return low
+
+    def low_rank(self, x_TK: torch.Tensor) -> LowRank:
+        """For the matmul that is launched next: it begins beside the kernel that is launched here, which has waited for x."""
+        num_tokens = x_TK.shape[0]
+        low = self._shrunk(x_TK, num_tokens >= _MANY, EARLY)
+        tensors = self._lists.slots(num_tokens), low, self._up, self._blocks, self._scales, self._ends
+        shape = {"PARTS": len(self._outs), "STRETCHES": low.shape[0], "MAX_RANK": self._max_rank, "RANKS": RANKS}
+        return LowRank(tensors, shape)
+
+    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor | None:
+        num_tokens, num_out = y_TN.shape
+        low = self._shrunk(x_TK, False, HOW)
+        order, tiles = self._lists.lists(num_tokens)
         given = (low, self._up, self._blocks, self._scales, order, tiles)
         # Most adapters have one block of ranks: there is no next one to load ahead.
-        how = {"STRETCHES": num_stretches, "OUTS": _OUTS, "num_warps": 4, "num_stages": 1, **shape}
+        how = {
+            "STRETCHES": low.shape[0], "OUTS": _OUTS, "ROWS": ROWS, "RANKS": RANKS, "MAX_RANK": self._max_rank, "num_warps": 4,
+            "num_stages": 1, **HOW,
+        }  # fmt: skip
+        num_tiles = tiles.numel() // 3
         if not self._act:
             grid = (num_tiles, self._columns.shape[0])
-            launch(_expand, grid, *given, self._columns, y_TN, num_tokens, num_out, PARTS=num_parts, **how)
+            launch(_expand, grid, *given, self._columns, y_TN, num_tokens, num_out, PARTS=len(self._outs), **how)
             return None
         out = y_TN.new_empty(num_tokens, num_out // 2)
         grid = (num_tiles, triton.cdiv(num_out // 2, _OUTS))

@@ -45,7 +45,7 @@ from tidemill.kernels.cuda.expert_blocks import (
     weigh,
 )
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
-from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, is_compiling, launch
+from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, is_compiling, launch
 from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_directly, multiply_gated_directly
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
@@ -328,12 +328,12 @@ def route(
         _route, (num_chunks + num_fetched,),
         logits_TE, experts, weights, counts, logits_TE if next_weight is None else next_weight, *Tally.of(tally, counts),
         num_tokens, num_chunks, num_experts,
-        OF_ALL=of_all, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **HOW,
+        OF_ALL=of_all, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **how(num_tokens),
     )  # fmt: skip
     launch(
         _place, (num_chunks + triton.cdiv(max(len(up_blocks), len(down_blocks)), _LISTED.value),),
         experts, counts, order, up_blocks, down_blocks, num_tokens, num_chunks, len(up_blocks), len(down_blocks),
-        UP_ROWS=up_rows, DOWN_ROWS=down_rows, FIRST=own[0], NUM_OWN=own[1], **shape, **HOW,
+        UP_ROWS=up_rows, DOWN_ROWS=down_rows, FIRST=own[0], NUM_OWN=own[1], **shape, **how(num_tokens),
     )  # fmt: skip
     return Routing(experts, weights, order, up_blocks, up_blocks if up_rows == down_rows else down_blocks, own)
 
@@ -349,7 +349,7 @@ def multiply_gated(
         _up, (len(routing.up_blocks) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
         routing.order_P, routing.up_blocks, num_in, num_out,
-        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(tile, num_in, bias_E2I, act),
+        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(len(out), tile, num_in, bias_E2I, act),
     )  # fmt: skip
     return out
 
@@ -365,7 +365,7 @@ def multiply(
         _down, (len(routing.down_blocks) * triton.cdiv(num_out, tile.outs),),
         *x, matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, out,
         routing.order_P, routing.down_blocks, num_in, num_out,
-        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(tile, num_in, bias_EH),
+        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(len(out), tile, num_in, bias_EH),
     )  # fmt: skip
     return out
 
@@ -377,7 +377,7 @@ def combine(pairs_PH: torch.Tensor, routing: Routing, top_k: int, shared_TH: tor
         _combine, (num_tokens, triton.cdiv(width, 1024)),
         pairs_PH, routing.weights_P, routing.experts_P, out if shared_TH is None else shared_TH, out, width,
         TOP_K=top_k, HAS_SHARED=shared_TH is not None, FIRST=routing.own[0], NUM_OWN=routing.own[1], BLOCK=1024, num_warps=4,
-        **HOW,
+        **how(num_tokens),
     )  # fmt: skip
     return out
 
@@ -408,8 +408,9 @@ def moe(
     direct = not own[1] and is_direct(num_tokens, top_k, num_experts)
     down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
     if direct:
-        rows = multiply_gated_directly(x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, act, gate_up_bias_E2I, tally)
-        return multiply_directly(rows, router_logits_TE, down_EHI, down_tile, top_k, of_all, down_bias_EH, shared_TH)
+        logits = router_logits_TE
+        rows, shares = multiply_gated_directly(x_TH, logits, gate_up_E2IH, up_tile, top_k, of_all, act, gate_up_bias_E2I, tally)
+        return multiply_directly(rows, logits, shares, down_EHI, down_tile, top_k, down_bias_EH, shared_TH)
     routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
     return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing, top_k, shared_TH)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from tidemill.kernels.cuda.expert_blocks import Tally, fetch, gated_block, matrices, options_of, to_keys, weigh
+from tidemill.kernels.cuda.expert_blocks import Tally, fetch, gated_block, log2, matrices, options_of, to_keys, weigh
 from tidemill.kernels.cuda.gemm import Tile
 from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, launch
 
 MOST_DIRECT = 4  # tokens; a choice of tiles ends there too, so that every kernel is compiled at start
-_MOST_EXPERTS_DIRECT = 128  # each program compares all with all
+_MOST_EXPERTS_DIRECT = 128  # each program compares all with all; their numbers are bytes
 _MOST_RANKS = 8  # of a token there: a program has a tile of each
-LET_IN = True  # the second product's programs while the first one's run, with few tokens
 _AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
 
 
 @triton.jit
-def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
+def _ranks(logits_ptr, num_experts: tl.constexpr, EXPERTS: tl.constexpr):
     """Of one token: its logits [1, E] and how many experts are before each."""
     experts = tl.arange(0, EXPERTS)[None, :]
     logits = tl.load(logits_ptr + experts, mask=experts < num_experts, other=float("-inf"))
@@ -33,20 +31,34 @@ def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _chosen(logits_ptr, num_experts: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr):
+    """A token's experts by rank, a byte each: a number, since of a tensor the compiler would compute all that leads to it once
+    for each layout in which it is needed."""
+    _, ranks = _ranks(logits_ptr, num_experts, EXPERTS)
+    experts = tl.arange(0, EXPERTS)[None, :].to(tl.int64) << (tl.minimum(ranks, TOP_K - 1) * 8).to(tl.int64)
+    return tl.sum(tl.sum(tl.where(ranks < TOP_K, experts, 0), 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _up_direct(
-    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, totals_ptr, live_ptr, num_in, num_out, num_experts,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
-    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LET: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, shares_ptr, totals_ptr, live_ptr, num_tokens, num_in, num_out,
+    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
+    COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A tile has one pair, in its first row."""
+    """A tile has one pair, in its first row. The first programs have a token each, and write by what weights its experts are
+    added up."""
     begin(AHEAD)
-    if LET and AHEAD:  # when all programs have come so far, so that the logits are there
-        gdc_launch_dependents()
-    tiles = tl.cdiv(num_out, OUTS)
-    n, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    experts, token = tl.arange(0, EXPERTS)[None, :], pair // TOP_K
-    _, ranks = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
-    expert = tl.sum(tl.sum(tl.where(ranks == pair % TOP_K, experts, 0), 1), 0)
+    if tl.program_id(0) < num_tokens:
+        token = tl.program_id(0)
+        logits, ranks = _ranks(logits_ptr + token * NUM_EXPERTS, NUM_EXPERTS, EXPERTS)
+        shares = weigh(logits, ranks < TOP_K, OF_ALL, EXPERTS)
+        tl.store(shares_ptr + token * TOP_K + ranks, shares, mask=ranks < TOP_K)
+        return
+    tile, tiles = tl.program_id(0) - num_tokens, tl.cdiv(num_out, OUTS)
+    n, pair = tile % tiles, tile // tiles
+    token = pair // TOP_K
+    expert = (_chosen(logits_ptr + token * NUM_EXPERTS, NUM_EXPERTS, TOP_K, EXPERTS) >> (pair % TOP_K * 8)).to(tl.int32) & 127
     if COUNT:
         tl.atomic_add(totals_ptr + expert, 1, mask=(n == 0) & (token < tl.load(live_ptr)), sem="relaxed")
     rows = tl.arange(0, ROWS)
@@ -60,9 +72,26 @@ def _up_direct(
 
 
 @triton.jit
+def _sum_in_order(values_RO, shares, TOP_K: tl.constexpr, RANKS: tl.constexpr, OUTS: tl.constexpr):
+    """Of all ranks, by their weights. They are split up, so that a thread has those of its outputs: reductions over ranks, one
+    for each of them, would take longer than the product."""
+    parts = (tl.trans(values_RO),)
+    for level in tl.static_range(log2(RANKS)):
+        evens, odds = (), ()
+        for i in tl.static_range(1 << level):
+            even, odd = tl.split(tl.reshape(parts[i], (OUTS, RANKS >> (level + 1), 2)))
+            evens, odds = evens + (even,), odds + (odd,)
+        parts = evens + odds
+    total = tl.zeros((OUTS,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        total = tl.fma(tl.zeros((OUTS,), tl.float32) + shares[rank], tl.reshape(parts[rank], (OUTS,)), total)
+    return total
+
+
+@triton.jit
 def _down_direct(
-    x_ptr, logits_ptr, weight_ptr, bias_ptr, shared_ptr, out_ptr, num_in, num_out, num_experts,
-    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, logits_ptr, shares_ptr, weight_ptr, bias_ptr, shared_ptr, out_ptr, num_in, num_out,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr,
     FETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -71,14 +100,15 @@ def _down_direct(
     tiles = tl.cdiv(num_out, OUTS)
     n, token = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     ranks, outs = tl.arange(0, RANKS), n * OUTS + tl.arange(0, OUTS)
-    logits, ranks_E = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
-    here = ranks_E == tl.minimum(ranks, TOP_K - 1)[:, None]
-    experts = tl.sum(tl.where(here, tl.arange(0, EXPERTS)[None, :], 0), 1)
-    rows = experts[:, None].to(tl.int64) * num_out + tl.minimum(outs, num_out - 1)[None, :]
+    chosen = _chosen(logits_ptr + token * NUM_EXPERTS, NUM_EXPERTS, TOP_K, EXPERTS)
+    experts = (chosen >> (tl.minimum(ranks, TOP_K - 1) * 8).to(tl.int64)) & 127
+    rows = experts[:, None] * num_out + tl.minimum(outs, num_out - 1)[None, :]
     if FETCH:
         fetch((weight_ptr + rows * num_in).to(tl.int64), num_in * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    weights = tl.sum(tl.where(here, weigh(logits, ranks_E < TOP_K, OF_ALL, EXPERTS), 0.0), 1)
     begin(AHEAD)
+    shares = ()
+    for rank in tl.static_range(TOP_K):
+        shares = shares + (tl.load(shares_ptr + token * TOP_K + rank),)
     there = (ranks < TOP_K)[:, None, None]
     acc = tl.zeros((RANKS, ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):
@@ -93,10 +123,7 @@ def _down_direct(
     if HAS_BIAS:
         value += tl.load(bias_ptr + rows, mask=(outs < num_out)[None, :], other=0.0).to(tl.float32)
     value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
-    total = tl.zeros((OUTS,), tl.float32)
-    for rank in tl.static_range(TOP_K):
-        weight = tl.sum(tl.where(ranks == rank, weights, 0.0), 0)
-        total = tl.fma(tl.zeros((OUTS,), tl.float32) + weight, tl.sum(tl.where((ranks == rank)[:, None], value, 0.0), 0), total)
+    total = _sum_in_order(value, shares, TOP_K, RANKS, OUTS)
     where = token.to(tl.int64) * num_out + outs
     if HAS_SHARED:
         total += tl.load(shared_ptr + where, mask=outs < num_out, other=0.0).to(tl.float32)
@@ -108,25 +135,25 @@ def is_direct(num_tokens: int, top_k: int, num_experts: int) -> bool:
 
 
 def multiply_gated_directly(
-    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, act: str,
+    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, of_all: bool, act: str,
     bias_E2I: torch.Tensor | None = None, tally: Tally | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """act(gate) * up of each pair of token and rank."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """act(gate) * up of each pair of token and rank, and by what weights a token's pairs are added."""
     num_tokens, num_experts = logits_TE.shape
     num_in, num_out = weight_E2IH.shape[2], weight_E2IH.shape[1] // 2
-    out = x_TH.new_empty(num_tokens * top_k, num_out)
+    out, shares = x_TH.new_empty(num_tokens * top_k, num_out), logits_TE.new_empty(num_tokens * top_k)
     launch(
-        _up_direct, (len(out) * triton.cdiv(num_out, tile.outs // 2),),
-        x_TH, logits_TE, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
-        *Tally.of(tally, out), num_in, num_out, num_experts,
-        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), LET=LET_IN, COUNT=tally is not None, BULK=bool(tile.bulk),
-        **options_of(tile, num_in, bias_E2I, act),
+        _up_direct, (num_tokens + len(out) * triton.cdiv(num_out, tile.outs // 2),),
+        x_TH, logits_TE, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out, shares,
+        *Tally.of(tally, out), num_tokens, num_in, num_out, TOP_K=top_k, OF_ALL=of_all, NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts), COUNT=tally is not None, BULK=bool(tile.bulk),
+        **options_of(num_tokens, tile, num_in, bias_E2I, act),
     )  # fmt: skip
-    return out
+    return out, shares
 
 
 def multiply_directly(
-    x_PI: torch.Tensor, logits_TE: torch.Tensor, weight_EHI: torch.Tensor, tile: Tile, top_k: int, of_all: bool,
+    x_PI: torch.Tensor, logits_TE: torch.Tensor, shares_P: torch.Tensor, weight_EHI: torch.Tensor, tile: Tile, top_k: int,
     bias_EH: torch.Tensor | None = None, shared_TH: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The second product and the sum of each token's experts. The kernel before may not have written `logits`."""
@@ -134,9 +161,10 @@ def multiply_directly(
     out = x_PI.new_empty(num_tokens, num_out)
     launch(
         _down_direct, (num_tokens * triton.cdiv(num_out, tile.outs),),
-        x_PI, logits_TE, weight_EHI, weight_EHI if bias_EH is None else bias_EH, out if shared_TH is None else shared_TH, out,
-        num_in, num_out, num_experts,
-        TOP_K=top_k, OF_ALL=of_all, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
-        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0, **options_of(tile, num_in, bias_EH),
+        x_PI, logits_TE, shares_P, weight_EHI, weight_EHI if bias_EH is None else bias_EH, out if shared_TH is None else shared_TH,
+        out, num_in, num_out,
+        TOP_K=top_k, NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
+        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0,
+        **options_of(num_tokens, tile, num_in, bias_EH),
     )  # fmt: skip
     return out

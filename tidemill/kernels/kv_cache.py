@@ -136,7 +136,7 @@ def views(
 
 
 def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] to values and one scale a row, rounded up to bfloat16, in fp8 to a power of two; NaN where a value is not finite."""
+    """[..., D] to values and one scale a row, rounded up to bfloat16, of fp8 to a power of two; NaN if a value is not finite."""
     if kind.name == "int4":
         return _quantize_int4(x.float())
     x, largest = x.float(), LARGEST[kind.name]

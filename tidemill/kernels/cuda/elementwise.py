@@ -268,8 +268,8 @@ def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
 
 @triton.jit
 def _scale_of(x, y, LARGEST: tl.constexpr):
-    """A scale for each row of both, as kv_cache.quantize has it: bfloat16, in fp8 a power of two, rounded up, in the upper half of
-    its bits; and what values are multiplied by. In fp8, scales end at 2**7: the attention kernels have them times 2**120."""
+    """A scale for each row of both, as kv_cache.quantize has it: bfloat16, in fp8 a power of two, rounded up, in the upper half
+    of its bits; and what values are multiplied by. In fp8, scales end at 2**7: the attention kernels have them times 2**120."""
     top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
     top = tl.where(top < 1e-30, 0.0, top)
     bits = tl.div_rn(top, tl.zeros_like(top) + LARGEST).to(tl.int32, bitcast=True)

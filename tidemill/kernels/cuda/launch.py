@@ -6,8 +6,9 @@ do, one is enough), so that what is true of ordinary launches (all earlier kerne
 that, all earlier ones but the last are done.
 
 In a step of a few tokens, a kernel lets the next one in as soon as all of its own programs have waited (`how`): they are few, so
-there is room for both. (With more tokens this made a decode step slower: those that wait take room from those that work. So it
-did with one after a matmul of quantized weights: its programs came to lie on a part of the multiprocessors.)
+there is room for both. (With more tokens this made a decode step slower: those that wait take room from those that work. So did
+a matmul that was let in by one of packed weights, whose programs all run at once: those of the next one came to lie on a part of
+the multiprocessors. So a gated one, which a matmul follows, lets nobody in.)
 
 Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
 `compile_server.compile_elsewhere()` other processes do that, in parallel.

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized, rounded
 from tidemill.kernels.cuda.gemm import _finish, _place
-from tidemill.kernels.cuda.launch import HOW, begin, how, launch
+from tidemill.kernels.cuda.launch import begin, how, launch
 
 BLOCK = 128  # columns to a scale, where there is more than one
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
@@ -193,7 +193,7 @@ def gemm_scaled(
     options: dict[str, Any] = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,
         "INT": weight.values_NK.dtype == torch.int8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
     launch(
         _gemm_scaled,

@@ -39,9 +39,9 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
-    "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles",
-    "stress_engine",
+    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_tuning", "check_sampling",
+    "check_engine", "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests",
+    "check_nothing_compiles", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
@@ -113,6 +113,7 @@ def time_attention() -> list[dict[str, Any]]:
     ):
         scene = Scene([length] * batch, heads, kv_heads, 128, tuple(range(batch)) if common else (), common)
         _, lists = scene.prepare([(i, length - 1, 1) for i in range(batch)])
+        lists.alone = batch == 1
         out = torch.empty(batch, heads * 128, device="cuda", dtype=torch.bfloat16)
         call = partial(attend, scene.qkv[:batch], scene.cache)
         us = time_us([partial(call, layer, scene.table, lists, out, heads) for layer in (0, 1)])

@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, launch, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
@@ -199,8 +200,9 @@ class Scene:
             device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles
         )
 
-    def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> torch.Tensor:
+    def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False, alone: bool = False) -> torch.Tensor:
         work, lists = self.prepare(items, extra, by_flash)
+        lists.alone = alone
         where = torch.from_numpy(self.first[work.rows] + work.positions).cuda()
         qkv = self.qkv[where]
         out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
@@ -230,8 +232,10 @@ def check_attention() -> None:
         assert torch.equal(together, torch.cat(whole)), "all together"
         every = scene.run([(row, at, 1) for row, length in enumerate(lengths) for at in range(length)], extra=7)
         assert torch.equal(every, torch.cat(whole)), "token by token"
-        last = [(row, length - 1, 1) for row, length in enumerate(lengths)]
-        assert torch.equal(scene.run(last), torch.stack([out[-1] for out in whole])), "last tokens"
+        last, expected = [(row, length - 1, 1) for row, length in enumerate(lengths)], torch.stack([out[-1] for out in whole])
+        assert torch.equal(scene.run(last), expected), "last tokens"
+        for alone in (False, True):
+            assert torch.equal(torch.cat([scene.run([one], alone=alone) for one in last]), expected), "one by one"
     lengths = [1100] * 40 + [700, 2000, 1500]
     for more in ({}, everything):
         scene = Scene(lengths, 32, 8, 128, family=(*range(40), 41), common=1024, **more)
@@ -241,6 +245,46 @@ def check_attention() -> None:
         alone = torch.cat([scene.run([item]) for item in items])
         assert torch.equal(scene.run(items), alone), "a shared prefix"
         assert torch.equal(scene.run(items, extra=5), alone), "a shared prefix, few programs"
+
+
+def check_early() -> None:
+    """The kernel that enters keys lets attention in: nothing may be read too early. Layers in a graph, many times."""
+    for lengths in ([385], [512], [65], [1400], [385, 64, 700, 1]):
+        scene = Scene(lengths, 32, 8, 128, layers=8)
+        work, lists = scene.prepare([(row, length - 1, 1) for row, length in enumerate(lengths)])
+        lists.alone = len(lengths) == 1
+        positions = torch.from_numpy(work.positions).cuda()
+        page = scene.table[torch.arange(len(lengths), device="cuda"), positions.long() // attention.BLOCK].long()
+        slots = page * attention.BLOCK + positions % attention.BLOCK
+        angle = torch.randn(max(lengths), scene.dim // 2, device="cuda")
+        source, qkv = scene.qkv[: len(lengths)].contiguous(), scene.qkv[: len(lengths)].clone()
+        outs = [source.new_zeros(len(source), scene.heads * scene.dim) for _ in range(8)]
+        step = partial(_attend_layers, scene, lists, positions, slots, Angles(angle.cos(), angle.sin()), source, qkv, outs)
+        graphs = []
+        for few in (0, launch.FEW):
+            with mock.patch.object(launch, "FEW", few):
+                step()
+                torch.cuda.synchronize()
+                graphs.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs[-1]):
+                    step()
+        for seed in range(50):
+            source.copy_(torch.randn(source.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)))
+            made = []
+            for graph in graphs:
+                graph.replay()
+                made.append(torch.stack(outs))
+            assert torch.equal(*made), (lengths, seed)
+
+
+def _attend_layers(
+    scene: Scene, lists: attention.Lists, positions: torch.Tensor, slots: torch.Tensor, angles: Angles, source: torch.Tensor,
+    qkv: torch.Tensor, outs: list[torch.Tensor],
+) -> None:  # fmt: skip
+    for layer, out in enumerate(outs):
+        qkv.copy_(source)
+        elementwise.enter_heads(qkv, scene.cache, layer, positions, slots, angles, scene.heads)
+        attention.attend(qkv, scene.cache, layer, scene.table, lists, out, scene.spec, positions)
 
 
 def has_flash() -> bool:

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, launch, records, sampling, tuning
 from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
@@ -434,6 +434,7 @@ def test_a_few_sizes_use_every_kernel():
     """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
     every = range(1, 3000)
     few = one_of_each_kind(every)
+    assert launch.FEW in gemm.CHOICES
     assert len(few) <= 13
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
@@ -450,7 +451,7 @@ from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, lo
                                    policy_attention, pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, stages=3, **constants):
-    constants |= {"AHEAD": True}
+    constants |= {"AHEAD": 2}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     signature |= {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
@@ -568,20 +569,22 @@ build(collectives._all_gather, types, 8, **how)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import hopper_attention, hopper_packed, scaled_attention
+from tidemill.kernels.cuda import hopper_attention, hopper_packed, hopper_single, scaled_attention
 
-def build_gluon(kernel, types, constants):
+def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "maxnreg": maxnreg})
     print(kernel.__name__)
 
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
 types = dict(qkv_ptr=B, cache_desc=f"tensordesc<bf16[64, 128],{layout!r}>", table_ptr=I, out_ptr=B, lists_ptr=I, scale="fp32")
 build_gluon(hopper_attention._attend_prompts_by_roles, types, shape | dict(WORD=2, BUFFERS=3))
+types |= dict(cache_ptr=B, partial_ptr=F, done_ptr=I, singles_ptr=I)
+build_gluon(hopper_single._attend_single_at_once, types, shape | dict(TOGETHER=8), 8, 224)
 layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
 types |= dict(qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
 build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
@@ -615,8 +618,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     kernels = {
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
-        "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
-        "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
+        "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_at_once", "_attend_single_scaled",
+        "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles",
+        "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",

@@ -578,6 +578,7 @@ class CudaRunner:
             singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
             prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
             lists = Lists(self._words, singles, *programs[:3], self._partial, self._done, prompts, self._by_roles)
+            lists.alone = rows_T.numel() == 1
             states = (
                 None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
             )

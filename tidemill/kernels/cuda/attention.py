@@ -2,7 +2,8 @@
 prompts that are computed whole, bidirectional.
 
 The order of summation depends on a query's position alone. Keys are taken in blocks of 64 from position 0 on; blocks within
-a split of 512 positions are merged by the online softmax, splits are merged in order. Three kernels keep that order:
+a split of 512 positions are merged by the online softmax, splits are merged in order. Three kernels keep that order (and those
+made for one kind of GPU: hopper_attention.py, hopper_single.py):
 
 - `_attend_prompts`: tiles of a request's new tokens, which take their splits one after the other;
 - `_attend_single`: one token of a request, each of its splits by a program of its own; the last to finish merges them. A token
@@ -31,7 +32,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, launch
 from tidemill.kernels.cuda.records import (
     MEMBER_SLOT,
     MEMBER_TOKEN,
@@ -414,6 +415,7 @@ class Lists:
     by_roles: bool = False  # ours is the kernel made for this GPU
     head_width: int = 0  # columns of the page table of one KV head, if each has its own (singles only)
     ends: torch.Tensor | None = None  # int32, of each row of the page table: where its prompt ends, if layers are bidirectional
+    alone: bool = False  # the step has one token: all that its attention reads, but this one's, was there before
     paths: torch.Tensor | None = None  # int32, of each token (runner/cuda_trees.py), if drafts are trees
 
 
@@ -441,7 +443,8 @@ def attend(
     is_scaled = spec.softcap > 0 or has_bias  # before the softmax
     scale = spec.scale if is_scaled else spec.scale * _LOG2_E
     how_much = (scale, _LOG2_E if is_scaled else scale, spec.softcap, spec.window, 0 if bias_NW is None else bias_NW.shape[1])
-    common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
+    common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK}
+    common |= how(qkv_TC.shape[0])
     common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0, "BIAS": has_bias}
     has_sinks = {"SINKS": sinks_N is not None}
     unused = qkv_TC
@@ -460,7 +463,14 @@ def attend(
             qkv_TC, desc, table, lists.partial, lists.words, positions_T, bias, *where, *how_much, WORD=SHARED,
             ROWS=shared_rows(group), num_warps=4, num_stages=2, **common,
         )  # fmt: skip
-    if lists.num_single:
+    if lists.num_single and at_once(lists, num_kv_heads, group, dim):
+        from tidemill.kernels.cuda import hopper_single
+
+        hopper_single.attend_single(
+            qkv_TC, cache, table, out_TC, lists.singles, lists.partial, lists.done, (*where, lists.head_width, scale),
+            lists.num_single, num_heads, SPLIT,
+        )  # fmt: skip
+    elif lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
             qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias,
@@ -491,6 +501,13 @@ def _single_how(num_tokens: int, group: int) -> dict[str, int]:
     if num_tokens <= 16 or group <= 2:
         return {"num_warps": 4, "num_stages": 5, "TOGETHER": 8 if num_tokens <= 16 else 4}
     return {"num_warps": 2, "num_stages": 3, "TOGETHER": 4}
+
+
+def at_once(lists: Lists, num_kv_heads: int, group: int, dim: int) -> bool:
+    """Whether a lone token goes through the kernel made for it on this GPU, which reads keys twice if heads have 128 dimensions:
+    if there is room for eight splits of each head (measured on an H200; with more tokens, long contexts would lose)."""
+    is_plain = lists.by_roles and lists.paths is None and group <= SINGLE_ROWS and dim in (64, 128)
+    return lists.alone and is_plain and num_kv_heads * (dim // 64) <= 16
 
 
 @cache

@@ -101,6 +101,7 @@ def _fix_keys() -> None:
         "gemm",
         "hopper_attention",
         "hopper_packed",
+        "hopper_single",
         "lora",
         "moe",
         "outliers",

@@ -162,7 +162,7 @@ def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
     num_q, num_k = q_weight.numel(), k_weight.numel()
     launch(
         _qk_norm, (qkv_TC.shape[0], 2), qkv_TC, q_weight, k_weight, num_q, num_k, qkv_TC.shape[1], eps,
-        **_of_a_row(max(num_q, num_k)), **HOW,
+        **_of_a_row(max(num_q, num_k)), **how(qkv_TC.shape[0]),
     )  # fmt: skip
     return qkv_TC
 

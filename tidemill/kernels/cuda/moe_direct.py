@@ -80,7 +80,7 @@ def _sum_in_order(values_RO, shares, TOP_K: tl.constexpr, RANKS: tl.constexpr, O
         evens, odds = (), ()
         for i in tl.static_range(1 << level):
             even, odd = tl.split(tl.reshape(parts[i], (OUTS, RANKS >> (level + 1), 2)))
-            evens, odds = evens + (even,), odds + (odd,)  # noqa: RUF005 (not known to Triton)
+            evens, odds = evens + (even,), odds + (odd,)
         parts = evens + odds
     total = tl.zeros((OUTS,), tl.float32)
     for rank in tl.static_range(TOP_K):
@@ -108,7 +108,7 @@ def _down_direct(
     begin(AHEAD)
     shares = ()
     for rank in tl.static_range(TOP_K):
-        shares = shares + (tl.load(shares_ptr + token * TOP_K + rank),)  # noqa: RUF005 (not known to Triton)
+        shares = shares + (tl.load(shares_ptr + token * TOP_K + rank),)
     there = (ranks < TOP_K)[:, None, None]
     acc = tl.zeros((RANKS, ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.lanes import lane
-from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.launch import HOW, begin, how, launch
 
 WORD = 16  # bits
 SMALL = 2.0**130  # a code's bits in the upper mantissa of a bfloat16 without exponent are that code over this number
@@ -551,6 +551,6 @@ def gemm_packed(
         num_out, num_in, weight.words_NW.shape[1], CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
         SECOND=tile.second, ROWS=tile.rows, OUTS=tile.outs, BULK=bool(tile.bulk) and num_in % 8 == 0,
         EVEN=num_in % weight.block == 0, GROUP=8, HAS_BIAS=bias_N is not None, ACT=act, num_stages=tile.stages,
-        num_warps=tile.warps, **_what(weight), **HOW,
+        num_warps=tile.warps, **_what(weight), **(HOW if act else how(num_rows)),
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ import triton.language as tl
 from tidemill.kernels.cuda import attention
 from tidemill.kernels.cuda.attention import _LOG2_E, Lists, _queries, attend, single_rows
 from tidemill.kernels.cuda.elementwise import enter_heads
-from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.launch import FEW, HOW, begin, launch
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.policies import Placed
 from tidemill.kernels.policy_attention import pooled, random_scores, turn_on
@@ -310,10 +310,11 @@ class CudaPolicyStep:
     def warm_up(self) -> None:
         """Every kernel that no other step has, once, on nothing."""
         kv = self.kv
-        qkv = kv.cache.new_zeros(16, (kv.num_heads + 2 * kv.num_kv_heads) * kv.head_dim)
+        qkv = kv.cache.new_zeros(FEW + 1, (kv.num_heads + 2 * kv.num_kv_heads) * kv.head_dim)
         none = torch.zeros(4, 4, dtype=torch.int32, device=qkv.device)
-        slots = torch.full((16,), -1, dtype=torch.int64, device=qkv.device)
-        enter_heads(qkv, kv.cache, 0, none.view(-1), slots, None, kv.num_heads)
+        for num in (FEW, FEW + 1):
+            positions = torch.zeros(num, dtype=torch.int32, device=qkv.device)
+            enter_heads(qkv[:num], kv.cache, 0, positions, torch.full_like(positions, -1, dtype=torch.int64), None, kv.num_heads)
         self._watch(0, qkv, Watched(none, none, torch.zeros(4, 2, dtype=torch.int64, device=qkv.device), 1))
         self._bounds(0, qkv, none[:1], PAGES)
 

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized, rounded
 from tidemill.kernels.cuda.gemm import _finish, _place
-from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.launch import begin, how, launch
 
 BLOCK = 128  # columns to a scale, where there is more than one
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
@@ -82,7 +82,8 @@ def quantize_rows(x_TK: torch.Tensor, dtype: torch.dtype, padded: int, static: t
     block = triton.next_power_of_2(padded)
     launch(
         _quantize_rows, (num_rows,), x_TK, values.view(torch.int8), scales, scales if static is None else static, width, padded,
-        LARGEST=LARGEST[dtype], STATIC=static is not None, BLOCK=block, num_warps=min(32, max(1, block // 512)), **HOW,
+        LARGEST=LARGEST[dtype], STATIC=static is not None, BLOCK=block, num_warps=min(32, max(1, block // 512)),
+        **how(num_rows),
     )  # fmt: skip
     return Scaled(values, scales)
 
@@ -95,7 +96,7 @@ def quantize_blocks(x_TK: torch.Tensor, dtype: torch.dtype, padded: int) -> Scal
     scales = torch.empty(num_blocks, num_rows, dtype=torch.float32, device=x_TK.device)
     launch(
         _quantize_blocks, (num_rows, triton.cdiv(num_blocks, 16)), x_TK, values.view(torch.int8), scales, num_rows, width, padded,
-        LARGEST=LARGEST[dtype], BLOCKS=16, SIZE=BLOCK, num_warps=4, **HOW,
+        LARGEST=LARGEST[dtype], BLOCKS=16, SIZE=BLOCK, num_warps=4, **how(num_rows),
     )  # fmt: skip
     return Scaled(values, scales)
 
@@ -189,16 +190,16 @@ def gemm_scaled(
     if out is None:
         out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,
         "INT": weight.values_NK.dtype == torch.int8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
     launch(
         _gemm_scaled,
         grid,
         TensorDescriptor.from_tensor(x.values_NK, [tile.rows, tile.ins]),
         TensorDescriptor.from_tensor(weight.values_NK, [tile.outs, tile.ins]),
-        x.scales, weight.scales, weight.scales if bias_N is None else bias_N, out, num_rows, num_out, num_in, **how,
+        x.scales, weight.scales, weight.scales if bias_N is None else bias_N, out, num_rows, num_out, num_in, **options,
     )  # fmt: skip
     return out

@@ -101,7 +101,7 @@ def check_matmul(
     made: CudaLora, lists: _Lists, x: torch.Tensor, slots: np.ndarray, parts: dict[str, int], adapters: list[dict[str, LoraPair]],
     is_gated: bool,
 ) -> None:  # fmt: skip
-    """The matmul that adds adapters itself, with one pass over the inputs and in stretches, in the tiles of several numbers of rows."""
+    """The matmul that adds adapters itself: inputs in one go and in stretches, in the tiles of several numbers of rows."""
     sizes = [next(pairs[name].up_NR.shape[0] for pairs in adapters if name in pairs) for name in parts]
     num_in, num_out, act = x.shape[1], sum(sizes), "silu" if is_gated else ""
     weight = (torch.randn(num_out, num_in, device=x.device) / num_in**0.5).bfloat16()

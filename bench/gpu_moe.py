@@ -246,19 +246,19 @@ def time_overlap() -> None:
     def layer(x: torch.Tensor, weights: Weights) -> torch.Tensor:
         return run(x, gemm(x, router, out=torch.empty(len(x), EXPERTS, device="cuda")), weights)
 
-    usual = launch.FEW, moe.FETCHED
+    usual, level = moe.FETCHED, launch.EARLY["AHEAD"]
     for num in (1, 2, 4, 64, 128, 256, 512):
         calls = [partial(layer, x, all_weights()[i % 2]) for i, (x, _) in enumerate(inputs(num))]
         expected = None
         few = num <= moe.MOST_DIRECT
-        for let_in, fetched in ((0, 0), (16, 0)) if few else [(16, n << 20) for n in (0, 8, 16, 24, 32)]:
-            launch.FEW, moe.FETCHED = let_in, fetched
+        for lets_in, fetched in ((1, 0), (level, 0)) if few else [(level, n << 20) for n in (0, 8, 16, 24, 32)]:
+            launch.EARLY["AHEAD"], moe.FETCHED = lets_in, fetched
             out = calls[0]()
             expected = out if expected is None else expected
             note = "" if torch.equal(out, expected) else "   <<< OTHER BITS"
-            what = f"let in up to {let_in}" if few else f"fetched {fetched >> 20} MiB"
+            what = f"let in {lets_in == 2}" if few else f"fetched {fetched >> 20} MiB"
             print(f"overlap T={num} {what}: {time_us(calls, 5):.2f} us with the router{note}", flush=True)
-    launch.FEW, moe.FETCHED = usual
+    launch.EARLY["AHEAD"], moe.FETCHED = level, usual
 
 
 def time_router() -> None:

@@ -240,8 +240,8 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     print(kernel.__name__)
     return done
 
-shape = dict(TOP_K=8, NUM_EXPERTS=60, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
-             HALVES=True, FETCH=True, COUNT=True, FIRST=32, NUM_OWN=32)
+shape = dict(TOP_K=8, NUM_EXPERTS=60, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True,
+             HAS_BIAS=False, ACT="silu", HALVES=True, FETCH=True, COUNT=True, FIRST=32, NUM_OWN=32)
 if __name__ == "__main__":
     build(moe._route, **shape)
     build(moe._place, **shape)

@@ -43,9 +43,9 @@ def begin(AHEAD: tl.constexpr):
         gdc_launch_dependents()
 
 
-def how(num_tokens: int) -> dict[str, Any]:
+def how(num_tokens: int, few: int = FEW) -> dict[str, Any]:
     """Of the launches of a step's layers."""
-    return HOW if num_tokens > FEW else EARLY
+    return HOW if num_tokens > few else EARLY
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

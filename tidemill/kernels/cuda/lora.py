@@ -246,7 +246,8 @@ class CudaLora(LinearLora):
         launch(
             _shrink, (tiles.numel() // 3, num_stretches, num_parts),
             x_TK, self._down, self._blocks, order, tiles, low, num_tokens, num_in, ROWS=ROWS, RANKS=RANKS,
-            MAX_RANK=self._max_rank, PARTS=num_parts, STRETCH=_STRETCH, WHOLE=is_whole, INS=_INS, num_warps=2, num_stages=4, **how,
+            MAX_RANK=self._max_rank, PARTS=num_parts, STRETCH=_STRETCH, WHOLE=is_whole, INS=_INS, num_warps=2, num_stages=4,
+            **how,
         )  # fmt: skip
         return low
 

@@ -15,7 +15,8 @@ A rank may have some of the experts (expert parallelism): it routes as all do, l
 up those; the sum over ranks is the layer's output. Launches are the same for any routing, so that graphs can be captured.
 
 Memory is kept busy meanwhile: with few tokens the second product's programs start in the room that the first one's leave, and
-fetch their weights into the L2 cache before they wait; with many, the first experts' weights are fetched beside the routing.
+find their experts before they wait (fetching their weights, too, took longer); with many, the first experts' weights are fetched
+beside the routing.
 
 Shape letters: T tokens, H hidden, E experts, I intermediate, P pairs of token and rank.
 """
@@ -50,8 +51,8 @@ from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_di
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
+_SOME = 256  # tokens up to which the kernels between matmuls let the next one in (measured)
 _ENTRY = tl.constexpr(4)  # words of a block in a list: expert, first place, rows, unused
-_AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
 _LISTED = tl.constexpr(32)  # blocks that a program lists
 
 
@@ -328,12 +329,12 @@ def route(
         _route, (num_chunks + num_fetched,),
         logits_TE, experts, weights, counts, logits_TE if next_weight is None else next_weight, *Tally.of(tally, counts),
         num_tokens, num_chunks, num_experts,
-        OF_ALL=of_all, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **how(num_tokens),
+        OF_ALL=of_all, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **how(num_tokens, _SOME),
     )  # fmt: skip
     launch(
         _place, (num_chunks + triton.cdiv(max(len(up_blocks), len(down_blocks)), _LISTED.value),),
         experts, counts, order, up_blocks, down_blocks, num_tokens, num_chunks, len(up_blocks), len(down_blocks),
-        UP_ROWS=up_rows, DOWN_ROWS=down_rows, FIRST=own[0], NUM_OWN=own[1], **shape, **how(num_tokens),
+        UP_ROWS=up_rows, DOWN_ROWS=down_rows, FIRST=own[0], NUM_OWN=own[1], **shape, **how(num_tokens, _SOME),
     )  # fmt: skip
     return Routing(experts, weights, order, up_blocks, up_blocks if up_rows == down_rows else down_blocks, own)
 
@@ -377,7 +378,7 @@ def combine(pairs_PH: torch.Tensor, routing: Routing, top_k: int, shared_TH: tor
         _combine, (num_tokens, triton.cdiv(width, 1024)),
         pairs_PH, routing.weights_P, routing.experts_P, out if shared_TH is None else shared_TH, out, width,
         TOP_K=top_k, HAS_SHARED=shared_TH is not None, FIRST=routing.own[0], NUM_OWN=routing.own[1], BLOCK=1024, num_warps=4,
-        **how(num_tokens),
+        **how(num_tokens, _SOME),
     )  # fmt: skip
     return out
 

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.expert_blocks import Tally, fetch, gated_block, log2, matrices, options_of, to_keys, weigh
+from tidemill.kernels.cuda.expert_blocks import Tally, gated_block, log2, matrices, options_of, to_keys, weigh
 from tidemill.kernels.cuda.gemm import Tile
-from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.launch import begin, launch
 
 MOST_DIRECT = 4  # tokens; a choice of tiles ends there too, so that every kernel is compiled at start
 _MOST_EXPERTS_DIRECT = 128  # each program compares all with all; their numbers are bytes
@@ -93,7 +93,7 @@ def _down_direct(
     x_ptr, logits_ptr, shares_ptr, weight_ptr, bias_ptr, shared_ptr, out_ptr, num_in, num_out,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr,
-    FETCH: tl.constexpr, AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of one token, of all its experts side by side: each has its own sum, and they are added in the order of ranks.
     What is read before the wait was there before the kernel that this one waits for."""
@@ -103,8 +103,6 @@ def _down_direct(
     chosen = _chosen(logits_ptr + token * NUM_EXPERTS, NUM_EXPERTS, TOP_K, EXPERTS)
     experts = (chosen >> (tl.minimum(ranks, TOP_K - 1) * 8).to(tl.int64)) & 127
     rows = experts[:, None] * num_out + tl.minimum(outs, num_out - 1)[None, :]
-    if FETCH:
-        fetch((weight_ptr + rows * num_in).to(tl.int64), num_in * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
     begin(AHEAD)
     shares = ()
     for rank in tl.static_range(TOP_K):
@@ -161,10 +159,9 @@ def multiply_directly(
     out = x_PI.new_empty(num_tokens, num_out)
     launch(
         _down_direct, (num_tokens * triton.cdiv(num_out, tile.outs),),
-        x_PI, logits_TE, shares_P, weight_EHI, weight_EHI if bias_EH is None else bias_EH, out if shared_TH is None else shared_TH,
-        out, num_in, num_out,
+        x_PI, logits_TE, shares_P, weight_EHI, weight_EHI if bias_EH is None else bias_EH,
+        out if shared_TH is None else shared_TH, out, num_in, num_out,
         TOP_K=top_k, NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
-        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0,
-        **options_of(num_tokens, tile, num_in, bias_EH),
+        HAS_SHARED=shared_TH is not None, **options_of(num_tokens, tile, num_in, bias_EH),
     )  # fmt: skip
     return out

@@ -45,11 +45,14 @@ def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tup
     return names, why
 
 
-def decide_max_drafts(options: EngineOptions, speculate: tuple[str, ...]) -> Decision[int]:
+def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[int]:
     if not speculate:
         return 0, "no drafts"
     if options.max_drafts is None:
-        return 8, "drafts for a request in a step, at most"
+        why = "drafts for a request in a step, at most"
+        if device == "cuda" and not {"draft-model", *HEADS}.intersection(speculate):
+            return 16, f"{why}: guesses cost nothing, and a few more tokens of a step little"
+        return 8, why
     if not 1 <= options.max_drafts <= 64:
         raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
     return options.max_drafts, "given"

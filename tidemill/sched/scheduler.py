@@ -251,6 +251,7 @@ class Scheduler(RequestTable):
             if not self._pages.make_writable(request, 1 + len(drafts)):
                 self._pages.shrink(request, request.num_computed + 1)
                 return ()
+            request.writable_end = -(-end // self.kv.page_size) * self.kv.page_size
         state.num_drafts_left -= len(drafts)
         return drafts
 

@@ -32,6 +32,19 @@ def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tup
             fix="Give --draft-model PATH together with --speculate draft-model.",
             param="draft_model",
         )
+    if options.speculate in HEADS and not options.draft_heads:
+        kind = options.speculate.partition("-")[0]
+        raise ConfigError(
+            f"--speculate {options.speculate} needs trained heads.",
+            fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {kind} makes one.",
+            param="draft_heads",
+        )
+    if options.draft_heads and options.speculate not in HEADS:
+        raise ConfigError(
+            f"speculate is {options.speculate}, and draft heads were given, which it does not use.",
+            fix=f"Give --draft-heads together with --speculate {', '.join(HEADS[:-1])} or {HEADS[-1]}.",
+            param="draft_heads",
+        )
     if model.pooler is not None:
         return (), "the model generates nothing"
     if names and model.state_layers:

@@ -116,8 +116,8 @@ class StepTimes:
         return near is not None and not near[0] and abs(near[1] - num_tokens) <= _NEAR * num_tokens
 
     def least(self, num_tokens: int) -> float:
-        """What a step without drafts takes at least: as long as one of fewer tokens, and its part of what one of more takes. 0: none
-        was measured."""
+        """What a step without drafts takes at least: as long as one of fewer tokens, and its part of what one of more takes. 0:
+        none was measured."""
         if self.knows(num_tokens):
             return self.of(num_tokens, False)
         known = ((num, value) for (drafted, num), value in self._shape.items() if not drafted)

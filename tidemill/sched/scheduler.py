@@ -424,8 +424,8 @@ class Scheduler(RequestTable):
         if request.cache is not None and (num := request.cache.num_given_up(start, end)):
             why = f"kv_policy {request.cache.kind}"
             self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
-        # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record. One
-        # that is computed beside drafts waits for them: if they are NaN, it may be.
+        # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
+        # What is computed beside drafts waits for them: if they are NaN, it may be, too.
         if not request.num_drafts_in_flight and (count > 1 or end % self.kv.page_size <= request.num_in_flight):
             self.kv.record(request.seq, request.tokens, end)
 

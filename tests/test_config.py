@@ -105,6 +105,8 @@ class TestWithAGPU:
         assert config.token_budget == 2048
         assert config.weight_bytes == 2 * SMOLLM2.num_parameters
         assert config.reasons["device"] == "NVIDIA Test"
+        assert config.max_drafts == 16
+        assert resolve(EngineOptions(speculate="eagle", draft_heads="x"), SMOLLM2, self.MACHINE).max_drafts == 8
         long = replace(SMOLLM2, max_context=2**17)
         full = resolve(EngineOptions(), long, self.MACHINE)
         assert 70 * 2**30 < full.kv_bytes + full.weight_bytes < 78 * 2**30

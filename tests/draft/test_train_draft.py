@@ -349,6 +349,9 @@ def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):
     model = load_model(tiny_folder)
     with pytest.raises(ConfigError, match="needs trained heads"):
         make_core(model, speculate="eagle")
+    for other in ("auto", "ngram", "off"):  # which would not use them
+        with pytest.raises(ConfigError, match=f"speculate is {other}, and draft heads were given"):
+            make_core(model, speculate=other, draft_heads=str(eagle))
     with pytest.raises(DraftError, match="of the kind eagle"):
         make_core(model, speculate="medusa", draft_heads=str(eagle))
 
@@ -446,6 +449,7 @@ def test_the_command(tiny_folder, text, tmp_path):
         (["--guesses", "9"], "--guesses is 9"),
         (["--kind", "eagle", "--exit-layer", "1"], "--exit-layer is of"),
         (["--kind", "exit", "--exit-layer", "3"], "3 layers"),
+        (["--out", str(text)], "cannot be written: Not a directory"),
     ):
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, ["train-draft", str(tiny_folder), *wrong], catch_exceptions=False)

@@ -235,3 +235,102 @@ def test_aborts_and_preemption_while_drafts_are_followed(model):
     assert all(tokens == expected[name].tokens[: len(tokens)] for name, tokens in made.items())
     assert all(made[name] == expected[name].tokens for name in asked if name not in gone)
     assert len(gone) < 30
+
+
+class Short(Guesser):
+    """Has no guess where so many tokens are asked for: those after drafts in flight."""
+
+    def propose(self, asks):
+        return [made if ask.most <= 5 else [] for ask, made in zip(asks, super().propose(asks), strict=True)]
+
+
+class Same(Guesser):
+    """The same token for ever."""
+
+    def propose(self, asks):
+        return [[251] * ask.most for ask in asks]
+
+
+@pytest.mark.usefixtures("follow_all")
+def test_each_step_names_the_drafter_of_its_own_drafts(model):
+    """The next one's may be another's, and are planned before they are known to be right."""
+    asked = {f"r{i}": (prompt, greedy(40, ignore_eos=True)) for i, prompt in enumerate(prompts(3))}
+    expected, core = guessed(model, asked, 1.0)
+    assert all(251 not in answer.tokens for answer in expected.values())
+    answers = {tuple(prompt): expected[name].tokens for name, (prompt, _) in asked.items()}
+    drafters = [Short(answers, 1.0, name="short"), Same(name="same")]
+    core.drafting = Drafting(drafters, 5, 0.3, core._clock, core._events, adaptive=False)
+    made_by, launch = {}, core.runner.launch
+
+    def launched(plan):
+        for item in plan.items:
+            if item.num_drafts:
+                name = core.scheduler._requests[item.seq].request_id
+                made_by[plan.step, name] = "same" if 251 in plan.drafts[item.row] else "short"
+        return launch(plan)
+
+    core.runner.launch = launched
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params))
+    named = {}
+    while core.has_work:
+        for event in core.step()[0].events:
+            if isinstance(event, events.DraftsVerified):
+                named |= {(event.step, name): event.drafter for name, _, _ in event.of}
+    assert set(named.values()) == {"short", "same"}
+    assert all(made_by[which] == drafter for which, drafter in named.items())
+
+
+def test_drafters_of_one_step_are_named_apart(model):
+    """Each with its own requests."""
+    asked = {f"r{i}": (prompt, greedy(20, ignore_eos=True)) for i, prompt in enumerate(prompts(2))}
+    expected = run(make_core(model, speculate="off"), asked)
+    drafters = [Known(expected, asked, "r0"), Known(expected, asked, "r1")]
+    core = make_core(model)
+    core.drafting = Drafting(drafters, 5, 0.3, core._clock, core._events, adaptive=False)
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params))
+    named = set()
+    while core.has_work:
+        for event in core.step()[0].events:
+            if isinstance(event, events.DraftsVerified):
+                named |= {(event.drafter, request_id) for request_id, _, _ in event.of}
+    assert named == {("r0", "r0"), ("r1", "r1")}
+
+
+class Known(Guesser):
+    """Guesses for one request only, and has its name."""
+
+    def __init__(self, expected, asked, name):
+        super().__init__({tuple(asked[name][0]): expected[name].tokens}, 1.0, name)
+
+    def propose(self, asks):
+        own = [tuple(ask.tokens[: ask.num_prompt]) in self.answers for ask in asks]
+        return [made if is_own else [] for made, is_own in zip(super().propose(asks), own, strict=True)]
+
+
+@pytest.mark.usefixtures("follow_all")
+def test_nothing_is_kept_of_steps_that_failed(model):
+    """Neither of their drafts nor of their requests; what was learned of drafters stays."""
+    asked = {f"r{i}": (prompt, greedy(40, ignore_eos=True)) for i, prompt in enumerate(prompts(4))}
+    expected, core = guessed(model, asked, 0.9)
+    collect, num_failed = core.runner.collect, 0
+
+    def broken(launched):
+        raise RuntimeError("boom")
+
+    for _ in range(3):
+        for name, (prompt, params) in asked.items():
+            core.submit(Submit(name, prompt, params))
+        while len(core._in_flight) < 1 or not core._in_flight[0].drafted.by:
+            core.step()
+        core.runner.collect = broken
+        num_failed += len(core.step()[1])
+        core.runner.collect = collect
+    assert num_failed == 12
+    drafting = core.drafting
+    assert not drafting._guesses
+    assert not any(acceptance._of for acceptance in drafting._acceptance.values())
+    assert run(core, asked) == expected
+    assert not drafting._guesses
+    assert not core._in_flight

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, make_llama, run
 from tidemill import SamplingParams, events
-from tidemill.wire import Submit
+from tidemill.wire import Abort, Submit
 
 BROKEN = 7  # its embedding is NaN
 PROMPT = [(i * i) % 97 + 30 for i in range(21)]
@@ -76,3 +76,38 @@ def test_it_goes_on_without_drafts_and_says_why(model):
         num_drafted += sum(isinstance(event, events.StepPlanned) and bool(event.drafts_of) for event in output.events)
     assert reasons == ["a draft's logits are not numbers: computed again without drafts"]
     assert num_drafted == 1
+
+
+class Always(Poison):
+    """The right token, then the broken one."""
+
+    def propose(self, asks):
+        return [[*right[:1], BROKEN] for right in Guesser.propose(self, asks)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("ends", ["at a stop token", "aborted", "preempted"])
+def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends, page_size):
+    """The request is gone when that step's logits are seen: no NaN may stay in a page that another sequence gets."""
+    plain = run(make_core(model, speculate="off"), {"x": (PROMPT, greedy(12))})["x"].tokens
+    core = guess_with(make_core(model, page_size=page_size), Always({tuple(PROMPT): plain}, 1.0))
+    core.runner.steps_ahead, core.drafting.sure = 1, 1e-30
+    stops = (plain[1],) if ends == "at a stop token" else ()
+    core.submit(Submit("x", PROMPT, greedy(12, stop_token_ids=stops, ignore_eos=True)))
+    while not any(step.plan.drafts for step in core._in_flight):
+        core.step()
+    request = core.scheduler.running[0]
+    assert core.is_in_flight
+    if ends == "aborted":
+        core.abort(Abort("x", "left"))
+    elif ends == "preempted":
+        core.scheduler._preempt(request, "for a test")
+        core.drafting = None
+    while core.has_work:
+        core.step()
+        core.scheduler.check_integrity()
+    alone = run(core, {"y": (PROMPT[::-1], greedy(12))})  # the next step clears them
+    assert not core.runner.cache.isnan().any()
+    assert alone == run(make_core(model, speculate="off"), {"y": (PROMPT[::-1], greedy(12))})
+    again = {"z": ([*PROMPT, *plain], greedy(4))}  # nor does the prefix cache have such a page
+    assert run(core, again) == run(make_core(model, speculate="off"), again)

@@ -170,9 +170,40 @@ def test_as_requests_end_each_number_of_them_need_not_be_measured():
     for _ in range(4):
         times.add(64, False, 5e-3)
         times.add(128, True, 6e-3)
-    rates, most = dict.fromkeys(range(64), 0.9), dict.fromkeys(range(64), 4)
-    given, _ = allot(dict(list(rates.items())[:52]), most, 52, 400, times)
-    assert sum(given.values()) > 52
-    assert allot(dict(list(rates.items())[:32]), most, 32, 400, times) == ({}, 0.0)
+    most = dict.fromkeys(range(64), 4)
+    given, _ = allot(dict.fromkeys(range(52), 0.4), most, 52, 400, times)
+    assert given
+    few = dict.fromkeys(range(32), 0.4)
+    assert allot(few, most, 32, 400, times) == ({}, 0.0)
     times.add(32, False, 4.5e-3)
-    assert allot(dict(list(rates.items())[:32]), most, 32, 400, times)[0]
+    assert allot(few, most, 32, 400, times)[0]
+
+
+def test_drafts_that_beat_the_fastest_step_there_can_be_need_no_measurement():
+    """Half as many requests take at least half as long without drafts, and as long as fewer of them."""
+    times = StepTimes(0.005)
+    assert times.least(32) == 0.0
+    for _ in range(4):
+        times.add(64, False, 5e-3)
+        times.add(128, True, 6e-3)
+    assert times.least(32) == pytest.approx(2.5e-3)
+    assert times.least(128) == pytest.approx(5e-3)
+    assert allot(dict.fromkeys(range(32), 0.9), dict.fromkeys(range(32), 4), 32, 400, times)[0]
+    times.add(8, False, 4e-3)
+    assert times.least(32) == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.8, 0.97])
+def test_all_numbers_of_drafts_are_compared(rate):
+    """Those that count as one number of tokens by the largest of them: the best is as good as by looking at each."""
+    times = StepTimes(0.005)
+    for num in (8, 16, 32, 64, 128, 256, 512):
+        for _ in range(4):
+            times.add(num, False, (4 + max(num - 100, 0) / 40) * 1e-3)
+            times.add(num, True, (4.5 + max(num - 100, 0) / 40) * 1e-3)
+    for num in (8, 20, 64):
+        most = dict.fromkeys(range(num), 8)
+        given, right = allot(dict.fromkeys(most, rate), most, num, 440, times)
+        chances = sorted((rate ** (i + 1) for i in range(8) for _ in range(num) if rate ** (i + 1) > 0.02), reverse=True)[:440]
+        speeds = [(num + sum(chances[:k])) / times.of(num + k, True) for k in range(1, len(chances) + 1)]
+        assert (num + right) / times.of(num + sum(given.values()), True) >= 0.97 * max(speeds)

@@ -540,10 +540,11 @@ def test_beam_search(client, server):
     ],
 )
 def test_wrong_beams(server, given, param):
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | given
-    reply = httpx.post(f"{server.url}/v1/completions", json=body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == param
+    for route, asked in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
+        body = {"model": "tiny", "max_tokens": 4} | asked | given
+        reply = httpx.post(f"{server.url}/v1/{route}", json=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == param
 
 
 def test_timings(client):

@@ -32,6 +32,19 @@ def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tup
             fix="Give --draft-model PATH together with --speculate draft-model.",
             param="draft_model",
         )
+    if options.speculate in HEADS and not options.draft_heads:
+        kind = options.speculate.partition("-")[0]
+        raise ConfigError(
+            f"--speculate {options.speculate} needs trained heads.",
+            fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {kind} makes one.",
+            param="draft_heads",
+        )
+    if options.draft_heads and options.speculate not in HEADS:
+        raise ConfigError(
+            f"speculate is {options.speculate}, and draft heads were given, which it does not use.",
+            fix=f"Give --draft-heads together with --speculate {', '.join(HEADS[:-1])} or {HEADS[-1]}.",
+            param="draft_heads",
+        )
     if model.pooler is not None:
         return (), "the model generates nothing"
     if names and model.state_layers:
@@ -45,11 +58,14 @@ def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tup
     return names, why
 
 
-def decide_max_drafts(options: EngineOptions, speculate: tuple[str, ...]) -> Decision[int]:
+def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[int]:
     if not speculate:
         return 0, "no drafts"
     if options.max_drafts is None:
-        return 8, "drafts for a request in a step, at most"
+        why = "drafts for a request in a step, at most"
+        if device == "cuda" and not {"draft-model", *HEADS}.intersection(speculate):
+            return 16, f"{why}: guesses cost nothing, and a few more tokens of a step little"
+        return 8, why
     if not 1 <= options.max_drafts <= 64:
         raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
     return options.max_drafts, "given"

@@ -204,7 +204,7 @@ def resolve(
     context = settle("max_context", decide_context(options, model))
     token_budget = settle("token_budget", decide_token_budget(options, device, max_requests, context, model))
     speculate = settle("speculate", decide_speculate(options, model))
-    max_drafts = settle("max_drafts", decide_max_drafts(options, speculate))
+    max_drafts = settle("max_drafts", decide_max_drafts(options, device, speculate))
     acceptance = settle("acceptance", decide_acceptance(options, device, speculate))
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))

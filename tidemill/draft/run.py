@@ -77,7 +77,11 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
         raise ConfigError("Draft heads are trained on a CPU, for a model that generates text.", fix="Give --device cpu.")
     layers = _exit_layers(options, model.config.num_layers)
     work = options.out / WORK
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"The folder {options.out} cannot be written: {error.strerror}."
+        raise ConfigError(why, fix="Give another folder with --out.", param="out") from error
     sequences = _text(options, llm, report)
     digest = _digest(model, sequences)
     target = Target(model, _vocabulary(options, llm, sequences))

@@ -16,7 +16,7 @@ from tidemill.config import EngineConfig, fmt_bytes
 from tidemill.engine import kv_saving
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
-from tidemill.engine.drafting import Drafting
+from tidemill.engine.drafting import NOTHING_DRAFTED, Drafted, Drafting
 from tidemill.engine.endings import Endings
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
@@ -51,6 +51,7 @@ class InFlight(NamedTuple):
     launched: Any
     started_s: float
     is_ahead: bool  # it was launched before the one before it was collected
+    drafted: Drafted = NOTHING_DRAFTED
 
 
 @dataclass(slots=True)
@@ -346,7 +347,7 @@ class EngineCore:
                 plan = self._in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
             started = self._clock.now()
-            plan = self._plan()
+            plan, drafted = self._plan()
             if plan is not None and not plan.items:
                 self.runner.change_pages(plan)
                 plan = None
@@ -354,7 +355,7 @@ class EngineCore:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
                 failed += self._add_masks(plan)
-                self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight)))
+                self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight), drafted))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
@@ -383,15 +384,13 @@ class EngineCore:
             for why in learned.problems:
                 self._events(events.TierNotUsed(self._clock.now(), "peer", why))
 
-    def _plan(self) -> StepPlan | None:
-        if self.drafting is not None:
-            self.drafting.propose(self.scheduler)
-        plan = self.scheduler.plan()
-        if plan is not None and self.drafting is not None:
-            self.drafting.expect(plan)
-            if self.config.acceptance == "rejection":
-                plan.draft_probs = self.drafting.probs(plan)
-        return plan
+    def _plan(self) -> tuple[StepPlan | None, Drafted]:
+        if self.drafting is None:
+            return self.scheduler.plan(), NOTHING_DRAFTED
+        drafted, plan = self.drafting.propose(self.scheduler), self.scheduler.plan()
+        if plan is not None and self.config.acceptance == "rejection":
+            plan.draft_probs = self.drafting.probs(plan)
+        return plan, drafted
 
     def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress], list[Delta]]:
         """Wait for the oldest step in flight and take its results."""
@@ -408,7 +407,7 @@ class EngineCore:
         progress, of_beams = self.beams.take(progress, result.logprobs, self._clock.now())
         if self.drafting is not None:
             is_ahead = step.is_ahead or not self.runner.steps_ahead
-            self.drafting.observe(done, progress, step.started_s, is_ahead, self.scheduler.has_work)
+            self.drafting.observe(done, step.drafted, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled))
         if self.scheduler.kv.tiers is not None:

@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -32,6 +33,16 @@ class _Guess:
 
 
 _NO_GUESS = _Guess("", (), 0)
+
+
+class Drafted(NamedTuple):
+    """Of a step: who made the drafts of each sequence, and how many of all may be right."""
+
+    by: Mapping[int, str]
+    num_expected: float
+
+
+NOTHING_DRAFTED = Drafted({}, 0.0)
 
 
 class Drafting:
@@ -62,15 +73,12 @@ class Drafting:
         self._free = [drafter for drafter in drafters if drafter.is_free]
         self._dear = next((drafter for drafter in drafters if not drafter.is_free), None)
         self._times, self._trust = StepTimes(slope), Trust()
-        self._expected = 0.0  # drafts of the next step that may be right
-        self._expected_of: dict[int, float] = {}  # by step: those of steps that were planned
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
         self._guesses: dict[int, _Guess] = {}  # by seq
-        self._drafted_by: dict[int, str] = {}  # by seq: who made the drafts that were verified last
         self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
 
-    def propose(self, scheduler: Scheduler) -> None:
+    def propose(self, scheduler: Scheduler) -> Drafted:
         """Give running requests the drafts that their next step is to verify."""
         running = []
         for request in scheduler.running:
@@ -79,22 +87,20 @@ class Drafting:
                 running.append(request)
         self._guess(running)
         ready = [request for request in running if self._chance_of(request, request.num_in_flight) >= self.sure]
-        given, self._expected = self._allot(scheduler, ready)
+        given, num_expected = self._allot(scheduler, ready)
         if self._dear is not None:
             left = [request for request in ready if not self._guesses[request.seq].tokens]
             for request in left:
                 request.had_drafts = True  # early exits write to its pages
             nums = {r.seq: min(given[r.seq], r.max_tokens - r.num_output - 1) for r in left if given.get(r.seq)}
             self._ask(self._dear, [request for request in left if nums.get(request.seq)], nums)
+        drafted_by = {}
         for request in ready:
             num, first, guess = given.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
             if num and guess.tokens:
                 request.drafts = guess.tokens[first : first + num] if first else guess.tokens[:num]
-                self._drafted_by[request.seq] = guess.drafter
-
-    def expect(self, plan: StepPlan) -> None:
-        """A step was planned with the drafts proposed last."""
-        self._expected_of[plan.step] = self._expected
+                drafted_by[request.seq] = guess.drafter
+        return Drafted(drafted_by, num_expected)
 
     def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
         """Of the drafts in a plan that were drawn, by row and position, what they were drawn from."""
@@ -169,7 +175,8 @@ class Drafting:
             num, drafter = len(guess.tokens) - request.num_in_flight, guess.drafter
             if not guess.tokens and self._dear is not None:
                 num, drafter = self._max_drafts, self._dear.name
-            if num > 0 and request.max_tokens - (request.num_known - request.num_prompt) > 1:
+            num = min(num, request.max_tokens - (request.num_known - request.num_prompt) - 1)
+            if num > 0:
                 rates[seq], most[seq] = self._chances(drafter, request, num), num
         if not rates:
             return {}, 0.0
@@ -184,21 +191,23 @@ class Drafting:
         chances = None if knowing is None else knowing.chances(request.params, num)
         return self._acceptance[drafter].rate(request.seq) if chances is None else chances
 
-    def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool) -> None:
+    def observe(
+        self, plan: StepPlan, drafted: Drafted, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool
+    ) -> None:
         """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
         and its time says nothing about those that are. `goes_on`: the next follows at once."""
         now = self._clock.now()
         if all(item.count == item.num_draws for item in plan.items) and (plan.drafts or is_ahead):
             self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
         self._last_s = now if goes_on else None
-        verified, names = [], set()
+        verified: dict[str, list[tuple[str, int, int]]] = {}  # by drafter
         drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts}
         for done in progress:
             seq = done.request.seq
             guess = self._guesses.pop(seq, _NO_GUESS)
             name, tokens = guess.drafter, guess.tokens[:1]
             if done.num_drafts:
-                name, tokens = self._drafted_by[seq], drafts_of[seq]
+                name, tokens = drafted.by[seq], drafts_of[seq]
             if not tokens:
                 self._acceptance[self._drafters[-1].name].fade(seq)
                 continue
@@ -206,20 +215,17 @@ class Drafting:
             self._acceptance[name].add(seq, num_compared, num_right)
             if done.num_drafts:
                 num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
-                verified.append((done.request.request_id, done.num_drafts, num_saved))
-                names.add(name)
-        expected = self._expected_of.pop(plan.step, 0.0)
+                verified.setdefault(name, []).append((done.request.request_id, done.num_drafts, num_saved))
         if verified and self._adaptive:
-            self._trust.add(expected, sum(num_right for _, _, num_right in verified))
+            self._trust.add(drafted.num_expected, sum(num for of in verified.values() for _, _, num in of))
         else:
             self._trust.fade()
-        if verified:
-            self._emit(events.DraftsVerified(now, plan.step, "+".join(sorted(names)), tuple(verified)))
+        for name, of in verified.items():
+            self._emit(events.DraftsVerified(now, plan.step, name, tuple(of)))
 
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._guesses.pop(request.seq, None)
-        self._drafted_by.pop(request.seq, None)
         for drafter in self._drafters:
             drafter.forget(request.seq, request.tokens, request.salt)
             self._acceptance[drafter.name].forget(request.seq)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
@@ -482,6 +482,10 @@ class KVManager(TieredPages):
             self._forget(page)
         return own
 
+    def unused(self, pages: Iterable[int]) -> list[int]:
+        """Those that no sequence holds and that are not cached."""
+        return sorted(page for page in pages if self._pool.references(page) == 0 and page not in self._index)
+
     def clear_prefixes(self) -> int:
         """Empty the prefix index. Returns how many pages were in it."""
         for sequence in self._sequences.values():
@@ -496,7 +500,7 @@ class KVManager(TieredPages):
         """Pages that hold nothing since the last call: no sequence has them, and they are not cached."""
         if not self._emptied:
             return []
-        emptied = sorted(page for page in self._emptied if self._pool.references(page) == 0 and page not in self._index)
+        emptied = self.unused(self._emptied)
         self._emptied.clear()
         return emptied
 

@@ -115,6 +115,14 @@ class StepTimes:
         near = self._near(key)
         return near is not None and not near[0] and abs(near[1] - num_tokens) <= _NEAR * num_tokens
 
+    def least(self, num_tokens: int) -> float:
+        """What a step without drafts takes at least: as long as one of fewer tokens, and its part of what one of more takes. 0:
+        none was measured."""
+        if self.knows(num_tokens):
+            return self.of(num_tokens, False)
+        known = ((num, value) for (drafted, num), value in self._shape.items() if not drafted)
+        return max((value * min(num_tokens / num, 1.0) for num, value in known), default=0.0) * self._scale
+
     @property
     def is_believed(self) -> bool:
         """More than a few steps with drafts were measured."""
@@ -153,6 +161,11 @@ def _bucket(num_tokens: int) -> int:
     return num_tokens // step * step
 
 
+def _bucket_end(num_tokens: int) -> int:
+    """The last number that is counted as this one."""
+    return _bucket(num_tokens) + (1 << max(num_tokens.bit_length() - 4, 0)) - 1
+
+
 @dataclass(slots=True)
 class Trust:
     """Drafts that were right over those expected: who is chosen among many was often just lucky before."""
@@ -184,23 +197,28 @@ def allot(
 
     `rates`: how likely each draft is right if those before it were, or how likely each is right, the likelier ones first.
     `most`: drafts there are. `num_tokens`: of the step without drafts, each of which yields one. `room`: drafts that fit."""
-    if not times.knows(num_tokens):
+    if not (least_s := times.least(num_tokens)):
         return {}, 0.0  # what drafts are to be compared with is measured first
     heap = [(-_chance(rate, 0), seq, 1) for seq, rate in rates.items() if most.get(seq)]
     heapify(heap)
     order, best, num_right, best_right = list[int](), 0, 0.0, 0.0
-    best_rate = _MARGIN * num_tokens / times.of(num_tokens, False)
+    best_rate = _MARGIN * num_tokens / least_s
     if not times.is_believed:
         room = min(room, max(_TRIAL, num_tokens // 4))  # what steps with drafts take is found out with few
+    end = 0
     while heap and len(order) < room and heap[0][0] < -_LEAST:
         chance, seq, number = heappop(heap)
         order.append(seq)
         num_right -= chance
-        rate = (num_tokens + trust * num_right) / times.of(num_tokens + len(order), True)
-        if rate > best_rate:
-            best, best_rate, best_right = len(order), rate, num_right
         if number < most[seq]:
             heappush(heap, (-_chance(rates[seq], number), seq, number + 1))
+        num_all = num_tokens + len(order)
+        end = end if num_all <= end else _bucket_end(num_all)
+        if num_all < end and heap and len(order) < room and heap[0][0] < -_LEAST:
+            continue  # one more takes no longer
+        rate = (num_tokens + trust * num_right) / times.of(num_all, True)
+        if rate > best_rate:
+            best, best_rate, best_right = len(order), rate, num_right
     return Counter(order[:best]), best_right
 
 

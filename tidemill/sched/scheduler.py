@@ -158,7 +158,7 @@ class Scheduler(RequestTable):
     def commit(self, plan: StepPlan, sampled: Mapping[int, list[int]]) -> list[Progress]:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
-        now = self._clock.now()
+        now, self._committed = self._clock.now(), plan.step
         self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
         requests, has_finished = self._requests, False
@@ -233,7 +233,7 @@ class Scheduler(RequestTable):
             state.num_left -= 1
             request.num_computed = end
             request.num_in_flight = num_in_flight = num_in_flight + 1
-            if end % page_size <= num_in_flight:
+            if end % page_size <= num_in_flight and not request.num_drafts_in_flight:
                 self.kv.record(request.seq, request.tokens, end)
 
     def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
@@ -251,6 +251,7 @@ class Scheduler(RequestTable):
             if not self._pages.make_writable(request, 1 + len(drafts)):
                 self._pages.shrink(request, request.num_computed + 1)
                 return ()
+            request.writable_end = -(-end // self.kv.page_size) * self.kv.page_size
         state.num_drafts_left -= len(drafts)
         return drafts
 
@@ -406,7 +407,7 @@ class Scheduler(RequestTable):
         if num_needed > 1:
             state.num_prefill_tokens += count
         if drafts:
-            request.had_drafts = True
+            request.had_drafts, request.drafted_step = True, plan.step
             plan.drafts[request.row] = list(drafts)
             if isinstance(drafts, Tree):
                 plan.trees[request.row] = list(drafts.parents)
@@ -424,7 +425,8 @@ class Scheduler(RequestTable):
             why = f"kv_policy {request.cache.kind}"
             self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
         # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
-        if count > 1 or end % self.kv.page_size <= request.num_in_flight:
+        # What is computed beside drafts waits for them: if they are NaN, it may be, too.
+        if not request.num_drafts_in_flight and (count > 1 or end % self.kv.page_size <= request.num_in_flight):
             self.kv.record(request.seq, request.tokens, end)
 
     # ---- making room

@@ -48,6 +48,7 @@ class RequestTable:
         self._evict = evict
         self.retention = Retention(kv, clock, emit, evict)
         self._next_seq = 0
+        self._committed = -1  # the last step whose results were taken
 
     @property
     def has_work(self) -> bool:
@@ -231,7 +232,9 @@ class RequestTable:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
         are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
+        drafted = self._pages_with_drafts(request)
         leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
+        self._pages.unsent.page_zeroes += self.kv.unused(drafted)
         how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0
@@ -246,6 +249,14 @@ class RequestTable:
             self.waiting.push(request, now)
         else:
             self._forked.remove(request)
+
+    def _pages_with_drafts(self, request: Request) -> list[int]:
+        """That a step in flight writes. If it gives them up now, nobody will look whether the drafts are NaN: they are cleared
+        after that step, before another sequence has them."""
+        if request.drafted_step <= self._committed or not self.kv.holds(request.seq):
+            return []
+        first, tables = len(request.tokens) - 1, self.kv.tables(request.seq)
+        return [page for group, table in zip(self.kv.groups, tables, strict=True) for page in table[first // group.page_size :]]
 
     def drop_computed(self, reason: str, page_zeroes: Iterable[int] = ()) -> None:
         """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `page_zeroes`: pages
@@ -278,7 +289,9 @@ class RequestTable:
             if request in self._forked:
                 self._forked.remove(request)
         if self.kv.holds(request.seq):
+            drafted = self._pages_with_drafts(request)
             self.kv.release(request.seq)
+            self._pages.unsent.page_zeroes += self.kv.unused(drafted)
         self.kv.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())

@@ -288,6 +288,8 @@ class SamplingRequest(Body):
         if self.stream:
             raise InvalidRequest("use_beam_search cannot be streamed: the beams are known only at the end.", param="stream")
         width, name = (self.n or 1, "n") if self.best_of is None else (self.best_of, "best_of")
+        if width < (self.n or 1):
+            raise InvalidRequest(f"best_of is {width}, less than n.", param="best_of")
         if width > MAX_BEAMS:
             raise InvalidRequest(f"{name} is {width}; a beam search has at most {MAX_BEAMS} beams.", param=name)
         penalty = 1.0 if self.length_penalty is None else self.length_penalty

@@ -89,12 +89,6 @@ class HeadsDrafter:
             raise ConfigError(
                 f"Draft heads ({name}) run beside one model that generates.", fix="Use --speculate auto.", param="speculate"
             )
-        if not config.draft_heads:
-            raise ConfigError(
-                f"--speculate {name} needs trained heads.",
-                fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {_kind_of(name)} makes one.",
-                param="draft_heads",
-            )
         self._state = runner.state
         self._inner = self._make(name, config, runner, runner.model)
         self._knowing = self._inner if isinstance(self._inner, KnowsChances) else None

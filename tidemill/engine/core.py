@@ -511,7 +511,7 @@ class EngineCore:
         if self.runner.mover is not None:
             self.runner.mover.drain()
             self._take_moves()
-        self.scheduler.drop_computed("a step failed", [page for each in plans for page in each.page_zeroes])
+        self.scheduler.drop_computed("a step failed", plans)
         return failed
 
     def _has_finished(self, seq: int) -> bool:

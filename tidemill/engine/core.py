@@ -68,6 +68,8 @@ class Parts:
 
 
 class EngineCore:
+    _scheduler_type: type[Scheduler] = Scheduler
+
     def __init__(
         self,
         parts: Parts,
@@ -87,7 +89,7 @@ class EngineCore:
         for one in getattr(self.runner, "nano", ()):
             tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
             self._events(events.NanoBatchingTried(self._clock.now(), *tried))
-        self.scheduler = Scheduler(
+        self.scheduler = self._scheduler_type(
             KVManager(
                 config.num_pages + 1,
                 config.page_size,
@@ -347,7 +349,7 @@ class EngineCore:
                 ended, plan = self._collect(failed), None
             started = self._clock.now()
             plan = self._plan()
-            if plan is not None and not plan.items:
+            if plan is not None and plan.is_empty:
                 self.runner.change_pages(plan)
                 plan = None
             if plan is not None:

@@ -318,10 +318,9 @@ class KVManager(TieredPages):
                 table.pages += new
         return changes
 
-    def grow(self, seqs: Sequence[int]) -> None:
-        """One more page for each, in this order; there is one group, and there are enough pages."""
-        for seq, page in zip(seqs, self._take_all(len(seqs)), strict=True):
-            self._sequences[seq].tables[0].pages.append(page)
+    def grow(self, seq: int) -> None:
+        """One more page; there is one group, and there is a free page."""
+        self._sequences[seq].tables[0].pages.append(self._take())
 
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page

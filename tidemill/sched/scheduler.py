@@ -7,7 +7,7 @@ request whose drafts are being verified, that step takes them to be right: if on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -87,7 +87,7 @@ class Scheduler(RequestTable):
         if self._evict:
             self._make_way(state)
         self._fill(plan, state)
-        if not plan.items and not any(request.num_in_flight for request in self.running):
+        if plan.is_empty and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background.budget  # no other request can use this step
             self._fill(plan, state)
             self._make_held_yield(plan, state)
@@ -95,7 +95,7 @@ class Scheduler(RequestTable):
         if num_evicted:
             num_stored = self.kv.num_stored - stored_before
             self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room", num_stored))
-        if not plan.items:
+        if plan.is_empty:
             return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
@@ -142,7 +142,7 @@ class Scheduler(RequestTable):
     def _fill(self, plan: StepPlan, state: StepState) -> None:
         if self.policy.prefill_first:
             self._plan_prefill(plan, state)
-            if not plan.items:
+            if plan.is_empty:
                 self._plan_decode(plan, state)
         else:
             self._plan_decode(plan, state)
@@ -201,9 +201,12 @@ class Scheduler(RequestTable):
     # ---- running requests: one more token each
 
     def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
+        self._decode(list(self.running), plan, state)
+
+    def _decode(self, requests: Iterable[Request], plan: StepPlan, state: StepState) -> None:
         """One more token for each. Most need nothing but a line in the plan: theirs is written here, as `_schedule` does it."""
         page_size, is_loading, running, items = self.kv.page_size, self.kv.num_loading > 0, Status.RUNNING, plan.items
-        for request in list(self.running):
+        for request in requests:
             if state.num_left == 0 or (request.in_background and state.num_background_left <= 0):
                 break
             start, num_in_flight = request.num_computed, request.num_in_flight

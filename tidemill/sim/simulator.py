@@ -231,6 +231,7 @@ class SimEngine:
         self._under_way: set[str] = set()
         self._aborts: list[tuple[float, str]] = []  # a heap
         self._result = SimResult()
+        self._times_s: list[float] = []  # of steps by their numbers, as `SteadyScheduler` counts them: when their tokens came
         self.tally = Tally()
 
     @property
@@ -249,6 +250,8 @@ class SimEngine:
     @property
     def token_times_s(self) -> dict[str, list[float]]:
         """So far. One that has ended may be taken out."""
+        self._core.steady.catch_up_all()
+        self._catch_up()
         return self._result.token_times_s
 
     @property
@@ -265,7 +268,7 @@ class SimEngine:
 
     def run_until(self, end_s: float) -> None:
         """Steps that begin before `end_s`; if there is nothing to do, the clock goes on to it."""
-        token_times = self._result.token_times_s
+        token_times, times_s, steady = self._result.token_times_s, self._times_s, self._core.steady
         while (now := self.clock.now()) < end_s and (self._core.has_work or end_s < math.inf):
             until_s = end_s
             if self._aborts:
@@ -279,6 +282,11 @@ class SimEngine:
             if self._keeps_events:
                 self._result.events += output.events
             now = self.clock.now()
+            if steady.num_made > len(times_s):
+                times_s.append(now)
+                self.tally.num_output += steady.num_steady
+            if steady.caught_up:
+                self._catch_up()
             produced, self._core.produced = self._core.produced, []
             for one in produced:
                 request_id, num = one.request.request_id, len(one.token_ids)
@@ -290,11 +298,19 @@ class SimEngine:
                 if one.finish_reason:
                     self._end(request_id)
             if self._jumps and (jump := self._core.jump(until_s)):
-                self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
-                for request_id in jump.request_ids:
-                    token_times[request_id] += jump.times_s
+                if steady.num_made > len(times_s):
+                    times_s += jump
+                    self.tally.num_output += steady.num_steady * len(jump)
+                if steady.caught_up:
+                    self._catch_up()
             elif len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
                 self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
+
+    def _catch_up(self) -> None:
+        """Requests that were not looked at for some steps have got the tokens of these."""
+        caught_up, self._core.steady.caught_up = self._core.steady.caught_up, []
+        for request_id, begin, end in caught_up:
+            self._result.token_times_s[request_id] += self._times_s[begin:end]
 
     def _end(self, name: str) -> None:
         """A sample has ended."""
@@ -312,6 +328,8 @@ class SimEngine:
 
     def result(self) -> SimResult:
         """When all has ended."""
+        self._core.steady.settle()
+        self._catch_up()
         self._core.scheduler.check_integrity()
         self._result.events += self._core.take_events()
         planned = (event for event in self._result.events if isinstance(event, StepPlanned))

@@ -142,6 +142,10 @@ class KVManager(TieredPages):
         num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
         return self._index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
 
+    def knows_begin(self, path: Path) -> bool:
+        """False: none of its pages is cached, nor can one be before its first is."""
+        return self._index.knows_begin(path)
+
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
         return self._match(path).num_tokens

@@ -62,6 +62,10 @@ class PrefixIndex(ABC, Generic[P]):
     @abstractmethod
     def find(self, path: P) -> Found: ...
 
+    def knows_begin(self, path: P) -> bool:
+        """False: `find` finds nothing."""
+        return True
+
     @abstractmethod
     def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
         """The group's pages number `first` and following of a sequence with this path and these tokens are full."""
@@ -234,6 +238,9 @@ class HashIndex(PrefixIndex[HashPath]):
         """The page will hold this content."""
         self._key_of[page] = key
         self._page_of[key] = page
+
+    def knows_begin(self, path: HashPath) -> bool:
+        return bool(path.keys) and path.keys[0] in self._page_of
 
     def find(self, path: HashPath, elsewhere: bool = True) -> Found:
         num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get

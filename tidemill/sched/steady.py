@@ -6,6 +6,7 @@ the same for all but for when each joined:
 
     request          tokens and num_computed as of step `since`; both go on by one a step
     pages            always up to date: `_due` says at which step each sequence takes its next one, `_ends` when each is at its end
+    prefix index     has its pages when it leaves, or before a queued request is looked up whose first page is known
     a plan           has no item of them, only their number
 
 While nothing but such sequences run, and at most one prompt that goes on by equal chunks, steps differ in positions only:
@@ -30,16 +31,18 @@ from tidemill.sched.scheduler import Scheduler
 
 _EARLY_S = 1e-6  # before a moment at which the queue's order changes: sums of times are not exact
 _LEAST = 2  # steps that are worth it
+_NUM_LOOKED_UP = 8  # queued requests whose first pages are
 
 
 class _Member:
     """A sequence that is advanced with the others."""
 
-    __slots__ = ("offset", "rank", "request", "since")
+    __slots__ = ("is_known", "offset", "rank", "request", "since")
 
     def __init__(self, request: Request, step: int) -> None:
         self.request, self.since, self.rank = request, step, request.rank
         self.offset = request.num_computed - step  # the position that a step computes, less the step's number
+        self.is_known = False  # its first page is in the prefix index
 
     def __lt__(self, other: object) -> bool:
         """Heaps compare entries of one that left and has come back."""
@@ -66,6 +69,9 @@ class SteadyScheduler(Scheduler):
         windows = [group.window for group in kv.groups if group.window]
         large = 2 * max(group.page_size for group in kv.groups) + _LEAST  # what is given back must be recorded by then
         self._is_possible = kv.tiers is None and not kv.has_states and min(windows, default=large) >= large
+        self._is_simple = len(kv.groups) == 1 and not windows
+        self._records_late = self._is_simple  # what it computes enters the prefix index when it matters, not when it is computed
+        self._records_now = not self._records_late
 
     # ---- what runs, as a runner sees it
 
@@ -82,6 +88,13 @@ class SteadyScheduler(Scheduler):
         return [member.request.row for member in self._members.values()]
 
     # ---- joining and leaving
+
+    def add(self, *given: Any, **options: Any) -> list[Request]:
+        if options.get("holds"):  # they look up what is cached
+            self._records_late = False
+            self._records_now = True
+            self.record_all()
+        return super().add(*given, **options)
 
     def join(self) -> None:
         """After a step: what it planned and from now on only decodes."""
@@ -117,6 +130,7 @@ class SteadyScheduler(Scheduler):
     def _add(self, request: Request, left: int) -> None:
         step = self.num_made
         member = self._members[request.seq] = _Member(request, step)
+        member.is_known = len(request.tokens) - 1 > self.kv.page_size
         self._sum_of_offsets += member.offset
         if member.offset > self._longest or len(self._members) == 1:
             self._longest = member.offset
@@ -147,13 +161,32 @@ class SteadyScheduler(Scheduler):
         for member in self._members.values():
             self.catch_up(member)
 
+    def _record(self, member: _Member) -> None:
+        """As far as its tokens were known when the last step was planned."""
+        self.catch_up(member)
+        tokens = member.request.tokens
+        self.kv.record(member.request.seq, tokens, len(tokens) - 1)
+
+    def record_all(self) -> None:
+        """The prefix index is to be used."""
+        for member in self._members.values():
+            self._record(member)
+
+    def _may_find(self) -> bool:
+        """A queued request may be looked up whose prefix is that of a running one."""
+        if not self.waiting or not self._free_rows:
+            return False
+        if self._by_prefix or len(self.waiting) > _NUM_LOOKED_UP:
+            return True
+        return any(self.kv.knows_begin(self._pages.path(request)) for request in self.waiting)
+
     def settle(self, seqs: Iterable[int] | None = None) -> None:
         """These, or all, are looked at in each step again."""
         settled, items = list(self._members if seqs is None else seqs), list[StepItem]()
         for seq in settled:
             member = self._members.pop(seq)
             request, account = member.request, member.request.account
-            self.catch_up(member)
+            self._record(member)
             member.since = -1  # of its entries in heaps: they are over
             self._sum_of_offsets -= member.offset
             self._accounts[account] -= 1
@@ -195,7 +228,11 @@ class SteadyScheduler(Scheduler):
             self._settle_ended()
             if self._members and not self._can_stay():
                 self.settle()
+            self._records_now = not self._records_late or self._may_find()
+            if self._records_now and self._records_late:
+                self.record_all()
         plan = super().plan()
+        self._records_now = not self._records_late
         if plan is not None and not plan.is_empty:
             self.last_plan = plan
         return plan
@@ -256,18 +293,18 @@ class SteadyScheduler(Scheduler):
         if member.since < 0:
             return
         request, kv = member.request, self.kv
-        num = at - member.since  # steps that it lags behind
-        if not takes or self.steps_ahead:
+        if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
             # Known by then are the tokens before the one that this plan computes, and where none is in flight, that one.
-            if num:
+            if num := at - member.since:  # steps that it lags behind
                 request.num_computed += num
                 request.tokens += [self.first_token + request.seq] * num
                 self.caught_up.append((request.request_id, member.since, at))
                 member.since = at
             kv.record(request.seq, request.tokens, len(request.tokens))
+            member.is_known = True
         if takes:
             position = request.writable_end
-            if len(kv.groups) == 1 and not kv.has_windows:
+            if self._is_simple:
                 kv.grow(request.seq)
             else:
                 kv.trim(request.seq, position)
@@ -314,6 +351,8 @@ class SteadyScheduler(Scheduler):
             return none
         until_s = self.kv.held.next_end_s
         if self.waiting:
+            if self._may_find():
+                self.record_all()
             until_s = min(until_s, self._queue_rests_until(prompt))
         num = self._num_by_pages(num) if members else num
         return (num, until_s, prompt) if num >= _LEAST else none

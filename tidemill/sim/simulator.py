@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+
+import msgspec
 
 from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
@@ -256,6 +259,7 @@ class SimEngine:
 
     @property
     def kv(self) -> KVManager:
+        self._core.steady.record_all()
         return self._core.scheduler.kv
 
     def submit(self, arrival: Arrival) -> None:
@@ -362,9 +366,13 @@ def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _params(num_output: int, n: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_output, n=n, seed=0)
+    made = copy.copy(_PARAMS)  # checking them takes longer than all else that submitting does
+    msgspec.structs.force_setattr(made, "max_tokens", num_output)
+    msgspec.structs.force_setattr(made, "n", n)
+    return made
 
 
+_PARAMS = SamplingParams(max_tokens=1, n=1, seed=0)
 _ANY_NUMBER = 2**31 - 1
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, rotation=None)
 _MODEL = ModelConfig(

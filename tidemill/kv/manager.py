@@ -163,6 +163,8 @@ class KVManager(TieredPages):
         return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
     def _match_in(self, found: Found, policy: CachePolicy | None = None) -> _Match:
+        if not found.num_tokens:
+            return _Match(0, 0, [GroupTable([]) for _ in self.groups], [])
         tables, num_pages = [], found.num_tokens // self.page_size
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)

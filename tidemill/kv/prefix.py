@@ -197,6 +197,7 @@ class HashIndex(PrefixIndex[HashPath]):
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._has_states = any(group.is_state for group in groups)
+        self._is_plain = len(groups) == 1 and not self._has_states and not groups[0].window and self._sizes[0] == page_size
         self._place_of: Callable[[bytes], int | None] = self._page_of.get
         self.chain: Callable[[bytes, Sequence[int]], bytes] = (
             chain_key  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
@@ -244,6 +245,8 @@ class HashIndex(PrefixIndex[HashPath]):
 
     def find(self, path: HashPath, elsewhere: bool = True) -> Found:
         num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get
+        if self._is_plain and not (num and place_of(path.keys[0])):
+            return Found(0, [[]])
         num_seen = self._num_seen(path, place_of)
         for g, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
             if group.is_state:

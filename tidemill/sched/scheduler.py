@@ -81,10 +81,11 @@ class Scheduler(RequestTable):
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
         self.kv.fetch_announced()
-        state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
-        state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
+        num_running, num_waiting = len(self.running), len(self.waiting)
+        state = StepState(self.token_budget, self.token_budget, num_running, num_running)
+        state.num_waiting, state.num_rows, state.waited_s = num_waiting, self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
-        if self._evict:
+        if num_waiting and self._evict:
             self._make_way(state)
         self._fill(plan, state)
         if plan.is_empty and not any(request.num_in_flight for request in self.running):
@@ -275,23 +276,26 @@ class Scheduler(RequestTable):
 
     def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
         """The background comes last, within what it is allowed; while others wait, none of it starts."""
-        self._continue_prompts(plan, state, in_background=False)
+        prompts = self._prompts()
+        if not prompts and not self.waiting:
+            return
+        self._continue_prompts(prompts, plan, state, in_background=False)
         none_waits = self._start_waiting(plan, state, in_background=False)
         num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
         num_kept = num_left - state.num_left
-        self._continue_prompts(plan, state, in_background=True)
+        self._continue_prompts(prompts, plan, state, in_background=True)
         if none_waits:
             self._start_waiting(plan, state, in_background=True)
         state.num_left += num_kept
 
-    def _continue_prompts(self, plan: StepPlan, state: StepState, in_background: bool) -> None:
-        if in_background and not (self.running and self.running[-1].in_background):
-            return
-        for started in list(self.running):
+    def _prompts(self) -> list[Request]:
+        """Of running requests, those with more than one token to compute."""
+        return [one for one in self.running if len(one.tokens) + one.num_in_flight - one.num_computed > 1]
+
+    def _continue_prompts(self, prompts: list[Request], plan: StepPlan, state: StepState, in_background: bool) -> None:
+        for started in prompts:
             if state.num_left <= 0:
                 return
-            if len(started.tokens) + started.num_in_flight - started.num_computed <= 1:
-                continue
             if started.status is Status.RUNNING and started.in_background is in_background:
                 if self.kv.is_loading(started.seq):
                     continue

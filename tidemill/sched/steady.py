@@ -72,6 +72,7 @@ class SteadyScheduler(Scheduler):
         self._is_simple = len(kv.groups) == 1 and not windows
         self._records_late = self._is_simple  # what it computes enters the prefix index when it matters, not when it is computed
         self._records_now = not self._records_late
+        self.names_steady = True  # in events: False if nobody reads them
 
     # ---- what runs, as a runner sees it
 
@@ -282,6 +283,9 @@ class SteadyScheduler(Scheduler):
         self._turn_pages(self.num_made + 1)
         self.num_made += 1
 
+    def _prompts(self) -> list[Request]:
+        return super()._prompts() if len(self.running) > len(self._members) else []
+
     def _turn_pages(self, end: int) -> None:
         """Of all plans before this one, in their order."""
         due = self._due
@@ -316,13 +320,14 @@ class SteadyScheduler(Scheduler):
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         if not plan.num_steady:
             return super()._planned(plan)
-        tokens_of = dict.fromkeys([member.request.request_id for member in self._members.values()], 1)
+        named = self._members.values() if self.names_steady else ()
+        tokens_of = dict.fromkeys([member.request.request_id for member in named], 1)
         num_prefilling = 0
         for item in plan.items:
             num_prefilling += item.count > 1 or not item.samples
             tokens_of[self._requests[item.seq].request_id] = item.count
         nums = len(self.running), len(self.waiting), self.kv.num_free_pages
-        num_decoding = len(tokens_of) - num_prefilling
+        num_decoding = len(plan.items) + plan.num_steady - num_prefilling
         return events.StepPlanned(
             self._clock.now(), plan.step, plan.num_tokens, self.token_budget, num_decoding, num_prefilling, *nums,
             tokens_of=tuple(tokens_of.items()),

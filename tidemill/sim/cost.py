@@ -77,10 +77,13 @@ class Shapes:
             num_new = sum(len(row.token_ids) for row in plan.new_rows)
         if self._pages and (plan.new_rows or plan.row_copies):
             self._follow(plan)
-        starts = [item.start for item in plan.items if item.count == 1]  # nearly all
-        num_decoding, decode_context = len(starts), sum(starts) + len(starts)
-        longest = max(starts) + 1 if starts else 0
-        num_draws = len([item for item in plan.items if item.samples and item.count == 1]) + plan.num_steady
+        num_decoding = decode_context = longest = 0
+        num_draws, starts = plan.num_steady, list[int]()
+        if plan.items:
+            starts = [item.start for item in plan.items if item.count == 1]  # nearly all
+            num_decoding, decode_context = len(starts), sum(starts) + len(starts)
+            longest = max(starts) + 1 if starts else 0
+            num_draws += len([item for item in plan.items if item.samples and item.count == 1])
         if plan.num_steady and steady is not None:
             context, most = steady.steady_context
             num_decoding, decode_context = num_decoding + plan.num_steady, decode_context + context
@@ -167,7 +170,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 _HOT_TOKENS = 1024  # of a step that draws all the power there is
-_COLD = 12  # times the decay: after that, nothing is left
+COLD = 12  # times the decay: after that, nothing is left
 
 
 class Heat:
@@ -177,9 +180,14 @@ class Heat:
     def __init__(self, decay_s: float) -> None:
         self._decay_s, self._level, self._at_s = decay_s, 0.0, 0.0
 
+    @property
+    def state(self) -> tuple[float, float, float]:
+        """The level, when it was that, and how fast it falls."""
+        return self._level, self._at_s, self._decay_s
+
     def level(self, now: float) -> float:
         age = (now - self._at_s) / self._decay_s
-        return self._level * math.exp(-age) if age < _COLD else 0.0
+        return self._level * math.exp(-age) if age < COLD else 0.0
 
     def add(self, begin_s: float, end_s: float, num_tokens: int) -> None:
         """A step with a prompt."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import CostModel, Heat, Shapes, Steady, StepShape
+from tidemill.sim.cost import COLD, CostModel, Heat, Shapes, Steady, StepShape
 from tidemill.sim.drafter import FIRST_TOKEN, drawn, token_of
 from tidemill.sim.moves import SimMover
 
@@ -91,15 +92,35 @@ class SimRunner:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
         and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens
         of each came, and when the last was planned."""
-        takes_s = self._goes_on_s if goes_on else self._decodes_s(num_decoding)
+        num, until = num_decoding, until_s
+        if goes_on:
+            fixed_s = context_s = longest_s = rest_s = 0.0
+            context = longest = 0
+        else:
+            fixed_s, context_s, longest_s, rest_s, context, longest = self._decodes(num)
+        level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
+        rise = self._decode_rise
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
-        first_s, times, host_s, is_ahead = free_s, list[float](), self._host_s, self.steps_ahead > 0
-        while len(times) < most and now < until_s:
+        first_s, times, host_s, is_ahead, exp = free_s, list[float](), self._host_s, self.steps_ahead > 0, math.exp
+        while most > 0 and now < until:  # a step is a turn of this loop and little else: nothing is called that need not be
+            most -= 1
             planned_s = now
             now += host_s
             begin_s = now if now > free_s else free_s
-            free_s = begin_s + takes_s(begin_s)
+            if goes_on:
+                seconds = self._goes_on_s(begin_s)
+            else:
+                context += num
+                longest += 1
+                seconds = fixed_s + context_s * context + longest_s * longest + rest_s
+                if level:
+                    age = (begin_s - hot_s) / decay_s
+                    if age < COLD:
+                        seconds *= 1 + rise * (level * exp(-age))
+                    else:
+                        level = 0.0
+            free_s = begin_s + seconds
             if not is_ahead:
                 done_s = free_s
             if done_s > now:
@@ -118,23 +139,12 @@ class SimRunner:
         self._shape = self._shape.next()
         return self._warm_s(begin_s, self._shape, self._shape_s(self._shape))
 
-    def _decodes_s(self, num: int) -> Callable[[float], float]:
-        """How long the next step takes, and the one after it, in which so many decode, by when it begins."""
+    def _decodes(self, num: int) -> tuple[float, float, float, float, int, int]:
+        """Of steps in which so many decode: what each takes, per token of context and of the longest as well, and the rest; and
+        how much context the last step had, and the longest."""
         assert self._line is not None
-        assert self.steady is not None
         shape = self._shapes.of(StepPlan(0, num_steady=num), self.steady)
-        context, longest, rest_s = shape.decode_context, shape.longest, self._rest_s(shape)
-        fixed_s, context_s, longest_s = self._line(num)
-        heat, rise = self._heat, self._decode_rise
-
-        def takes_s(begin_s: float) -> float:
-            nonlocal context, longest
-            context += num
-            longest += 1
-            seconds = fixed_s + context_s * context + longest_s * longest + rest_s
-            return seconds if heat is None else seconds * (1 + rise * heat.level(begin_s))
-
-        return takes_s
+        return *self._line(num), self._rest_s(shape), shape.decode_context, shape.longest
 
 
 def _nothing(shape: StepShape) -> float:

@@ -195,18 +195,19 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
-            if isinstance(event, StepPlanned):
-                if event.num_waiting > self.most_waiting:
-                    self.most_waiting = event.num_waiting
-            elif isinstance(event, StepDone):
-                continue
-            elif isinstance(event, Admitted):
-                self.num_prompt += event.num_tokens
-                self.num_cached += event.num_cached
-            elif isinstance(event, Preempted):
-                self.num_preempted += 1
-            elif isinstance(event, PagesEvicted):
-                self.num_evicted += event.num_pages
+            match event:
+                case StepDone():
+                    pass
+                case StepPlanned():
+                    if event.num_waiting > self.most_waiting:
+                        self.most_waiting = event.num_waiting
+                case Admitted():
+                    self.num_prompt += event.num_tokens
+                    self.num_cached += event.num_cached
+                case Preempted():
+                    self.num_preempted += 1
+                case PagesEvicted():
+                    self.num_evicted += event.num_pages
 
 
 class SimEngine:
@@ -230,6 +231,7 @@ class SimEngine:
             parts.tiers = Tiers(behind.host_pages, behind.disk_pages, (), costs, behind.page_bytes)
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events
+        self._core.steady.names_steady = keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
         self._aborts: list[tuple[float, str]] = []  # a heap

@@ -181,6 +181,23 @@ def test_pages_to_be_cleared_are_cleared_though_a_step_fails(core, monkeypatch, 
     capsys.readouterr()
 
 
+def test_rows_that_were_left_are_told_though_a_step_fails(core, monkeypatch, capsys):
+    """Else the runner keeps what a KV policy has beside the pages of a request that is gone."""
+    core.submit(Submit("one", [1, 2, 3], greedy(9, kv_policy={"kind": "h2o", "budget": 8})))
+    core.step()
+    (live,) = core.scheduler.running
+    row = live.row
+    assert row in core.runner._policies.rows
+    core.abort(Abort("one", reason="the client has gone"))
+    core.submit(Submit("two", [4, 5, 6], greedy(2)))
+    with monkeypatch.context() as patch:
+        patch.setattr(core.runner, "launch", lambda plan: 1 / 0)
+        assert core.step()[1]
+    core.submit(Submit("three", [7, 8, 9], greedy(2)))
+    assert row in core.scheduler.plan().left_rows
+    capsys.readouterr()
+
+
 def test_ctrl_c_in_a_step_does_not_poison_the_prefix_cache(core):
     """The interrupted step had announced pages that it never computed."""
     prompt = list(range(2, 60))

@@ -69,6 +69,8 @@ class Parts:
 
 
 class EngineCore:
+    _scheduler_type: type[Scheduler] = Scheduler
+
     def __init__(
         self,
         parts: Parts,
@@ -88,7 +90,7 @@ class EngineCore:
         for one in getattr(self.runner, "nano", ()):
             tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
             self._events(events.NanoBatchingTried(self._clock.now(), *tried))
-        self.scheduler = Scheduler(
+        self.scheduler = self._scheduler_type(
             KVManager(
                 config.num_pages + 1,
                 config.page_size,
@@ -348,7 +350,7 @@ class EngineCore:
                 ended, plan = self._collect(failed), None
             started = self._clock.now()
             plan, drafted = self._plan()
-            if plan is not None and not plan.items:
+            if plan is not None and plan.is_empty:
                 self.runner.change_pages(plan)
                 plan = None
             if plan is not None:
@@ -510,7 +512,7 @@ class EngineCore:
         if self.runner.mover is not None:
             self.runner.mover.drain()
             self._take_moves()
-        self.scheduler.drop_computed("a step failed", [page for each in plans for page in each.page_zeroes])
+        self.scheduler.drop_computed("a step failed", plans)
         return failed
 
     def _has_finished(self, seq: int) -> bool:

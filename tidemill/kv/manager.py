@@ -142,6 +142,10 @@ class KVManager(TieredPages):
         num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
         return self._index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
 
+    def knows_begin(self, path: Path) -> bool:
+        """False: none of its pages is cached, nor can one be before its first is."""
+        return self._index.knows_begin(path)
+
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
         return self._match(path).num_tokens
@@ -159,6 +163,8 @@ class KVManager(TieredPages):
         return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
     def _match_in(self, found: Found, policy: CachePolicy | None = None) -> _Match:
+        if not found.num_tokens:
+            return _Match(0, 0, [GroupTable([]) for _ in self.groups], [])
         tables, num_pages = [], found.num_tokens // self.page_size
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
@@ -318,10 +324,9 @@ class KVManager(TieredPages):
                 table.pages += new
         return changes
 
-    def grow(self, seqs: Sequence[int]) -> None:
-        """One more page for each, in this order; there is one group, and there are enough pages."""
-        for seq, page in zip(seqs, self._take_all(len(seqs)), strict=True):
-            self._sequences[seq].tables[0].pages.append(page)
+    def grow(self, seq: int) -> None:
+        """One more page; there is one group, and there is a free page."""
+        self._sequences[seq].tables[0].pages.append(self._take())
 
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page

@@ -62,6 +62,10 @@ class PrefixIndex(ABC, Generic[P]):
     @abstractmethod
     def find(self, path: P) -> Found: ...
 
+    def knows_begin(self, path: P) -> bool:
+        """False: `find` finds nothing."""
+        return True
+
     @abstractmethod
     def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
         """The group's pages number `first` and following of a sequence with this path and these tokens are full."""
@@ -193,6 +197,7 @@ class HashIndex(PrefixIndex[HashPath]):
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._has_states = any(group.is_state for group in groups)
+        self._is_plain = len(groups) == 1 and not self._has_states and not groups[0].window and self._sizes[0] == page_size
         self._place_of: Callable[[bytes], int | None] = self._page_of.get
         self.chain: Callable[[bytes, Sequence[int]], bytes] = (
             chain_key  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
@@ -235,8 +240,13 @@ class HashIndex(PrefixIndex[HashPath]):
         self._key_of[page] = key
         self._page_of[key] = page
 
+    def knows_begin(self, path: HashPath) -> bool:
+        return bool(path.keys) and path.keys[0] in self._page_of
+
     def find(self, path: HashPath, elsewhere: bool = True) -> Found:
         num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get
+        if self._is_plain and not (num and place_of(path.keys[0])):
+            return Found(0, [[]])
         num_seen = self._num_seen(path, place_of)
         for g, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
             if group.is_state:

@@ -90,10 +90,16 @@ class StepPlan:
     trees: dict[int, list[int]] = field(default_factory=dict)  # by row: of drafts that are no chain, the parents (see Tree)
     masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
     draft_probs: dict[tuple[int, int], bytes] = field(default_factory=dict)  # of drafts that were drawn: a float32 per token
+    num_steady: int = 0  # sequences that compute one token each and have no item: only of plans for runners that need none
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.count for item in self.items)
+        return sum(item.count for item in self.items) + self.num_steady
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is computed."""
+        return not self.items and not self.num_steady
 
 
 @dataclass(slots=True)

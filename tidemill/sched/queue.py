@@ -198,6 +198,8 @@ class WaitingQueue:
 
     def first(self, now: float, num_cached: NumCached | None = None) -> Request | None:
         """The request that starts next. `num_cached`: choose by prefix; how many of a request's tokens are cached."""
+        if not self._requests:
+            return None
         return self._classes[False].first(now, num_cached) or self._classes[True].first(now, num_cached)
 
     def only_tenant(self) -> Tenant | None:

@@ -7,7 +7,7 @@ request whose drafts are being verified, that step takes them to be right: if on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -81,13 +81,14 @@ class Scheduler(RequestTable):
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
         self.kv.fetch_announced()
-        state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
-        state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
+        num_running, num_waiting = len(self.running), len(self.waiting)
+        state = StepState(self.token_budget, self.token_budget, num_running, num_running)
+        state.num_waiting, state.num_rows, state.waited_s = num_waiting, self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
-        if self._evict:
+        if num_waiting and self._evict:
             self._make_way(state)
         self._fill(plan, state)
-        if not plan.items and not any(request.num_in_flight for request in self.running):
+        if plan.is_empty and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background.budget  # no other request can use this step
             self._fill(plan, state)
             self._make_held_yield(plan, state)
@@ -95,7 +96,7 @@ class Scheduler(RequestTable):
         if num_evicted:
             num_stored = self.kv.num_stored - stored_before
             self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room", num_stored))
-        if not plan.items:
+        if plan.is_empty:
             return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
@@ -142,7 +143,7 @@ class Scheduler(RequestTable):
     def _fill(self, plan: StepPlan, state: StepState) -> None:
         if self.policy.prefill_first:
             self._plan_prefill(plan, state)
-            if not plan.items:
+            if plan.is_empty:
                 self._plan_decode(plan, state)
         else:
             self._plan_decode(plan, state)
@@ -201,9 +202,12 @@ class Scheduler(RequestTable):
     # ---- running requests: one more token each
 
     def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
+        self._decode(list(self.running), plan, state)
+
+    def _decode(self, requests: Iterable[Request], plan: StepPlan, state: StepState) -> None:
         """One more token for each. Most need nothing but a line in the plan: theirs is written here, as `_schedule` does it."""
         page_size, is_loading, running, items = self.kv.page_size, self.kv.num_loading > 0, Status.RUNNING, plan.items
-        for request in list(self.running):
+        for request in requests:
             if state.num_left == 0 or (request.in_background and state.num_background_left <= 0):
                 break
             start, num_in_flight = request.num_computed, request.num_in_flight
@@ -273,23 +277,26 @@ class Scheduler(RequestTable):
 
     def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
         """The background comes last, within what it is allowed; while others wait, none of it starts."""
-        self._continue_prompts(plan, state, in_background=False)
+        prompts = self._prompts()
+        if not prompts and not self.waiting:
+            return
+        self._continue_prompts(prompts, plan, state, in_background=False)
         none_waits = self._start_waiting(plan, state, in_background=False)
         num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
         num_kept = num_left - state.num_left
-        self._continue_prompts(plan, state, in_background=True)
+        self._continue_prompts(prompts, plan, state, in_background=True)
         if none_waits:
             self._start_waiting(plan, state, in_background=True)
         state.num_left += num_kept
 
-    def _continue_prompts(self, plan: StepPlan, state: StepState, in_background: bool) -> None:
-        if in_background and not (self.running and self.running[-1].in_background):
-            return
-        for started in list(self.running):
+    def _prompts(self) -> list[Request]:
+        """Of running requests, those with more than one token to compute."""
+        return [one for one in self.running if len(one.tokens) + one.num_in_flight - one.num_computed > 1]
+
+    def _continue_prompts(self, prompts: list[Request], plan: StepPlan, state: StepState, in_background: bool) -> None:
+        for started in prompts:
             if state.num_left <= 0:
                 return
-            if len(started.tokens) + started.num_in_flight - started.num_computed <= 1:
-                continue
             if started.status is Status.RUNNING and started.in_background is in_background:
                 if self.kv.is_loading(started.seq):
                     continue

@@ -13,7 +13,7 @@ from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.pages import Pages
-from tidemill.sched.plan import TokenWrite
+from tidemill.sched.plan import StepPlan, TokenWrite
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
 from tidemill.sched.retention import Retention
@@ -258,10 +258,12 @@ class RequestTable:
         first, tables = len(request.tokens) - 1, self.kv.tables(request.seq)
         return [page for group, table in zip(self.kv.groups, tables, strict=True) for page in table[first // group.page_size :]]
 
-    def drop_computed(self, reason: str, page_zeroes: Iterable[int] = ()) -> None:
-        """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `page_zeroes`: pages
-        that plans were to clear and that may not have been."""
-        self._pages.unsent.page_zeroes += page_zeroes
+    def drop_computed(self, reason: str, lost: Iterable[StepPlan] = ()) -> None:
+        """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `lost`: plans of which
+        the runner may know nothing: what they were to clear and which rows they were to end is told again."""
+        for plan in lost:
+            self._pages.unsent.page_zeroes += plan.page_zeroes
+            self._pages.unsent.left_rows += plan.left_rows
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self._preempt(request, reason, is_lost=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tidemill.config import EngineConfig
 from tidemill.engine.core import EngineCore, InFlight, Parts
@@ -13,27 +12,23 @@ from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
-from tidemill.sched.repeats import Repeats
+from tidemill.sched.steady import SteadyScheduler
 from tidemill.sim.runner import FIRST_TOKEN, SimRunner
 from tidemill.wire import Delta, Submit
 
 
-@dataclass(frozen=True, slots=True)
-class Jump:
-    """Steps that were made at once. `times_s`: when the tokens of each came."""
-
-    request_ids: list[str]
-    times_s: list[float]
-
-
 class SimCore(EngineCore):
+    _scheduler_type = SteadyScheduler
+
     def __init__(self, parts: Parts, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner) -> None:
         super().__init__(parts, config, clock, emit)
         self._simulated = runner
         self.produced: list[Progress] = []  # by the last step; to be cleared by who reads it
         self.scheduler.kv.use_keys(_quick_key)
-        self._repeats = Repeats(self.scheduler)
-        self._can_jump = self.drafting is None and parts.tiers is None and runner.steps_ahead <= 1
+        assert isinstance(self.scheduler, SteadyScheduler)
+        self.steady = runner.steady = self.scheduler
+        self.steady.steps_ahead, self.steady.first_token = runner.steps_ahead, FIRST_TOKEN
+        self._can_jump = self.drafting is None and parts.tiers is None and runner.steps_ahead <= 1 and runner.can_repeat
 
     def submit_checked(self, request: Submit) -> None:
         """Queue a request whose tokens are known to be right: looking at each of a long prompt takes longer than all else."""
@@ -56,25 +51,27 @@ class SimCore(EngineCore):
     def is_live(self, request_id: str) -> bool:
         return request_id in self._live
 
-    def jump(self, until_s: float) -> Jump | None:
-        """After a step: all that follow like it and are planned before `until_s`. The result is as if each had been made."""
-        last = self._simulated.last_plan
-        if not self._can_jump or last is None or len(self._in_flight) != self.runner.steps_ahead or self.structured:
-            return None
-        most, before_s = self._repeats.most(last)
-        if most == 0 or not self._simulated.can_repeat(last):
-            return None
-        times_s, planned_s = self._simulated.repeat(last, most, min(until_s, before_s))
-        if not times_s:
-            return None
-        items = self._repeats.advance(last, len(times_s), FIRST_TOKEN)
-        repeated = self._simulated.repeated(last, items, len(times_s))
-        if self._in_flight:
-            self._in_flight[0] = InFlight(repeated, (repeated, self._simulated.free_s), planned_s, is_ahead=True)
-        requests = self.scheduler._requests
-        return Jump([requests[item.seq].request_id for item in items if item.samples], times_s)
+    def jump(self, until_s: float) -> list[float]:
+        """After a step: all that follow like it and are planned before `until_s`. The result is as if each had been made.
+        Returns when the tokens of each came."""
+        scheduler, runner = self.steady, self._simulated
+        if not self._can_jump or len(self._in_flight) != runner.steps_ahead or self.structured:
+            return []
+        scheduler.join()
+        most, before_s, prompt = scheduler.most()
+        if most == 0:
+            return []
+        times_s, planned_s = runner.repeat(scheduler.num_steady, prompt is not None, most, min(until_s, before_s))
+        if times_s:
+            last = scheduler.advance(len(times_s), prompt)
+            if self._in_flight:
+                self._in_flight[0] = InFlight(last, (last, runner.free_s), planned_s, is_ahead=True)
+        return times_s
 
 
 def _quick_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Of a page. 64 bits that are no secret are enough for one process of a simulation."""
+    first, num = token_ids[0], len(token_ids)
+    if token_ids.count(first) == num:  # nearly all: what they are does not matter
+        return hash((parent, first, num)).to_bytes(8, "big", signed=True)
     return hash((parent, *token_ids)).to_bytes(8, "big", signed=True)

@@ -20,11 +20,11 @@ Rise = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class CostModel(Protocol):
-    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides; and
-    `decode_line`: of a step in which so many sequences decode, the fixed part, and what is added per token of all contexts and
-    per token of the longest. With it, steps that only repeat each other need not be simulated one by one; with `shape_s`, the
-    time of a step by its shape, and `rest_s`, the part of it that `decode_line` leaves out, neither need those that go on with
-    a prompt. `heat`: of a Heat, its decay, and what it adds to steps in which all decode and to those with prompts."""
+    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides. With
+    `shape_s`, the time of a step by its shape, and `decode_line`, of a step in which so many sequences decode the fixed part and
+    what is added per token of all contexts and per token of the longest, steps need not be simulated sequence by sequence, nor
+    those that only repeat each other one by one. `rest_s`: the part of a shape's time that `decode_line` leaves out.
+    `heat`: of a Heat, its decay, and what it adds to steps in which all decode and to those with prompts."""
 
     def step_s(self, plan: StepPlan) -> float: ...
 
@@ -41,13 +41,24 @@ class StepShape(NamedTuple):
     num_new: int  # tokens of requests that start in this step
     num_shared: int = 0  # of the context, what was counted once though more than one sees it: as often as it is seen
     longest_prompt: int = 0  # the most that a token of a prompt sees
+    prompt_context: int = 0  # what the last tokens of prompts see
 
     def next(self) -> StepShape:
         """Of the next step with the same sequences, of which at most one has a prompt that goes on."""
         num, prompt = self.num_decoding, self.num_prompt
         context, longest = self.decode_context + num, self.longest + (num > 0)
         pairs, longest_prompt = self.pairs + prompt * prompt, self.longest_prompt + prompt
-        return StepShape(num, context, longest, prompt, pairs, self.num_draws, 0, self.num_shared, longest_prompt)
+        seen = self.prompt_context + prompt
+        return StepShape(num, context, longest, prompt, pairs, self.num_draws, 0, self.num_shared, longest_prompt, seen)
+
+
+class Steady(Protocol):
+    """Sequences of a step that have no items in its plan, as `sched/steady.py` has them."""
+
+    @property
+    def steady_context(self) -> tuple[int, int]: ...
+
+    def steady_rows(self) -> list[int]: ...
 
 
 class Shapes:
@@ -59,16 +70,24 @@ class Shapes:
         self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt, which may have left it
         self._may_share = False  # the first of these pages are not all different
 
-    def of(self, plan: StepPlan) -> StepShape:
-        num_prompt = pairs = num_new = longest_prompt = 0
+    def of(self, plan: StepPlan, steady: Steady | None = None) -> StepShape:
+        """`steady`: has the sequences of the plan that have no items."""
+        num_prompt = pairs = num_new = longest_prompt = prompt_context = 0
         if plan.new_rows:
             num_new = sum(len(row.token_ids) for row in plan.new_rows)
         if self._pages and (plan.new_rows or plan.row_copies):
             self._follow(plan)
-        starts = [item.start for item in plan.items if item.count == 1]  # nearly all
-        num_decoding, decode_context = len(starts), sum(starts) + len(starts)
-        longest = max(starts) + 1 if starts else 0
-        num_draws = len([item for item in plan.items if item.samples and item.count == 1])
+        num_decoding = decode_context = longest = 0
+        num_draws, starts = plan.num_steady, list[int]()
+        if plan.items:
+            starts = [item.start for item in plan.items if item.count == 1]  # nearly all
+            num_decoding, decode_context = len(starts), sum(starts) + len(starts)
+            longest = max(starts) + 1 if starts else 0
+            num_draws += len([item for item in plan.items if item.samples and item.count == 1])
+        if plan.num_steady and steady is not None:
+            context, most = steady.steady_context
+            num_decoding, decode_context = num_decoding + plan.num_steady, decode_context + context
+            longest = most if most > longest else longest
         for item in [item for item in plan.items if item.count > 1] if len(starts) < len(plan.items) else ():
             end = item.start + item.count
             if item.count == item.num_drafts + 1:
@@ -79,13 +98,15 @@ class Shapes:
             else:
                 num_prompt += item.count
                 pairs += item.count * (item.start + end + 1) // 2
+                prompt_context += end
                 longest_prompt = end if end > longest_prompt else longest_prompt
                 num_draws += item.num_draws
         num_shared = num_again = 0
         if self._may_share:
-            num_shared, num_again = self._shared(plan)
+            num_shared, num_again = self._shared(plan, steady)
         return StepShape(
-            num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared, longest_prompt
+            num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared, longest_prompt,
+            prompt_context,
         )  # fmt: skip
 
     def _follow(self, plan: StepPlan) -> None:
@@ -97,16 +118,18 @@ class Shapes:
         firsts = [own[0] for own in self._marks.values() if own]
         self._may_share = len(set(firsts)) < len(firsts)
 
-    def _shared(self, plan: StepPlan) -> tuple[int, int]:
+    def _shared(self, plan: StepPlan, steady: Steady | None) -> tuple[int, int]:
         """Tokens of context that several sequences share, as often as they are seen, and how many of these are not read."""
-        marks = self._marks
-        firsts = Counter([own[0] for item in plan.items if item.count == 1 and (own := marks.get(item.row))])
+        marks, rows = self._marks, [item.row for item in plan.items if item.count == 1]
+        if plan.num_steady and steady is not None:
+            rows += steady.steady_rows()
+        firsts = Counter([own[0] for row in rows if (own := marks.get(row))])
         several = {page for page, num in firsts.items() if num > 1}
         if not several:
             return 0, 0
         seen: Counter[int] = Counter()
-        for item in plan.items:
-            if item.count == 1 and (own := marks.get(item.row)) and own[0] in several:
+        for row in rows:
+            if (own := marks.get(row)) and own[0] in several:
                 seen.update(own)
         nums = [num for num in seen.values() if num > 1]
         return self._unit * sum(nums), self._unit * (sum(nums) - len(nums))
@@ -122,8 +145,11 @@ class LinearCost:
     host_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
-        context = sum(item.start + item.count for item in plan.items)
-        return self.fixed_s + self.per_token_s * plan.num_tokens + self.per_context_token_s * context
+        return self.shape_s(Shapes(1).of(plan))
+
+    def shape_s(self, shape: StepShape) -> float:
+        context, num_tokens = shape.decode_context + shape.prompt_context, shape.num_decoding + shape.num_prompt
+        return self.fixed_s + self.per_token_s * num_tokens + self.per_context_token_s * context
 
     def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
         return self.fixed_s + self.per_token_s * num_decoding, self.per_context_token_s, 0.0
@@ -144,7 +170,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 _HOT_TOKENS = 1024  # of a step that draws all the power there is
-_COLD = 12  # times the decay: after that, nothing is left
+COLD = 12  # times the decay: after that, nothing is left
 
 
 class Heat:
@@ -154,9 +180,14 @@ class Heat:
     def __init__(self, decay_s: float) -> None:
         self._decay_s, self._level, self._at_s = decay_s, 0.0, 0.0
 
+    @property
+    def state(self) -> tuple[float, float, float]:
+        """The level, when it was that, and how fast it falls."""
+        return self._level, self._at_s, self._decay_s
+
     def level(self, now: float) -> float:
         age = (now - self._at_s) / self._decay_s
-        return self._level * math.exp(-age) if age < _COLD else 0.0
+        return self._level * math.exp(-age) if age < COLD else 0.0
 
     def add(self, begin_s: float, end_s: float, num_tokens: int) -> None:
         """A step with a prompt."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
-from tidemill.sched.plan import StepItem, StepPlan
-from tidemill.sim.cost import CostModel, Heat, Shapes, StepShape
+from tidemill.sched.plan import StepPlan
+from tidemill.sim.cost import COLD, CostModel, Heat, Shapes, Steady, StepShape
 from tidemill.sim.drafter import FIRST_TOKEN, drawn, token_of
 from tidemill.sim.moves import SimMover
 
@@ -28,6 +29,7 @@ class SimRunner:
     mover: PageMover | None = None  # if there are tiers: a SimMover
     acceptance: float | None = None  # of drafts, if there are any
     loras: Loras | None = None
+    steady: Steady | None = None  # if plans leave out what only decodes
 
     def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1) -> None:
         self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0))
@@ -41,7 +43,6 @@ class SimRunner:
         self._heat = Heat(decay_s) if decay_s else None
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
         self.free_s = 0.0  # when all that was launched is done
-        self.last_plan: StepPlan | None = None  # that was launched
         self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
 
     @property
@@ -53,12 +54,11 @@ class SimRunner:
         self._clock.advance(self._host_s)
         begin = max(self._clock.now(), self.free_s)
         if self._shape_s is not None:
-            self._shape = self._shapes.of(plan)
+            self._shape = self._shapes.of(plan, self.steady)
             self.free_s = begin + self._warm_s(begin, self._shape, self._shape_s(self._shape))
         else:
             self.free_s = begin + self._cost.step_s(plan)
         self.times.append((begin, self.free_s, 0))
-        self.last_plan = plan
         return plan, self.free_s
 
     def change_pages(self, plan: StepPlan) -> None:
@@ -83,19 +83,44 @@ class SimRunner:
         self._heat.add(begin_s, begin_s + seconds, shape.num_decoding + shape.num_prompt)
         return seconds
 
-    def repeat(self, plan: StepPlan, most: int, until_s: float) -> tuple[list[float], float]:
-        """Launch and collect the steps that follow this one and are like it, at most so many and as long as they are planned
-        before some time. Returns when the tokens of each came, and when the last was planned."""
-        goes_on = self._shape_s is not None and self._shape.num_prompt > 0
-        takes_s = self._goes_on_s if goes_on else self._decodes_s(plan)
+    @property
+    def can_repeat(self) -> bool:
+        """The cost model tells how steps like the last differ from it."""
+        return self._line is not None and self._shape_s is not None
+
+    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float) -> tuple[list[float], float]:
+        """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
+        and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens
+        of each came, and when the last was planned."""
+        num, until = num_decoding, until_s
+        if goes_on:
+            fixed_s = context_s = longest_s = rest_s = 0.0
+            context = longest = 0
+        else:
+            fixed_s, context_s, longest_s, rest_s, context, longest = self._decodes(num)
+        level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
+        rise = self._decode_rise
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
-        first_s, times, host_s, is_ahead = free_s, list[float](), self._host_s, self.steps_ahead > 0
-        while len(times) < most and now < until_s:
+        first_s, times, host_s, is_ahead, exp = free_s, list[float](), self._host_s, self.steps_ahead > 0, math.exp
+        while most > 0 and now < until:  # a step is a turn of this loop and little else: nothing is called that need not be
+            most -= 1
             planned_s = now
             now += host_s
             begin_s = now if now > free_s else free_s
-            free_s = begin_s + takes_s(begin_s)
+            if goes_on:
+                seconds = self._goes_on_s(begin_s)
+            else:
+                context += num
+                longest += 1
+                seconds = fixed_s + context_s * context + longest_s * longest + rest_s
+                if level:
+                    age = (begin_s - hot_s) / decay_s
+                    if age < COLD:
+                        seconds *= 1 + rise * (level * exp(-age))
+                    else:
+                        level = 0.0
+            free_s = begin_s + seconds
             if not is_ahead:
                 done_s = free_s
             if done_s > now:
@@ -114,34 +139,12 @@ class SimRunner:
         self._shape = self._shape.next()
         return self._warm_s(begin_s, self._shape, self._shape_s(self._shape))
 
-    def _decodes_s(self, plan: StepPlan) -> Callable[[float], float]:
-        """How long the next step takes, and the one after it, in which all of these decode, by when it begins."""
+    def _decodes(self, num: int) -> tuple[float, float, float, float, int, int]:
+        """Of steps in which so many decode: what each takes, per token of context and of the longest as well, and the rest; and
+        how much context the last step had, and the longest."""
         assert self._line is not None
-        num, rest_s, shape = len(plan.items), 0.0, self._shape
-        if self._shape_s is not None:
-            context, longest, rest_s = shape.decode_context, shape.longest, self._rest_s(shape.next())
-        else:
-            context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
-        fixed_s, context_s, longest_s = self._line(num)
-        heat, rise = self._heat, self._decode_rise
-
-        def takes_s(begin_s: float) -> float:
-            nonlocal context, longest
-            context += num
-            longest += 1
-            seconds = fixed_s + context_s * context + longest_s * longest + rest_s
-            return seconds if heat is None else seconds * (1 + rise * heat.level(begin_s))
-
-        return takes_s
-
-    def can_repeat(self, plan: StepPlan) -> bool:
-        """The cost model tells how such steps differ from each other."""
-        return self._line is not None and (self._shape_s is not None or all(item.count == 1 for item in plan.items))
-
-    def repeated(self, plan: StepPlan, items: list[StepItem], num: int) -> StepPlan:
-        """The last of so many steps after this one."""
-        self.last_plan = StepPlan(plan.step + num, items)
-        return self.last_plan
+        shape = self._shapes.of(StepPlan(0, num_steady=num), self.steady)
+        return *self._line(num), self._rest_s(shape), shape.decode_context, shape.longest
 
 
 def _nothing(shape: StepShape) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+
+import msgspec
 
 from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
@@ -192,18 +195,19 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
-            if isinstance(event, StepPlanned):
-                if event.num_waiting > self.most_waiting:
-                    self.most_waiting = event.num_waiting
-            elif isinstance(event, StepDone):
-                continue
-            elif isinstance(event, Admitted):
-                self.num_prompt += event.num_tokens
-                self.num_cached += event.num_cached
-            elif isinstance(event, Preempted):
-                self.num_preempted += 1
-            elif isinstance(event, PagesEvicted):
-                self.num_evicted += event.num_pages
+            match event:
+                case StepDone():
+                    pass
+                case StepPlanned():
+                    if event.num_waiting > self.most_waiting:
+                        self.most_waiting = event.num_waiting
+                case Admitted():
+                    self.num_prompt += event.num_tokens
+                    self.num_cached += event.num_cached
+                case Preempted():
+                    self.num_preempted += 1
+                case PagesEvicted():
+                    self.num_evicted += event.num_pages
 
 
 class SimEngine:
@@ -227,10 +231,12 @@ class SimEngine:
             parts.tiers = Tiers(behind.host_pages, behind.disk_pages, (), costs, behind.page_bytes)
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events
+        self._core.steady.names_steady = keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
         self._aborts: list[tuple[float, str]] = []  # a heap
         self._result = SimResult()
+        self._times_s: list[float] = []  # of steps by their numbers, as `SteadyScheduler` counts them: when their tokens came
         self.tally = Tally()
 
     @property
@@ -249,10 +255,13 @@ class SimEngine:
     @property
     def token_times_s(self) -> dict[str, list[float]]:
         """So far. One that has ended may be taken out."""
+        self._core.steady.catch_up_all()
+        self._catch_up()
         return self._result.token_times_s
 
     @property
     def kv(self) -> KVManager:
+        self._core.steady.record_all()
         return self._core.scheduler.kv
 
     def submit(self, arrival: Arrival) -> None:
@@ -265,7 +274,7 @@ class SimEngine:
 
     def run_until(self, end_s: float) -> None:
         """Steps that begin before `end_s`; if there is nothing to do, the clock goes on to it."""
-        token_times = self._result.token_times_s
+        token_times, times_s, steady = self._result.token_times_s, self._times_s, self._core.steady
         while (now := self.clock.now()) < end_s and (self._core.has_work or end_s < math.inf):
             until_s = end_s
             if self._aborts:
@@ -279,6 +288,11 @@ class SimEngine:
             if self._keeps_events:
                 self._result.events += output.events
             now = self.clock.now()
+            if steady.num_made > len(times_s):
+                times_s.append(now)
+                self.tally.num_output += steady.num_steady
+            if steady.caught_up:
+                self._catch_up()
             produced, self._core.produced = self._core.produced, []
             for one in produced:
                 request_id, num = one.request.request_id, len(one.token_ids)
@@ -290,11 +304,19 @@ class SimEngine:
                 if one.finish_reason:
                     self._end(request_id)
             if self._jumps and (jump := self._core.jump(until_s)):
-                self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
-                for request_id in jump.request_ids:
-                    token_times[request_id] += jump.times_s
+                if steady.num_made > len(times_s):
+                    times_s += jump
+                    self.tally.num_output += steady.num_steady * len(jump)
+                if steady.caught_up:
+                    self._catch_up()
             elif len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
                 self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
+
+    def _catch_up(self) -> None:
+        """Requests that were not looked at for some steps have got the tokens of these."""
+        caught_up, self._core.steady.caught_up = self._core.steady.caught_up, []
+        for request_id, begin, end in caught_up:
+            self._result.token_times_s[request_id] += self._times_s[begin:end]
 
     def _end(self, name: str) -> None:
         """A sample has ended."""
@@ -312,6 +334,8 @@ class SimEngine:
 
     def result(self) -> SimResult:
         """When all has ended."""
+        self._core.steady.settle()
+        self._catch_up()
         self._core.scheduler.check_integrity()
         self._result.events += self._core.take_events()
         planned = (event for event in self._result.events if isinstance(event, StepPlanned))
@@ -344,9 +368,13 @@ def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _params(num_output: int, n: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_output, n=n, seed=0)
+    made = copy.copy(_PARAMS)  # checking them takes longer than all else that submitting does
+    msgspec.structs.force_setattr(made, "max_tokens", num_output)
+    msgspec.structs.force_setattr(made, "n", n)
+    return made
 
 
+_PARAMS = SamplingParams(max_tokens=1, n=1, seed=0)
 _ANY_NUMBER = 2**31 - 1
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, rotation=None)
 _MODEL = ModelConfig(

@@ -5,8 +5,11 @@ since an output is summed over neurons in their order, one fused multiplication 
 
 In a stream (stream.c), which has neurons that are used often in memory: the gate is a ReLU, which says exactly which ones are zero.
 In memory, with the rows of gate beside them: a predictor says by its scores which ones a row needs; to the others' it adds nothing. So a
-row's outputs depend on its own scores alone. */
+row's outputs depend on its own scores alone. In memory without them: the gate is computed elsewhere, on a GPU or by linear.c, and what is not
+above 0 is left out. */
+#include <math.h>
 #include <string.h>
+#include <time.h>
 
 #include "linear.h"
 #include "simd.h"
@@ -74,8 +77,8 @@ static void up_task(void *arg, long task, int thread) {
 
 #define PAIR_ROWS 2
 
-/* Of one neuron and `n` rows: x by its rows of gate and up, each in two chains of eight sums. */
-TM_INLINE void pair_dots(const tm_neurons *n, long kind, const char *place, const float *const *x, int num, float *gates, float *ups) {
+/* Of one neuron and `num` rows: x by its rows of gate, if it is not given, and up, each in two chains of eight sums. */
+TM_INLINE void pair_dots(const tm_neurons *n, long kind, int has_gate, const char *place, const float *const *x, int num, float *gates, float *ups) {
     const char *gate = place, *up = place + n->up_place;
     f32x8 g[PAIR_ROWS][2], u[PAIR_ROWS][2];
     long k = 0;
@@ -83,10 +86,10 @@ TM_INLINE void pair_dots(const tm_neurons *n, long kind, const char *place, cons
         for (int i = 0; i < 2; i++) g[r][i] = u[r][i] = f32x8_set(0);
     for (; k + 2 * LANES <= n->num_in; k += 2 * LANES)
         for (int i = 0; i < 2; i++) {
-            f32x8 wg = values_at(kind, gate, k + i * LANES), wu = values_at(kind, up, k + i * LANES);
+            f32x8 wg = has_gate ? values_at(kind, gate, k + i * LANES) : f32x8_set(0), wu = values_at(kind, up, k + i * LANES);
             for (int r = 0; r < num; r++) {
                 f32x8 v = f32x8_load(x[r] + k + i * LANES);
-                g[r][i] = f32x8_fma(g[r][i], wg, v);
+                if (has_gate) g[r][i] = f32x8_fma(g[r][i], wg, v);
                 u[r][i] = f32x8_fma(u[r][i], wu, v);
             }
         }
@@ -94,11 +97,11 @@ TM_INLINE void pair_dots(const tm_neurons *n, long kind, const char *place, cons
         for (int r = 0; r < num; r++) {
             float eight[LANES] = {0};
             memcpy(eight, x[r] + k, (n->num_in - k < LANES ? n->num_in - k : LANES) * sizeof(float));
-            g[r][0] = f32x8_fma(g[r][0], values_at(kind, gate, k), f32x8_load(eight));
+            if (has_gate) g[r][0] = f32x8_fma(g[r][0], values_at(kind, gate, k), f32x8_load(eight));
             u[r][0] = f32x8_fma(u[r][0], values_at(kind, up, k), f32x8_load(eight));
         }
     for (int r = 0; r < num; r++) {
-        gates[r] = f32x8_sum(f32x8_add(g[r][0], g[r][1]));
+        if (has_gate) gates[r] = f32x8_sum(f32x8_add(g[r][0], g[r][1]));
         ups[r] = f32x8_sum(f32x8_add(u[r][0], u[r][1]));
     }
 }
@@ -109,12 +112,14 @@ static void pair_rows(const neurons_job *j, long a, const long *rows, int num) {
     const float *x[PAIR_ROWS] = {0};
     float both[2 * LANES] = {0}, products[LANES];
     for (int r = 0; r < num; r++) x[r] = j->x + rows[r] * n->num_in;
-#define DOTS(kind) (num == 1 ? pair_dots(n, kind, j->places[a], x, 1, both, both + LANES) : pair_dots(n, kind, j->places[a], x, 2, both, both + LANES))
+#define DOTS_OF(kind, has_gate, num) pair_dots(n, kind, has_gate, j->places[a], x, num, both, both + LANES)
+#define DOTS(kind) (n->is_given ? (num == 1 ? DOTS_OF(kind, 0, 1) : DOTS_OF(kind, 0, 2)) : num == 1 ? DOTS_OF(kind, 1, 1) : DOTS_OF(kind, 1, 2))
     if (n->kind == F32) DOTS(F32);
     else if (n->kind == F16) DOTS(F16);
     else DOTS(BF16);
     for (int r = 0; r < num; r++) {
-        both[r] += n->gate_bias ? n->gate_bias[neuron] : 0;
+        if (n->is_given) both[r] = j->gate[rows[r] * n->num_inner + neuron];
+        else both[r] += n->gate_bias ? n->gate_bias[neuron] : 0;
         both[LANES + r] += n->up_bias ? n->up_bias[neuron] : 0;
     }
     glu_values((int)n->act, both, products, LANES);
@@ -211,7 +216,8 @@ int neurons_op(const tm_neurons *n, const float *x, const float *gate, long num_
     find_active(&j, (char *)(j.places + inner));
     const long num_tasks = (j.num_active + LANES - 1) / LANES;
     if (n->memory) {
-        if (n->num_chosen) count_chosen(&j);
+        if (n->num_chosen && n->is_given) *n->num_chosen += j.num_active;
+        else if (n->num_chosen) count_chosen(&j);
         for (long i = 0; i < j.num_active; i++) j.places[i] = n->memory + j.active[i] * n->num_bytes;
         tm_parallel(num_tasks, 1, pair_task, &j);
     } else {
@@ -223,6 +229,25 @@ int neurons_op(const tm_neurons *n, const float *x, const float *gate, long num_
     }
     tm_parallel((n->num_out + COLUMNS - 1) / COLUMNS, 1, down_task, &j);
     return 0;
+}
+
+/* A GPU's stream calls it, from a thread of the driver. Where there is no memory, nothing is a number: the step's requests are lost, no more. */
+TM_API void tm_run_host_neurons(void *arg) {
+    const tm_host_neurons *h = arg;
+    const tm_neurons *n = h->neurons;
+    const float *x = h->given, *gate = h->gate ? h->gate : x + h->num_rows * n->num_in;
+    const float all = x[h->num_rows * (n->num_in + (h->gate ? 0 : n->num_inner))];
+    const long left = (long)all - h->first_row, num_rows = left < h->num_rows ? left : h->num_rows;
+    struct timespec begin, end;
+    if (num_rows <= 0) return;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    tm_lock();
+    int failed = h->gate ? linear_op((int)n->kind, x, num_rows, n->num_in, h->gate_codes, NULL, n->gate_bias, n->num_inner, h->gate) : 0;
+    if (!failed) failed = neurons_op(n, x, gate, num_rows, h->out);
+    tm_unlock();
+    for (long i = 0; failed && i < num_rows * n->num_out; i++) h->out[i] = NAN;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    *h->num_ns += (end.tv_sec - begin.tv_sec) * 1000000000L + end.tv_nsec - begin.tv_nsec;
 }
 
 TM_API int tm_run_neurons(const tm_neurons *n, const float *x, const float *gate, long num_rows, float *out) {

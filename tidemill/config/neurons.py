@@ -15,8 +15,8 @@ _UNIT = 64  # neurons: tiles of the kernels are whole
 
 
 class HotNeurons(NamedTuple):
-    """`folder`: that says how often neurons are used. `num`: of each layer, those on the GPU. `gates_on_gpu`: the others' gates are
-    there, too."""
+    """`folder`: says how often neurons are used. `num`: of each layer, those on the GPU. `gates_on_gpu`: so are the gates of the
+    others."""
 
     folder: str
     num: int

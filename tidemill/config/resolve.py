@@ -36,6 +36,7 @@ from tidemill.config.compute import (
 )
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
+from tidemill.config.neurons import HotNeurons, decide_hot_neurons
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks, decide_tensor_layout
 from tidemill.config.policies import (
@@ -47,7 +48,6 @@ from tidemill.config.policies import (
     decide_policy_bytes,
 )
 from tidemill.config.sparsity import decide_contextual_sparsity
-from tidemill.config.neurons import HotNeurons, decide_hot_neurons
 from tidemill.config.streaming import decide_weight_cache, decide_weight_memory
 from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.transfer import decide_export, decide_import
@@ -359,8 +359,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
-        weight_memory_bytes=None, hot_neurons=None, contextual_sparsity=None, prefix_index="hash", queue_order="arrival", acceptance="exact",
-        draft_heads=None,
+        weight_memory_bytes=None, hot_neurons=None, contextual_sparsity=None, prefix_index="hash", queue_order="arrival",
+        acceptance="exact", draft_heads=None,
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,

@@ -13,7 +13,7 @@ from tidemill.kernels.glu import ACTIVATIONS, glu_reference
 from tidemill.kernels.linear import KIND_OF, Panels
 from tidemill.kernels.native.streams import HostNeurons, Neurons
 
-_LANES, _COLUMNS, _ALIGN = 8, 32, 64
+_LANES, _COLUMNS, _ALIGN = 8, 64, 64
 
 
 @dataclass(frozen=True, slots=True)

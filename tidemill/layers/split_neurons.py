@@ -1,13 +1,13 @@
 """Feed-forwards with ReLUs that do not fit in a GPU's memory: the neurons that are used most often are there, the others in host
 memory, where the CPU computes those that are not zero (PowerInfer).
 
-Which is which is settled before the first step and never changes, so a token's sum is always made of the same two parts: hot neurons
-in the order of the GPU's matmul, cold ones in their own, then one addition.
+Which is which is settled before the first step and never changes, so a token's sum is always made of the same two parts: hot
+neurons in the order of the GPU's matmul, cold ones in their own, then one addition.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ class _Down(_Part):
 
 
 class NeuronSplit(Streaming):
-    """`hot`: of each layer, the numbers of its neurons on the GPU, in order. `gates_on_gpu`: the gates of the others are there, too."""
+    """`hot`: of each layer, the numbers of its neurons on the GPU, in order. `gates_on_gpu`: so are the gates of the others."""
 
     def __init__(self, budget: int, hot: list[torch.Tensor], gates_on_gpu: bool) -> None:
         super().__init__(budget)

@@ -311,7 +311,7 @@ class Model(nn.Module, ABC):
         return None if self.streaming is None or not self.streaming.streamed_bytes else self.streaming.take_reads()
 
     def see_live(self, live: torch.Tensor) -> None:
-        """On a GPU: of a step's tokens the first `live` do not only fill it up. Those that experts get are counted from now on."""
+        """On a GPU: of a step's tokens the first `live` do not only fill it up. What experts get of them is counted."""
         if self.streaming is not None:
             self.streaming.see_live(live)
         for weights in self._experts().values():

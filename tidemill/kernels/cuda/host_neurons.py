@@ -1,8 +1,8 @@
 """Neurons that the host's cores compute for a GPU, in the middle of a step.
 
-On a stream of its own: hidden states, and the gate if the GPU has it, go to pinned memory; the stream calls the compiled kernel; what
-it made comes back. The GPU computes the other neurons meanwhile. All of it is captured in the step's CUDA graph, so that the engine's
-thread has no part in it. One layer's exchange is done before the next one's begins: all share the same memory.
+On a stream of its own: hidden states, and the gate if the GPU has it, go to pinned memory; the stream calls the compiled kernel;
+what it made comes back. The GPU computes the other neurons meanwhile. All of it is captured in the step's CUDA graph, so that the
+engine's thread has no part in it. One layer's exchange is done before the next one's begins: all share the same memory.
 """
 
 from __future__ import annotations

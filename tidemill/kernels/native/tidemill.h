@@ -180,7 +180,7 @@ void stream_ahead(tm_stream *stream, const long *units, long num);
 
 /* A feed-forward of which few neurons are computed (neurons.c). In a stream: of each neuron a row of up, and from `down_place` bytes on a
    column of down. In memory: a row of gate, from `up_place` on one of up, then down; or, where the gate is given, as in a stream. Rows are
-   followed by zeros, to a multiple of 8 values, columns to one of 32. Field by field as in kernels/neurons.py. */
+   followed by zeros, to a multiple of 8 values, columns to one of 64. Field by field as in kernels/neurons.py. */
 typedef struct {
     long kind, num_in, num_inner, num_out, down_place; /* kind: F32, F16 or BF16 of linear.h */
     const float *up_bias, *down_bias; /* NULL: none */

@@ -176,21 +176,21 @@ def show_split(core: EngineCore, requests: list[int]) -> None:
     streaming: Any = core.runner.model.streaming  # type: ignore[attr-defined]
     exchange, num_layers = streaming.exchange, len(streaming.layers)
     for num in requests:
-        streaming.take_reads()
-        before = int(exchange.num_ns)
-        answers(core, [16] * num, 1)  # the prompts alone
-        prompt_ns, prompt_reads = int(exchange.num_ns) - before, streaming.take_reads()
-        _, step_s = answers(core, [16] * num)
+        counts = [(int(exchange.num_ns), *streaming._figures())]
+        for num_tokens in (1, _TOKENS):  # the prompts alone, then with decode steps
+            _, step_s = answers(core, [16] * num, num_tokens)
+            counts.append((int(exchange.num_ns), *streaming._figures()))
         num_steps = _TOKENS - 1
-        cpu_s = (int(exchange.num_ns) - before - 2 * prompt_ns) / 1e9 / num_steps
-        reads = streaming.take_reads()
+        cpu_ns, num_bytes, _, neurons = (
+            (one[0] - 2 * one[1] + one[2]) / num_steps for one in list(zip(*counts, strict=True))[:4]
+        )
         kept = {key: call.num_rows for key, call in exchange._calls.items()}
         for call in exchange._calls.values():
             call.num_rows = 0  # it returns at once
         _, gpu_s = answers(core, [16] * num)
         for key, call in exchange._calls.items():
             call.num_rows = kept[key]
-        neurons, num_bytes = ((reads[i] - prompt_reads[i]) / num_steps for i in (2, 0))
+        cpu_s = cpu_ns / 1e9
         num_bytes += sum(one.cold.gate.held.codes.nbytes for one in streaming.layers if one.cold.gate is not None)
         hidden, rate = 1 - max(0.0, step_s - gpu_s) / cpu_s, num_bytes / cpu_s / 1e9
         print(

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.helpers import greedy, make_core, make_llama, run
 from tests.runner.test_cuda_streaming import loaded
 from tidemill.config import EngineOptions
 from tidemill.config.neurons import decide_hot_neurons
 from tidemill.config.streaming import decide_weight_memory
-from tidemill.errors import CheckpointError, ConfigError
+from tidemill.errors import ConfigError
 from tidemill.events import WeightsStreamed
 from tidemill.kernels import machine, native
 from tidemill.kernels.neurons import GivenNeurons
@@ -20,7 +19,6 @@ from tidemill.layers.split_neurons import NeuronSplit
 from tidemill.models.registry import model_class
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
-from tidemill.weights.neurons import TENSORS, read_hottest
 from tidemill.wire import Submit
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -61,7 +59,7 @@ def test_both_parts_are_the_whole_up_to_rounding_and_a_row_does_not_depend_on_ot
     torch.manual_seed(0)
     again, _ = split_core(folder, gates_on_gpu=gates_on_gpu, max_requests=8, token_budget=16)
     assert run(again, crowd | asked)["x"] == alone
-    assert 0 < sum(int(one.cold.num_read) for one in streaming.layers)
+    assert sum(int(one.cold.num_read) for one in streaming.layers) > 0
 
 
 def test_only_neurons_that_are_not_zero_are_read_and_an_event_says_so(folder):
@@ -107,3 +105,58 @@ def test_what_a_stream_of_a_gpu_calls_gives_the_same_bits(dtype, gate_is_given):
         assert torch.equal(out[:num_done], expected[rows.start : rows.start + num_done])
         assert (out[num_done:] == 7.0).all()  # rows that only fill up
     assert int(num_ns) > 0
+
+
+def decide(path, num_kept, machine_kernels="some", device="cuda", scheme="dense", max_loras=0, **given):
+    """With room for so many of the values of feed-forwards, beside all others."""
+    checkpoint = open_checkpoint(path)
+    shape = model_class(checkpoint).read_config(checkpoint)
+    here = replace(machine.detect(), available_bytes=2**36, kernels=machine_kernels)
+    total, matrices = shape.weight_bytes("bfloat16", True), 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_layers
+    budget = total - matrices + 2 * num_kept
+    options = EngineOptions(**{"device": device, "weight_memory_bytes": budget, "hot_neurons": "often"} | given)
+    held, why = decide_weight_memory(options, "cuda", 1, total, shape, here)
+    hot, why_hot = decide_hot_neurons(options, device, scheme, max_loras, total, held, shape, here)
+    return hot, f"{why}; {why_hot}"
+
+
+def test_memory_says_how_many_neurons_are_on_the_gpu(folder):
+    row = 64 * 3  # values of a row of one matrix, in all layers
+    hot, why = decide(folder, NUM * row + 2 * 100 * row)
+    assert hot == ("often", 64, True)
+    assert "64 of the 172 neurons of each layer on the GPU" in why
+    assert "gates are on the GPU" in why
+    hot, why = decide(folder, 3 * 64 * row)
+    assert hot == ("often", 64, False)
+    assert "their gates, too" in why
+    hot, why = decide(folder, 3 * NUM * row)
+    assert hot is None
+    assert "all neurons are on the GPU" in why
+    with pytest.raises(ConfigError, match="64 neurons of each layer") as error:
+        decide(folder, 3 * 64 * row - 1)
+    assert "--weight-memory" in error.value.fix
+    assert decide(folder, 3 * 64 * row, hot_neurons=None)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"device": "cpu"}, "a CPU"),
+        ({"scheme": "fp8"}, "quantized weights"),
+        ({"max_loras": 2}, "adapters"),
+        ({"weight_memory_bytes": None}, "needs weight_memory"),
+        ({"machine_kernels": ""}, "needs the compiled kernels"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder, given, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        decide(folder, 10**5, **given)
+    assert error.value.param == "hot_neurons"
+    assert error.value.fix
+
+
+def test_models_without_relus_are_refused(tmp_path):
+    make_llama(tmp_path)
+    with pytest.raises(ConfigError, match="activation silu") as error:
+        decide(tmp_path, 10**5)
+    assert "streams whole layers" in error.value.fix

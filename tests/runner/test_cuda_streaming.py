@@ -124,13 +124,14 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
 def test_neurons_are_divided_and_steps_are_captured(on_gpu, tmp_path):  # noqa: F811
     """With the gates of cold neurons on the GPU, and in host memory."""
     make_llama(tmp_path, **SMALL | {"num_hidden_layers": 2, "intermediate_size": 192, "hidden_act": "relu", "mlp_bias": True})
-    save_file({f"frequency.{layer}": torch.rand(192) for layer in range(2)}, tmp_path / TENSORS)
+    (tmp_path / "often").mkdir()
+    save_file({f"frequency.{layer}": torch.rand(192) for layer in range(2)}, tmp_path / "often" / TENSORS)
     given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
     whole = on_gpu(**given)
     expected, row = run(whole, REQUESTS), 2 * 2 * 32  # bytes of a row of one matrix, in both layers
     for num_left_out, where in ((2 * 100, "their gates are on the GPU"), (3 * 120, "their gates, too")):
         budget = whole.config.weight_bytes - num_left_out * row
-        core = on_gpu(**given, weight_memory_bytes=budget, hot_neurons=str(tmp_path))
+        core = on_gpu(**given, weight_memory_bytes=budget, hot_neurons=str(tmp_path / "often"))
         assert "64 of the 192 neurons of each layer on the GPU" in core.config.reasons["hot_neurons"]
         assert where in core.config.reasons["hot_neurons"]
         assert "CUDA graphs" not in core.runner.fallback

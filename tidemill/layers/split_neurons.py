@@ -67,7 +67,7 @@ class _Parts:
         assert self.down is not None
         (gate, up, bias, act), down = self.first, self.down
         self.first = self.down = None
-        gate_bias, up_bias = (None, None) if bias is None else (part.float().cpu().contiguous() for part in bias.chunk(2))
+        gate_bias, up_bias = (None, None) if bias is None else (part.float().contiguous() for part in bias.chunk(2))
         on_host = None if self._gates_on_gpu else (gate.cpu(), gate_bias)
         cold = GivenNeurons(up, down, act, up_bias, on_host)
         return SplitNeurons(cold, cold.gate or self._inner.join([gate], gate_bias))
@@ -91,9 +91,11 @@ class _GateUp(_Part):
 
     def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str) -> Weight:
         hot, cold = (one.to(gate.device) for one in (self._parts.hot, self._parts.cold))
-        both = None if bias is None else bias.view(2, -1)
-        self._parts.first = gate[cold], up[cold].cpu(), None if both is None else both[:, cold].flatten(), act
-        return self._inner.join_gated(gate[hot], up[hot], None if both is None else both[:, hot].flatten(), act)
+        of_hot, of_cold = (
+            None if bias is None else bias.view(2, -1)[:, one].flatten() for one in (self._parts.hot, self._parts.cold)
+        )
+        self._parts.first = gate[cold], up[cold].cpu(), of_cold, act
+        return self._inner.join_gated(gate[hot], up[hot], of_hot, act)
 
 
 class _Down(_Part):

@@ -326,11 +326,11 @@ class ExpertsUsed(_Event, frozen=True):
 
 class WeightsStreamed(_Event, frozen=True):
     """Of a model whose weights are not all in memory, now and then: what was read from disk or host memory since the
-    last time."""
+    last time; of neurons that the CPU computes for a GPU, by the CPU."""
 
     num_bytes: int
-    waited_s: float  # for which steps waited
-    num_asked: int  # layers or experts that steps used
+    waited_s: float  # for which steps waited, or the CPU computed
+    num_asked: int  # layers, experts or neurons that steps used
     num_read: int  # those of them, and those ahead of use, that were not in memory
     num_foreseen: int = 0  # experts that were read ahead by a guess, and then used
 

@@ -19,6 +19,7 @@ from tests.models.test_moe import make as make_experts
 from tests.models.test_state_models import make_reference as make_states
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
+from tidemill.engine import load
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
@@ -26,7 +27,6 @@ from tidemill.kernels import flex_attention, machine
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
-from tidemill.layers.host_streamed import HostStreaming
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
@@ -152,7 +152,7 @@ def engines(folder, monkeypatch):
             } | options  # fmt: skip
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
             settled = resolve(EngineOptions(**options), shape, here, shape)
-            streaming = HostStreaming(settled.weight_memory) if settled.weight_memory else None
+            streaming = load.to_gpu(settled, shape) if settled.weight_memory else None
             plan = WeightPlan(settled.scheme, "cuda", settled.fast_math)
             model = cls.load(checkpoint, shape, plan, streaming=streaming)
             return core_of(model, settled, draft=None if streaming else model)  # drafts for itself

@@ -4,14 +4,16 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.engine.test_streamed_weights import SHAPE, answers
 from tests.helpers import greedy, make_core, make_llama, run
 from tests.models.test_moe import make as make_experts
-from tests.runner import test_cuda_runner
 from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
 from tidemill.config import EngineOptions
 from tidemill.config.streaming import decide_weight_memory
+from tidemill.engine import load
 from tidemill.errors import ConfigError
 from tidemill.events import KernelsFellBack, WeightsStreamed
 from tidemill.kernels import machine, native
@@ -23,6 +25,7 @@ from tidemill.quant import PLAIN
 from tidemill.runner import cuda_runner
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.weights.neurons import TENSORS
 from tidemill.wire import Submit
 
 SMALL = {
@@ -118,6 +121,27 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
 
 
 @pytest.mark.slow  # kernels are interpreted
+def test_neurons_are_divided_and_steps_are_captured(on_gpu, tmp_path):  # noqa: F811
+    """With the gates of cold neurons on the GPU, and in host memory."""
+    make_llama(tmp_path, **SMALL | {"num_hidden_layers": 2, "intermediate_size": 192, "hidden_act": "relu", "mlp_bias": True})
+    (tmp_path / "often").mkdir()
+    save_file({f"frequency.{layer}": torch.rand(192) for layer in range(2)}, tmp_path / "often" / TENSORS)
+    given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
+    whole = on_gpu(**given)
+    expected, row = run(whole, REQUESTS), 2 * 2 * 32  # bytes of a row of one matrix, in both layers
+    for num_left_out, where in ((2 * 100, "their gates are on the GPU"), (3 * 120, "their gates, too")):
+        budget = whole.config.weight_bytes - num_left_out * row
+        core = on_gpu(**given, weight_memory_bytes=budget, hot_neurons=str(tmp_path / "often"))
+        assert "64 of the 192 neurons of each layer on the GPU" in core.config.reasons["hot_neurons"]
+        assert where in core.config.reasons["hot_neurons"]
+        assert "CUDA graphs" not in core.runner.fallback
+        found = run(core, REQUESTS)
+        for name, answer in expected.items():
+            assert found[name].tokens == answer.tokens
+        assert sum(int(one.cold.num_read) for one in core.runner.model.streaming.layers) > 0
+
+
+@pytest.mark.slow  # kernels are interpreted
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "GptOss"])
 def test_experts_give_the_same_bits(on_gpu, tmp_path, monkeypatch, family):  # noqa: F811
     """A shared one, and biases, too."""
@@ -127,7 +151,7 @@ def test_experts_give_the_same_bits(on_gpu, tmp_path, monkeypatch, family):  # n
     whole, requests = on_gpu(**given), {"greedy": REQUESTS["greedy"]}
     expected, total = run(whole, requests), resident_bytes(whole.runner.model)
     # float32 stands for bfloat16
-    monkeypatch.setattr(test_cuda_runner, "HostStreaming", lambda budget: HostStreaming(2 * budget))
+    monkeypatch.setattr(load, "HostStreaming", lambda budget: HostStreaming(2 * budget))
     core = on_gpu(**given, weight_memory_bytes=int(0.8 * whole.config.weight_bytes))
     streaming = core.runner.model.streaming
     (size,) = {layer.stacks.expert_bytes for layer in streaming.experts._layers}

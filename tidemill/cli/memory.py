@@ -20,6 +20,8 @@ from tidemill.config import (
     parse_bytes,
     sequence_bytes,
 )
+from tidemill.config.compute import decide_scheme
+from tidemill.config.neurons import decide_hot_neurons
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS, ON_DEVICE
@@ -29,7 +31,7 @@ from tidemill.weights.locate import locate
 console = Console(highlight=False)
 
 
-@takes("model", "device", "dtype", "kv-dtype", "kv-host-memory", "kv-disk", "weight-memory")
+@takes("model", "device", "dtype", "kv-dtype", "kv-host-memory", "kv-disk", "weight-memory", "hot-neurons")
 def memory(
     settings: Settings,
     context: Annotated[
@@ -58,6 +60,8 @@ def memory(
         raise ConfigError(what, fix=f"Give {config.max_context} or less.", param="context")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
     held, why_held = decide_weight_memory(options, device, 1, weights, config, machine)
+    scheme, _ = decide_scheme(options, device, dtype, config)
+    hot, why_hot = decide_hot_neurons(options, device, scheme, 0, weights, held, config, machine)
     kind, per_token = FORMATS[kv_dtype], config.kv_bytes_per_token(kv_dtype)
     per_request, why_layout = sequence_bytes(options, config, device, kv_dtype, tokens)
     kv = per_request * requests
@@ -71,6 +75,8 @@ def memory(
         fmt_bytes(held or weights),
         f"{config.num_parameters:,} parameters; {why_dtype}" + (f"; {why_held}" if held else ""),
     )
+    if hot is not None:
+        table.add_row("in host memory", fmt_bytes(weights - held), why_hot)
     table.add_row(
         "KV cache",
         fmt_bytes(kv),

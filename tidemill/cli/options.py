@@ -193,6 +193,9 @@ OPTIONS = (
     Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
            help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the "
            "fastest disk."),
+    Option("hot-neurons", "text", ENGINE, field="hot_neurons", automatic="none",
+           help="With --weight-memory on a GPU, of a model with ReLUs: a folder that measure-neurons has written. Neurons that "
+           "are used most often are on the GPU, the CPU computes the others from host memory."),
     Option("contextual-sparsity", "text", ENGINE, field="contextual_sparsity", automatic="none",
            help="On a CPU: a folder that train-predictors has written, whose predictors say which neurons and heads are computed "
            "for a token. Faster, and not exact."),

@@ -1,5 +1,5 @@
-"""Options of the text that something is fitted to, alike in quantize, prune, distill, convert, calibrate-kv, train-draft and
-train-predictors."""
+"""Options of the text that something is fitted to, alike in quantize, prune, distill, convert, calibrate-kv, train-draft,
+train-predictors and measure-neurons."""
 
 from __future__ import annotations
 

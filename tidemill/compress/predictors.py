@@ -121,33 +121,33 @@ def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple
 
 def _neurons(job: LayerJob) -> Observed:
     """Of a gated feed-forward: a neuron adds its value times its column of down."""
-    gate, _, down = _find(job, ("gate_proj", "up_proj", "down_proj"), "a gated feed-forward")
-    seen = _observe(job, (gate, down))
+    gate, _, down = find_linears(job, ("gate_proj", "up_proj", "down_proj"), "a gated feed-forward")
+    seen = observe(job, (gate, down))
     lengths = matrix_of(job.linears[down]).square().sum(0)
     return Observed(seen[gate], seen[down].square() * lengths)
 
 
 def _heads(job: LayerJob) -> Observed:
     """A KV head with its query heads, which read the same keys and values, adds what the matrix behind makes of them."""
-    query, out = _find(job, ("q_proj", "o_proj"), "separate matrices of attention")
+    query, out = find_linears(job, ("q_proj", "o_proj"), "separate matrices of attention")
     config = job.decoder.model.config
     num = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    seen = _observe(job, (query, out))
+    seen = observe(job, (query, out))
     given, weights = seen[out].unflatten(1, (num, -1)), matrix_of(job.linears[out]).unflatten(1, (num, -1))
     added = [given[:, head] @ weights[:, head].t() for head in range(num)]
     return Observed(seen[query], torch.stack([one.square().sum(1) for one in added], 1))
 
 
-def _find(job: LayerJob, endings: tuple[str, ...], what: str) -> list[str]:
+def find_linears(job: LayerJob, endings: tuple[str, ...], what: str) -> list[str]:
     """The names of the layer's matrices that end so."""
     found = {name.rpartition(".")[2]: name for name in job.linears}
     if missing := [ending for ending in endings if ending not in found]:
-        raise ConfigError(f"Layer {job.number} has no {missing[0]}: predictors need {what}.", fix="Use a Llama-like model.")
+        raise ConfigError(f"Layer {job.number} has no {missing[0]}, a part of {what}.", fix="Use a Llama-like model.")
     return [found[ending] for ending in endings]
 
 
-def _observe(job: LayerJob, names: tuple[str, str]) -> dict[str, torch.Tensor]:
-    """The inputs of these linears, of all tokens."""
+def observe(job: LayerJob, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The inputs of these linears of a layer, of all tokens."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
 
     def see(name: str, x_TK: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ class EngineOptions:
     memory_bytes: int | None = None  # for weights, activations and KV cache together
     weight_memory_bytes: int | None = None  # for weights; what does not fit is streamed from disk
     weight_cache: str | None = None  # PATH:SIZE, for the files that weights are streamed from
+    hot_neurons: str | None = None  # a folder that measure-neurons has written: the others are computed by the CPU
     contextual_sparsity: str | None = None  # a folder that train-predictors has written
     kv_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None  # behind the KV cache

@@ -36,6 +36,7 @@ from tidemill.config.compute import (
 )
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
+from tidemill.config.neurons import HotNeurons, decide_hot_neurons
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks, decide_tensor_layout
 from tidemill.config.policies import (
@@ -118,6 +119,7 @@ class EngineConfig:
     weight_memory: int = 0  # bytes of weights in memory, if not all are there
     weight_cache: str = ""  # the folder of the files that the others are streamed from
     weight_cache_bytes: int = 0
+    hot_neurons: HotNeurons | None = None  # where some of each layer are in host memory
     contextual_sparsity: str | None = None
     tensor_parallel: int = 1
     tensor_layout: str = "1d"
@@ -224,6 +226,9 @@ def resolve(
     )
     num_ranks, all_bytes = tensor_parallel * pipeline_parallel, memory.weight_bytes
     weight_memory = settle("weight_memory", decide_weight_memory(options, device, num_ranks, all_bytes, model, machine))
+    hot_neurons = settle(
+        "hot_neurons", decide_hot_neurons(options, device, scheme, max_loras, all_bytes, weight_memory, model, machine)
+    )
     weight_cache, weight_cache_bytes = settle("weight_cache", decide_weight_cache(options))
     contextual_sparsity = settle(
         "contextual_sparsity", decide_contextual_sparsity(options, device, scheme, num_ranks, max_loras, model, machine)
@@ -326,6 +331,7 @@ def resolve(
         weight_memory=weight_memory,
         weight_cache=weight_cache,
         weight_cache_bytes=weight_cache_bytes,
+        hot_neurons=hot_neurons,
         contextual_sparsity=contextual_sparsity,
         nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
@@ -353,8 +359,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
-        weight_memory_bytes=None, contextual_sparsity=None, prefix_index="hash", queue_order="arrival", acceptance="exact",
-        draft_heads=None,
+        weight_memory_bytes=None, hot_neurons=None, contextual_sparsity=None, prefix_index="hash", queue_order="arrival",
+        acceptance="exact", draft_heads=None,
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,

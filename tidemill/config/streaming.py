@@ -44,7 +44,7 @@ def decide_weight_memory(
     if asked >= total:
         return 0, f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(asked)} of --weight-memory"
     least = least_weight_memory(model, total)
-    if model.stored and asked < _SURELY * least:
+    if model.stored and asked < _SURELY * least and options.hot_neurons is None:
         raise ConfigError(
             f"{fmt_bytes(asked)} of memory for weights are too few: tables and two layers, or a layer's experts, must be there.",
             fix=f"Give at least about {-(-least // MIB)}M with --weight-memory.",
@@ -61,6 +61,8 @@ def decide_weight_memory(
             fix="Use a smaller or quantized model, free host memory, or use --device cpu, which streams from disk.",
             param="weight_memory_bytes",
         )
+    if options.hot_neurons is not None:
+        return asked, f"of {fmt_bytes(total)}; neurons that do not fit are in host memory"
     return asked, f"of {fmt_bytes(total)}; what does not fit is copied from host memory as it is needed"
 
 

@@ -20,7 +20,8 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine, native
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.host_streamed import HostStreaming
-from tidemill.layers.streamed import DiskStreaming
+from tidemill.layers.split_neurons import NeuronSplit
+from tidemill.layers.streamed import DiskStreaming, Streaming
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
@@ -37,6 +38,7 @@ from tidemill.sched.policies import make_policy
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
+from tidemill.weights.neurons import read_hottest
 from tidemill.weights.prepared import PAGE, Folder, PreparedCorrupt, key_of
 
 _TABLE_BYTES = 2**24  # of prepared weights: their table, and what rounding to pages adds
@@ -121,6 +123,8 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     if compares and config.contextual_sparsity is not None:
         weights += digest_of(Path(config.contextual_sparsity).expanduser(), config.threads)
+    if compares and config.hot_neurons is not None:
+        weights += digest_of(Path(config.hot_neurons.folder).expanduser(), config.threads) + repr(config.hot_neurons[1:]).encode()
     if config.num_ranks > 1:
         model, group = start_group(options, checkpoint, architecture, model_config, config, progress, weights)
     else:
@@ -148,7 +152,7 @@ def _load_alone(
         sparsity = None if folder is None else ContextualSparsity(Path(folder).expanduser(), shape)
         return architecture.load(checkpoint, shape, plan, progress, random, sparsity=sparsity)
     if config.device == "cuda":
-        return architecture.load(checkpoint, shape, plan, progress, random, streaming=HostStreaming(config.weight_memory))
+        return architecture.load(checkpoint, shape, plan, progress, random, streaming=to_gpu(config, shape))
 
     total = shape.weight_bytes(config.dtype, compiled=True)
     by_neuron = streams_neurons(shape, config.scheme, config.max_loras, total, config.weight_memory)
@@ -163,6 +167,15 @@ def _load_alone(
         return load_streamed()
     except PreparedCorrupt:
         return load_streamed()  # which writes the file anew
+
+
+def to_gpu(config: EngineConfig, shape: ModelConfig) -> Streaming:
+    """Of a model whose weights do not fit in a GPU's memory."""
+    hot = config.hot_neurons
+    if hot is None:
+        return HostStreaming(config.weight_memory)
+    often = read_hottest(Path(hot.folder).expanduser(), shape.num_layers, shape.intermediate_size, hot.num)
+    return NeuronSplit(config.weight_memory, often, hot.gates_on_gpu)
 
 
 def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool, by_neuron: bool) -> Store:

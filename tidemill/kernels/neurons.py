@@ -10,10 +10,10 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.glu import ACTIVATIONS, glu_reference
-from tidemill.kernels.linear import KIND_OF
-from tidemill.kernels.native.streams import Neurons
+from tidemill.kernels.linear import KIND_OF, Panels
+from tidemill.kernels.native.streams import HostNeurons, Neurons
 
-_LANES, _COLUMNS, _ALIGN = 8, 32, 64
+_LANES, _COLUMNS, _ALIGN = 8, 64, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,55 @@ class ChosenNeurons:
 
     def __call__(self, x_TH: torch.Tensor, scores_TI: torch.Tensor) -> torch.Tensor:
         return self._lib.neurons(ctypes.addressof(self._struct), x_TH, scores_TI, self._num_out)
+
+
+class GivenNeurons:
+    """Of one feed-forward, in memory. The gate is computed before: its neurons that are above 0 are computed, of the activations
+    relu and relu2 all that are not zero."""
+
+    def __init__(
+        self,
+        up_IH: torch.Tensor,
+        down_NI: torch.Tensor,
+        act: str,
+        up_bias: torch.Tensor | None,
+        gate: tuple[torch.Tensor, torch.Tensor | None] | None,
+    ) -> None:
+        """`gate`: its matrix and bias, if the host computes it, too."""
+        assert native.lib is not None
+        self._lib, self._up_bias, self._gate_bias = native.lib, up_bias, None if gate is None else gate[1]
+        if len({one.dtype for one in (up_IH, down_NI, *(gate or ())[:1])}) > 1:
+            up_IH, down_NI = up_IH.float(), down_NI.float()
+            gate = None if gate is None else (gate[0].float(), gate[1])
+        self.layout, made = lay_out(up_IH, down_NI, _ALIGN)
+        # An odd number of cache lines from one to the next: a column of down is not always in the same set.
+        self.memory = torch.zeros(len(made), made.shape[1] // _ALIGN // 2 * 2 * _ALIGN + _ALIGN, dtype=torch.uint8)
+        self.memory[:, : made.shape[1]] = made
+        self.gate = None if gate is None else Panels(*gate)
+        self.num_read = torch.zeros(1, dtype=torch.int64)
+        up_address, gate_address = (None if bias is None else bias.data_ptr() for bias in (up_bias, self._gate_bias))
+        self._struct = Neurons(
+            kind=self.layout.kind, num_in=self.layout.num_in, num_inner=self.layout.num_inner, num_out=self.layout.num_out,
+            down_place=self.layout.down_place, up_bias=up_address, memory=self.memory.data_ptr(), num_bytes=self.memory.shape[1],
+            act=ACTIVATIONS[act], gate_bias=gate_address, num_chosen=self.num_read.data_ptr(), is_given=1,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes + (0 if self.gate is None else self.gate.held.codes.nbytes)
+
+    def __call__(self, x_TH: torch.Tensor, gate_TI: torch.Tensor) -> torch.Tensor:
+        return self._lib.neurons(ctypes.addressof(self._struct), x_TH, gate_TI, self.layout.num_out)
+
+    def host_call(
+        self, given: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, rows: range, num_ns: torch.Tensor
+    ) -> HostNeurons:
+        """What `Library.run_host_neurons` takes: of these rows of a step, from `given` to `out`. `gate`: room for it."""
+        codes, room = (None, None) if self.gate is None else (self.gate.held.codes.data_ptr(), gate.data_ptr())
+        return HostNeurons(
+            neurons=ctypes.addressof(self._struct), given=given.data_ptr(), gate=room, out=out.data_ptr(), gate_codes=codes,
+            first_row=rows.start, num_rows=len(rows), num_ns=num_ns.data_ptr(),
+        )  # fmt: skip
 
 
 class NeuronWeights:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -11,6 +13,9 @@ from tidemill.layers.linear import GatedLinear, Linear
 from tidemill.model_config import ModelConfig
 from tidemill.parallel.cuts import Size, feed_forward_cut
 from tidemill.quant import WeightPlan
+
+if TYPE_CHECKING:
+    from tidemill.layers.split_neurons import SplitNeurons
 
 
 def inner_size(config: ModelConfig, layer: int, weights: WeightPlan) -> Size:
@@ -24,8 +29,11 @@ class GatedMLP(nn.Module):
         self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
         self.neurons: NeuronWeights | ChosenNeurons | None = None  # where not all are computed
+        self.split: SplitNeurons | None = None  # where some are in host memory
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        if self.split is not None:
+            return self.split(x_TH, self.gate_up, self.down)
         if self.neurons is not None:
             return self.neurons(x_TH, self.gate_up(x_TH))
         return self.down(self.gate_up(x_TH))

@@ -174,6 +174,10 @@ class Streaming(ABC):
         """Layers wait for weights while they compute."""
         return self.streamed_bytes > 0
 
+    def see_live(self, live: torch.Tensor) -> None:
+        """On a GPU, before the first step: where it will be said how many of a step's tokens do not only fill it up, [1]."""
+        return
+
     @abstractmethod
     def attach(self, blocks: nn.ModuleList) -> None: ...
 

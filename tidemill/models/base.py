@@ -310,8 +310,10 @@ class Model(nn.Module, ABC):
         """As `Streaming.take_reads`. None: all weights are in memory."""
         return None if self.streaming is None or not self.streaming.streamed_bytes else self.streaming.take_reads()
 
-    def count_experts(self, live: torch.Tensor) -> None:
-        """On a GPU: count the tokens that experts get from now on, of a step's tokens the first `live`."""
+    def see_live(self, live: torch.Tensor) -> None:
+        """On a GPU: of a step's tokens the first `live` do not only fill it up. What experts get of them is counted."""
+        if self.streaming is not None:
+            self.streaming.see_live(live)
         for weights in self._experts().values():
             weights.count(live)
 

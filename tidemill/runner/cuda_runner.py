@@ -125,7 +125,7 @@ class CudaRunner:
         self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
         num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + 1024)  # more than any step's lists
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
-        model.count_experts(self._words[LIVE : LIVE + 1])
+        model.see_live(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
         self._turn = 0
         self._staging = [pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]

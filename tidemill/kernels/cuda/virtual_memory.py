@@ -126,6 +126,10 @@ class Driver:
         how = ctypes.c_uint(value), ctypes.c_size_t(num), ctypes.c_void_p(stream)
         self._call("cuMemsetD32Async", ctypes.c_uint64(address), *how)
 
+    def call_host(self, function: int, argument: int, stream: int) -> None:
+        """The stream calls a function of the host, by its address, which may not call CUDA. Also of a graph that is captured."""
+        self._call("cuLaunchHostFunc", ctypes.c_void_p(stream), ctypes.c_void_p(function), ctypes.c_void_p(argument))
+
     def open_shared(self, handle: bytes) -> int:
         """Memory that another process allocated, on this GPU or one that this one can read."""
         address = ctypes.c_uint64()

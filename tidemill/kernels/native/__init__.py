@@ -23,7 +23,7 @@ from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.exchanges import ExchangeCalls, ExchangeSpec
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
-from tidemill.kernels.native.streams import STREAM_ERRORS, Neurons, Piece, StreamCalls, StreamFigures, StreamSpec
+from tidemill.kernels.native.streams import STREAM_ERRORS, HostNeurons, Neurons, Piece, StreamCalls, StreamFigures, StreamSpec
 from tidemill.kernels.native.structs import (
     GroupSpec,
     KVQuantSpec,
@@ -95,7 +95,7 @@ _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
     ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
-    ("tm_group", GroupSpec), ("tm_exchange", ExchangeSpec), ("tm_neurons", Neurons),
+    ("tm_group", GroupSpec), ("tm_exchange", ExchangeSpec), ("tm_neurons", Neurons), ("tm_host_neurons", HostNeurons),
     ("tm_piece", Piece), ("tm_stream_spec", StreamSpec), ("tm_stream_figures", StreamFigures),
 )  # fmt: skip
 
@@ -171,6 +171,8 @@ class Library(StreamCalls, ExchangeCalls):
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._neurons = lib.tm_run_neurons
         self._neurons.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self.run_host_neurons = lib.tm_run_host_neurons  # of the address of a HostNeurons
+        self.run_host_neurons.argtypes, self.run_host_neurons.restype = [_POINTER], None
         self._concat = lib.tm_concat
         self._concat.argtypes = [_POINTER] * 4 + [_LONG, _POINTER]
         self._concat.restype = None

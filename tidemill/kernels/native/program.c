@@ -34,6 +34,7 @@ typedef struct {
 #define EXCHANGE(f) {"tm_exchange." #f, offsetof(tm_exchange, f)}
 #define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 #define NEURONS(f) {"tm_neurons." #f, offsetof(tm_neurons, f)}
+#define HOST_NEURONS(f) {"tm_host_neurons." #f, offsetof(tm_host_neurons, f)}
 #define PIECE(f) {"tm_piece." #f, offsetof(tm_piece, f)}
 #define STREAM(f) {"tm_stream_spec." #f, offsetof(tm_stream_spec, f)}
 #define FIGURES(f) {"tm_stream_figures." #f, offsetof(tm_stream_figures, f)}
@@ -62,7 +63,9 @@ TM_API const field *tm_layout(void) {
         MOE(stream), MOE(first_unit),
         {"tm_neurons", sizeof(tm_neurons)}, NEURONS(kind), NEURONS(num_in), NEURONS(num_inner), NEURONS(num_out), NEURONS(down_place),
         NEURONS(up_bias), NEURONS(down_bias), NEURONS(stream), NEURONS(first_unit), NEURONS(memory), NEURONS(up_place), NEURONS(num_bytes),
-        NEURONS(act), NEURONS(gate_bias), NEURONS(num_chosen),
+        NEURONS(act), NEURONS(gate_bias), NEURONS(num_chosen), NEURONS(is_given),
+        {"tm_host_neurons", sizeof(tm_host_neurons)}, HOST_NEURONS(neurons), HOST_NEURONS(given), HOST_NEURONS(gate), HOST_NEURONS(out),
+        HOST_NEURONS(gate_codes), HOST_NEURONS(first_row), HOST_NEURONS(num_rows), HOST_NEURONS(num_ns),
         {"tm_piece", sizeof(tm_piece)}, PIECE(offset), PIECE(num_bytes), PIECE(place),
         {"tm_stream_spec", sizeof(tm_stream_spec)}, STREAM(fd), STREAM(file_bytes), STREAM(changed_ns), STREAM(num_units),
         STREAM(num_slots), STREAM(slot_bytes), STREAM(slots), STREAM(pieces), STREAM(first_piece), STREAM(slot_of),

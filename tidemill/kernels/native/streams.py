@@ -40,6 +40,17 @@ class Neurons(ctypes.Structure):
         ("memory", _POINTER),
         *((name, _LONG) for name in ("up_place", "num_bytes", "act")),
         *((name, _POINTER) for name in ("gate_bias", "num_chosen")),
+        ("is_given", _LONG),
+    ]
+
+
+class HostNeurons(ctypes.Structure):
+    """tm_host_neurons of tidemill.h."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("neurons", "given", "gate", "out", "gate_codes")),
+        *((name, _LONG) for name in ("first_row", "num_rows")),
+        ("num_ns", _POINTER),
     ]
 
 

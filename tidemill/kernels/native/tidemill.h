@@ -179,8 +179,8 @@ int stream_experts(tm_stream *stream, const long *units, long num, const char **
 void stream_ahead(tm_stream *stream, const long *units, long num);
 
 /* A feed-forward of which few neurons are computed (neurons.c). In a stream: of each neuron a row of up, and from `down_place` bytes on a
-   column of down. In memory: a row of gate, from `up_place` on one of up, then down. Rows are followed by zeros, to a multiple of 8
-   values, columns to one of 32. Field by field as in kernels/neurons.py. */
+   column of down. In memory: a row of gate, from `up_place` on one of up, then down; or, where the gate is given, as in a stream. Rows are
+   followed by zeros, to a multiple of 8 values, columns to one of 64. Field by field as in kernels/neurons.py. */
 typedef struct {
     long kind, num_in, num_inner, num_out, down_place; /* kind: F32, F16 or BF16 of linear.h */
     const float *up_bias, *down_bias; /* NULL: none */
@@ -189,11 +189,23 @@ typedef struct {
     const char *memory; /* instead of a stream; NULL: there is one */
     long up_place, num_bytes, act; /* of neurons in memory: num_bytes from one to the next; act: a number of rows.c */
     const float *gate_bias;
-    int64_t *num_chosen; /* neurons that rows chose, counted; NULL: they are not */
+    int64_t *num_chosen; /* neurons that rows chose, or, where the gate is given, that were read, counted; NULL: they are not */
+    long is_given;       /* of neurons in memory: scores are the gate before its activation */
 } tm_neurons;
 
-/* scores: [row][num_inner]. In a stream: the gate before the activation. In memory: neurons above 0 are computed for that row. */
+/* scores: [row][num_inner]. In a stream, or given: the gate before the activation. In memory: neurons above 0 are computed for that row. */
 int neurons_op(const tm_neurons *neurons, const float *x, const float *scores, long num_rows, float *out);
+
+/* Neurons that a GPU has computed by the host's cores (kernels/host_neurons.py): a step's rows `first_row` and on, `num_rows` at most.
+   given: those rows of x; of the gate, unless it is computed here; and how many rows the step has. */
+typedef struct {
+    const tm_neurons *neurons;
+    const float *given;
+    float *gate, *out;      /* gate: where it is computed here; NULL: it is given */
+    const void *gate_codes; /* as linear.c has them, of the neurons' kind */
+    long first_row, num_rows;
+    int64_t *num_ns; /* spent here, added to */
+} tm_host_neurons;
 
 /* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
 typedef struct {

@@ -306,7 +306,8 @@ def main() -> None:
         os.environ["PYTHONFAULTHANDLER"] = "1"  # of workers
         faulthandler.enable()
         say.still_s = given.still
-        CHECKS[given.engine](given.ranks)
+        with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
+            CHECKS[given.engine](given.ranks)
         say.end()
         return
     from tidemill.parallel.shared import make_shared
@@ -329,7 +330,10 @@ def main() -> None:
 
 @contextlib.contextmanager
 def sharing(folder: Path) -> Iterator[None]:
-    """The multi-process service, if it can be started."""
+    """The multi-process service, if it can be started and does not run already."""
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield
+        return
     os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
     try:
         service = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, check=False)

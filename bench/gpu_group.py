@@ -13,7 +13,9 @@ import contextlib
 import faulthandler
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -152,16 +154,36 @@ def some_requests() -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def other_host(folder: Path) -> Iterator[dict[str, Any]]:
+    """A worker that comes by TCP, as one of another host would."""
+    key = folder / "key"
+    key.write_text(secrets.token_hex(32))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ["worker", "--join", address, "--key-file", str(key)]
+    worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command])
+    try:
+        yield {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def check_pipeline(num_ranks: int) -> None:
-    """Stages on one GPU: bit for bit what one process computes, alone and among others."""
+    """Stages on one GPU: bit for bit what one process computes, alone and among others; the last one also as of another host."""
     from bench.gpu_engine_checks import ask, random_llama
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as workers:
         random_llama(Path(folder))
         requests, answers = some_requests(), []
-        for layout in ({}, {"pipeline_parallel": num_ranks}):
+        for layout in ({}, {"pipeline_parallel": num_ranks}, {"pipeline_parallel": num_ranks, "remote": True}):
             say(f"{layout or 'one process'}: starts")
-            core = small_core(folder, **layout)
+            given = dict(layout)
+            if given.pop("remote", False):
+                given |= workers.enter_context(other_host(Path(folder)))
+            core = small_core(folder, **given)
             say("is ready")
             answers.append(ask(core, requests))
             say("has answered all")
@@ -169,7 +191,7 @@ def check_pipeline(num_ranks: int) -> None:
             say("has answered one alone")
             core.close()
             assert alone == answers[-1]["r3"], "alone and among others differ"
-        assert answers[0] == answers[1], "stages and one process differ"
+            assert answers[0] == answers[-1], "stages and one process differ"
         say(f"pipeline of {num_ranks} stages: the bits of one process")
 
 

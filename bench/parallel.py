@@ -11,6 +11,7 @@ figures are medians. Beside them: what `tidemill plan-layout --hardware here` es
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -167,23 +168,25 @@ def compare(given: argparse.Namespace, took: dict[str, tuple[float, float]]) -> 
             }
             if len(estimated) < 2:
                 continue
-            by_cost, by_clock = (
-                sorted(estimated, key=lambda how: estimated[how]),
-                sorted(estimated, key=lambda how: measured[how][place]),
-            )
-            told = ", ".join(f"{how} {1e3 * estimated[how]:.1f} ({1e3 * measured[how][place]:.1f})" for how in by_cost)
-            verdict = (
-                "the same order" if by_cost == by_clock else "the same first" if by_cost[0] == by_clock[0] else "ANOTHER FIRST"
-            )
+            clock = {how: measured[how][place] for how in estimated}
+            by_cost, by_clock = sorted(estimated, key=estimated.__getitem__), sorted(clock, key=clock.__getitem__)
+            told = ", ".join(f"{how} {1e3 * estimated[how]:.1f} ({1e3 * clock[how]:.1f})" for how in by_cost)
+            agree = "the same order" if by_cost == by_clock else "the same first"
+            verdict = agree if by_cost[0] == by_clock[0] else f"measured, {by_clock[0]} is first"
             print(f"  {size} ranks, {phase.name}, ms estimated (measured): {told}: {verdict}")
 
 
 def measure(given: argparse.Namespace) -> None:
-    cores = {layout: start(given, layout) for layout in given.layouts}
+    cores = {}
+    for layout in given.layouts:
+        begin = time.perf_counter()
+        cores[layout] = start(given, layout)
+        print(f"  {layout}: started in {time.perf_counter() - begin:.1f} s", flush=True)
     taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in cores}
-    for number in range(given.rounds):
-        for layout, core in cores.items():
-            taken[layout].append(decode(core, given, str(number)))
+    with contextlib.suppress(KeyboardInterrupt):  # what has been measured by then is shown
+        for number in range(given.rounds):
+            for layout, core in cores.items():
+                taken[layout].append(decode(core, given, str(number)))
     took = {}
     for layout, times in taken.items():
         prefill, step = (statistics.median(column) for column in zip(*times, strict=True))
@@ -191,7 +194,8 @@ def measure(given: argparse.Namespace) -> None:
         cores[layout].close()
     base = took[given.layouts[0]]
     threads = f"{given.rank_threads} threads a rank" if given.rank_threads else f"{given.threads} threads in all"
-    print(f"{given.requests} requests, prompts of {given.prompt_len}, {threads}; ratios to {given.layouts[0]}:")
+    rounds = min(map(len, taken.values()))
+    print(f"{rounds} rounds, {given.requests} requests, prompts of {given.prompt_len}, {threads}; ratios to {given.layouts[0]}:")
     for layout, (prefill, step) in took.items():
         ratios = f"{prefill / base[0]:.2f}, {step / base[1]:.2f}"
         print(f"  {layout:12} prefill {1e3 * prefill:8.1f} ms, step {1e3 * step:7.2f} ms ({ratios})")

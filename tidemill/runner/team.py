@@ -128,9 +128,10 @@ class Team:
         for what, theirs, ours in (("version", message.version, __version__), ("kernels", message.kernels, own_kernels())):
             if theirs != ours:
                 wrong = f"A worker has another {what} than rank 0: {theirs} instead of {ours}."
-                channel.send(encode(Failed("ConfigError", wrong)))
+                fix = "Install the same version on all hosts, of one kind of CPU."
+                channel.send(encode(Failed("ConfigError", wrong, fix)))
                 channel.close()
-                raise ConfigError(wrong, fix="Install the same version on all hosts, of one kind of CPU.")
+                raise ConfigError(wrong, fix=fix)
         rank = message.rank if message.rank in missing else min(missing - set(self._processes), default=0)
         if not rank:
             raise WorkerLost("More workers came than the group has ranks.")

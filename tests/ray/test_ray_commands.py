@@ -10,6 +10,7 @@ import pytest
 
 from bench.parallel import RANDOM
 from tests.helpers import byte_tokenizer
+from tests.ray.conftest import MARK
 from tests.ray.test_ray import engines, processes, until
 from tests.server.conftest import Server
 
@@ -134,6 +135,25 @@ def test_mistakes(nodes, tiny_folder, tmp_path):
     assert server.process.returncode == 1, told
     assert "Traceback" not in told, told
     assert engines() == before
+
+
+def test_a_cluster_that_is_started_for_the_command_ends_with_it(tiny_folder, truth, monkeypatch):
+    """Also if the command fails."""
+    monkeypatch.setenv(*MARK.split("="))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = processes()
+    server = Server(tiny_folder, "--ray", "--replicas", "1", *COMMON).wait()
+    try:
+        assert asyncio.run(ask_all(server)) == truth
+    finally:
+        assert server.stop() == 0, server.process.stdout.read()
+    until(lambda: processes() <= before)
+    server = Server(tiny_folder, "--ray", "--replicas", "999", "--ray-wait", "1", *COMMON)
+    told, _ = server.process.communicate(timeout=600)
+    assert server.process.returncode == 1, told
+    assert told.count("error:") == 1, told
+    assert "no room for the replicas: 999 x 1 CPUs" in told, told
+    until(lambda: processes() <= before)
 
 
 def test_a_rank_that_dies_while_it_loads(nodes, tmp_path):

@@ -13,7 +13,9 @@ import contextlib
 import faulthandler
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,9 +23,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+_SERVICE = "CUDA_MPS_PIPE_DIRECTORY"
 SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
 
 
@@ -150,16 +154,36 @@ def some_requests() -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def other_host(folder: Path) -> Iterator[dict[str, Any]]:
+    """A worker that comes by TCP, as one of another host would."""
+    key = folder / "key"
+    key.write_text(secrets.token_hex(32))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ["worker", "--join", address, "--key-file", str(key)]
+    worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command])
+    try:
+        yield {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def check_pipeline(num_ranks: int) -> None:
-    """Stages on one GPU: bit for bit what one process computes, alone and among others."""
+    """Stages on one GPU: bit for bit what one process computes, alone and among others; the last one also as of another host."""
     from bench.gpu_engine_checks import ask, random_llama
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as workers:
         random_llama(Path(folder))
         requests, answers = some_requests(), []
-        for layout in ({}, {"pipeline_parallel": num_ranks}):
+        for layout in ({}, {"pipeline_parallel": num_ranks}, {"pipeline_parallel": num_ranks, "remote": True}):
             say(f"{layout or 'one process'}: starts")
-            core = small_core(folder, **layout)
+            given = dict(layout)
+            if given.pop("remote", False):
+                given |= workers.enter_context(other_host(Path(folder)))
+            core = small_core(folder, **given)
             say("is ready")
             answers.append(ask(core, requests))
             say("has answered all")
@@ -167,7 +191,7 @@ def check_pipeline(num_ranks: int) -> None:
             say("has answered one alone")
             core.close()
             assert alone == answers[-1]["r3"], "alone and among others differ"
-        assert answers[0] == answers[1], "stages and one process differ"
+            assert answers[0] == answers[-1], "stages and one process differ"
         say(f"pipeline of {num_ranks} stages: the bits of one process")
 
 
@@ -236,26 +260,24 @@ def error_of(core: Any, prompt: list[int], exact: Any) -> float:
     return float(error.pow(2).mean().sqrt())
 
 
-def check_quantized(num_ranks: int) -> None:
+def check_quantized(kind: str, num_ranks: int) -> None:
     """Quantized weights, cut among ranks: as near to float32 as in one process, and the same bits alone and among others."""
     from bench.gpu_engine_checks import ask, random_llama
 
     with tempfile.TemporaryDirectory() as folder:
         reference, requests, prompt = random_llama(Path(folder)), some_requests(), list(range(2, 200))
-        exact = exact_scores(reference, prompt)
+        exact, errors = exact_scores(reference, prompt), []
         del reference
-        for kind in ("fp8", "int4", "int8"):
-            errors = []
-            for ranks in (1, num_ranks):
-                say(f"{kind} on {ranks}: starts")
-                core = small_core(folder, quantization=kind, tensor_parallel=ranks)
-                say("is ready")
-                together = ask(core, requests)
-                assert ask(core, {"r3": requests["r3"]})["r3"] == together["r3"], "alone and among others differ"
-                errors.append(error_of(core, prompt, exact))
-                core.close()
-            say(f"{kind}: off by {errors[0]:.4f} in one process, {errors[1]:.4f} on {num_ranks} ranks")
-            assert errors[1] < 1.3 * errors[0] + 0.005
+        for ranks in (1, num_ranks):
+            say(f"{kind} on {ranks}: starts")
+            core = small_core(folder, quantization=kind, tensor_parallel=ranks)
+            say("is ready")
+            together = ask(core, requests)
+            assert ask(core, {"r3": requests["r3"]})["r3"] == together["r3"], "alone and among others differ"
+            errors.append(error_of(core, prompt, exact))
+            core.close()
+        say(f"{kind}: off by {errors[0]:.4f} in one process, {errors[1]:.4f} on {num_ranks} ranks")
+        assert errors[1] < 1.3 * errors[0] + 0.005
 
 
 def time_engine(num_ranks: int) -> None:
@@ -287,7 +309,8 @@ def time_engine(num_ranks: int) -> None:
 
 
 CHECKS = {
-    "check": check_engine, "pipeline": check_pipeline, "experts": check_experts, "quantized": check_quantized, "time": time_engine
+    "check": check_engine, "pipeline": check_pipeline, "experts": check_experts, "time": time_engine,
+    **{kind: partial(check_quantized, kind) for kind in ("fp8", "int4", "int8")},
 }  # fmt: skip
 
 
@@ -296,41 +319,49 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--path", type=Path)
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--engine", choices=list(CHECKS))
+    parser.add_argument("--engine", nargs="+", choices=list(CHECKS), help="only these checks")
     parser.add_argument("--still", type=float, default=60.0, help="seconds without progress after which tracebacks are shown")
     given = parser.parse_args()
     if given.rank is not None:
         measure(given.path, given.rank, given.ranks)
         return
-    if given.engine:
+    if given.engine and _SERVICE in os.environ:
         os.environ["PYTHONFAULTHANDLER"] = "1"  # of workers
         faulthandler.enable()
         say.still_s = given.still
-        CHECKS[given.engine](given.ranks)
+        for what in given.engine:
+            CHECKS[what](given.ranks)
         say.end()
         return
+    command, codes = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks), "--still", str(given.still)], {}
+    with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
+        if not given.engine:
+            measure_all(command, Path(folder) / "group", given.ranks)
+        for what in given.engine or CHECKS:
+            codes[what] = subprocess.run([*command, "--engine", what], timeout=240, check=False).returncode
+    print("exit codes", codes, flush=True)
+    sys.exit(any(codes.values()))
+
+
+def measure_all(command: list[str], path: Path, num_ranks: int) -> None:
+    """The collectives, each rank in a process."""
     from tidemill.parallel.shared import make_shared
 
-    with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
-        path = Path(folder) / "group"
-        make_shared(path, given.ranks)
-        command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks)]
-        ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(given.ranks)]
-        try:
-            print("exit codes", [rank.wait(timeout=60) for rank in ranks], flush=True)
-        except subprocess.TimeoutExpired:
-            print("a rank waits for another that has failed", flush=True)
-        finally:
-            for rank in ranks:
-                rank.kill()
-        for what in CHECKS:
-            subprocess.run([*command, "--engine", what], timeout=240, check=False)
+    make_shared(path, num_ranks)
+    ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(num_ranks)]
+    try:
+        print("exit codes", [rank.wait(timeout=60) for rank in ranks], flush=True)
+    except subprocess.TimeoutExpired:
+        print("a rank waits for another that has failed", flush=True)
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 @contextlib.contextmanager
 def sharing(folder: Path) -> Iterator[None]:
-    """The multi-process service, if it can be started."""
-    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+    """The multi-process service, if it can be started. It ends when no process uses it any more, so this one must not."""
+    os.environ |= {_SERVICE: f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
     try:
         service = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, check=False)
         print("multi-process service:", service.returncode, service.stdout.strip(), service.stderr.strip(), flush=True)

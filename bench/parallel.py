@@ -1,14 +1,18 @@
 """What it costs that several processes compute one model: all-reduces by size and transport, steps by layout, bytes by rank.
 
 .venv/bin/python bench/parallel.py --model smollm2 --layouts 1x1 2x1 1x2
+.venv/bin/python bench/parallel.py --random dense --threads 8 --layouts 1x1 2x1 2x1:gathered 4x1 4x1:2d 1x2 2x2
 
-A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:2d. Every layout has as many threads in all as --threads says. Layouts
-take turns, so that what else the machine does meets all of them; figures are medians.
+A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:2d, TENSORxSTAGES:experts. Every layout has as many threads in all as
+--threads says, or each rank as many as --rank-threads. Layouts take turns, so that what else the machine does meets all of them;
+figures are medians. Beside them: what `tidemill plan-layout --hardware here` estimates, and if both name the same layout.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import statistics
 import subprocess
 import sys
@@ -20,9 +24,13 @@ import torch
 
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
-from tidemill.engine.load import load_core
+from tidemill.engine.load import inspect, load_core
+from tidemill.kernels import machine
+from tidemill.kernels.rates import measure_rates
+from tidemill.model_config import ModelConfig
 from tidemill.parallel.channel import Door
 from tidemill.parallel.group import Group
+from tidemill.parallel.layouts import Phase, cost, layouts, rank_of_host
 from tidemill.parallel.peers import meet_peers
 from tidemill.parallel.shared import SharedGroup, make_shared
 from tidemill.parallel.sockets import SocketGroup
@@ -33,6 +41,18 @@ from tidemill.wire import Submit
 KEY = b"of this benchmark"
 SHAPES = ((1, 576), (1, 4096), (16, 4096), (256, 4096))
 ROUNDS = 200
+TINY = {
+    "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 8192, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
+}  # fmt: skip
+RANDOM = {  # about 200 million values each
+    "dense": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 5632} | TINY,
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "intermediate_size": 5632, "num_experts": 16,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 352, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    } | TINY,
+}  # fmt: skip
 
 
 def join(kind: str, folder: Path, rank: int) -> Group:
@@ -72,18 +92,25 @@ def show_collectives() -> None:
             print(f"  {kind:8} {rows:4} x {width}: {middle:9.1f} {low:9.1f}")
 
 
-def start(given: argparse.Namespace, layout: str) -> EngineCore:
+def parts_of(layout: str) -> tuple[int, int, str]:
+    """Ranks that share layers, stages, and how layers are shared."""
     ranks, _, how = layout.partition(":")
     tensor, stages = map(int, ranks.split("x"))
-    threads = max(1, given.threads // (tensor * stages))
+    return tensor, stages, how or "1d"
+
+
+def start(given: argparse.Namespace, layout: str) -> EngineCore:
+    tensor, stages, how = parts_of(layout)
+    threads = given.rank_threads or max(1, given.threads // (tensor * stages))
     core = load_core(
         EngineOptions(
             model=given.model, dtype=given.dtype, device="cpu", threads=threads, max_requests=given.requests,
-            tensor_parallel=tensor, tensor_layout=how or "1d", pipeline_parallel=stages, kv_memory_bytes=2**28,
-            speculate="off", prefix_caching=False,
+            tensor_parallel=tensor, tensor_layout="1d" if how == "experts" else how, expert_parallel=how == "experts",
+            pipeline_parallel=stages, kv_memory_bytes=2**28, speculate="off", prefix_caching=False,
+            load_format="dummy" if given.random else "auto",
         )
     )  # fmt: skip
-    if isinstance(core.runner, WorkerGroup):
+    if isinstance(core.runner, WorkerGroup) and not given.random:
         read = core.runner.team.read_bytes
         each = ", ".join(f"{num / 2**20:.1f}" for num in read)
         print(
@@ -103,7 +130,7 @@ def decode(core: EngineCore, given: argparse.Namespace, name: str) -> tuple[floa
     """Seconds for the prompts, and of a step that decodes."""
     params = SamplingParams(temperature=0.0, max_tokens=given.steps + 1, ignore_eos=True)
     for i in range(given.requests):
-        core.submit(Submit(f"{name}-{i}", [100 + (7919 * i + 31 * k) % 40_000 for k in range(given.prompt_len)], params))
+        core.submit(Submit(f"{name}-{i}", [100 + (7919 * i + 31 * k) % 8_000 for k in range(given.prompt_len)], params))
     begin, waiting = time.perf_counter(), given.requests
     while waiting:
         waiting -= sum(1 for delta in core.step()[0].deltas if delta.token_ids)
@@ -115,38 +142,93 @@ def decode(core: EngineCore, given: argparse.Namespace, name: str) -> tuple[floa
     return prefill, statistics.median(times)
 
 
+def compare(given: argparse.Namespace, took: dict[str, tuple[float, float]]) -> None:
+    """The cost model's order of layouts that have as many ranks, and the measured one."""
+    model: ModelConfig = inspect(given.model)[2]
+    num, context = given.requests, given.prompt_len
+    for size in sorted({parts_of(layout)[0] for layout in took} - {1}):
+        measured = {
+            how: times
+            for layout, times in took.items()
+            for tensor, stages, how in [parts_of(layout)]
+            if (tensor, stages) == (size, 1)
+        }
+        threads = given.rank_threads * size or given.threads
+        machine.set_threads(threads)
+        rates = measure_rates()
+        flops, read, copied = (rate / 1e9 for rate in (rates.flops, rates.memory, rates.copies))
+        print(f"estimates, by {flops:.0f} GFLOP/s, {read:.1f} GB/s read and {copied:.1f} GB/s copied by {threads} threads:")
+        device = rank_of_host(rates.flops, rates.memory, rates.copies, size)
+        for place, phase in enumerate((Phase("prefill", num * context, num, context), Phase("decode", num, num, context))):
+            estimated = {
+                how: cost(model, one, size, phase, device).seconds
+                for one in layouts(size)
+                for how in [one.name_of(size)]
+                if how in measured
+            }
+            if len(estimated) < 2:
+                continue
+            clock = {how: measured[how][place] for how in estimated}
+            by_cost, by_clock = sorted(estimated, key=estimated.__getitem__), sorted(clock, key=clock.__getitem__)
+            told = ", ".join(f"{how} {1e3 * estimated[how]:.1f} ({1e3 * clock[how]:.1f})" for how in by_cost)
+            agree = "the same order" if by_cost == by_clock else "the same first"
+            verdict = agree if by_cost[0] == by_clock[0] else f"measured, {by_clock[0]} is first"
+            print(f"  {size} ranks, {phase.name}, ms estimated (measured): {told}: {verdict}")
+
+
+def measure(given: argparse.Namespace) -> None:
+    cores = {}
+    for layout in given.layouts:
+        begin = time.perf_counter()
+        cores[layout] = start(given, layout)
+        print(f"  {layout}: started in {time.perf_counter() - begin:.1f} s", flush=True)
+    taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in cores}
+    with contextlib.suppress(KeyboardInterrupt):  # what has been measured by then is shown
+        for number in range(given.rounds):
+            for layout, core in cores.items():
+                taken[layout].append(decode(core, given, str(number)))
+    took = {}
+    for layout, times in taken.items():
+        prefill, step = (statistics.median(column) for column in zip(*times, strict=True))
+        took[layout] = prefill, step
+        cores[layout].close()
+    base = took[given.layouts[0]]
+    threads = f"{given.rank_threads} threads a rank" if given.rank_threads else f"{given.threads} threads in all"
+    rounds = min(map(len, taken.values()))
+    print(f"{rounds} rounds, {given.requests} requests, prompts of {given.prompt_len}, {threads}; ratios to {given.layouts[0]}:")
+    for layout, (prefill, step) in took.items():
+        ratios = f"{prefill / base[0]:.2f}, {step / base[1]:.2f}"
+        print(f"  {layout:12} prefill {1e3 * prefill:8.1f} ms, step {1e3 * step:7.2f} ms ({ratios})")
+    compare(given, took)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--random", choices=list(RANDOM), help="random weights of this shape instead of a model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2", "2x1:gathered"], help="ranks x stages[:layout]")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rank-threads", type=int, default=0, help="threads of each rank, however many ranks there are")
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-collectives", action="store_true")
     parser.add_argument("--rank-one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.rank_one:
         reduce_all(join(given.rank_one[0], Path(given.rank_one[1]), 1))
         return
-    show_collectives()
-    print("ranks:")
-    cores = {layout: start(given, layout) for layout in given.layouts}
-    taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in cores}
-    for number in range(given.rounds):
-        for layout, core in cores.items():
-            taken[layout].append(decode(core, given, str(number)))
-    base = [statistics.median(column) for column in zip(*taken[given.layouts[0]], strict=True)]
-    print(
-        f"{given.requests} requests, prompts of {given.prompt_len}, {given.threads} threads in all; ratios to {given.layouts[0]}:"
-    )
-    for layout, times in taken.items():
-        prefill, step = (statistics.median(column) for column in zip(*times, strict=True))
-        ratios = f"{prefill / base[0]:.2f}, {step / base[1]:.2f}"
-        print(f"  {layout}: prefill {1e3 * prefill:8.1f} ms, step {1e3 * step:7.2f} ms ({ratios})")
-        cores[layout].close()
+    if not given.no_collectives:
+        show_collectives()
+    print("ranks:", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.random:
+            given.model = folder
+            (Path(folder) / "config.json").write_text(json.dumps(RANDOM[given.random]))
+        measure(given)
 
 
 if __name__ == "__main__":

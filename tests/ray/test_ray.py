@@ -72,13 +72,14 @@ def engines():
     return processes(b"tidemill.engine")
 
 
-def processes(module):
-    """Those that run it and come from this run: others on this machine are not to be counted, and least of all to be killed."""
+def processes(module=None):
+    """Those that run it and come from this run: others on this machine are not to be counted, and least of all to be killed.
+    None: whatever they run."""
     found = []
     for pid in map(Path("/proc").joinpath, filter(str.isdecimal, os.listdir("/proc"))):
         try:
             is_ours = MARK.encode() in (pid / "environ").read_bytes().split(b"\0")
-            if is_ours and b"\0%b\0" % module in (pid / "cmdline").read_bytes():
+            if is_ours and (module is None or b"\0%b\0" % module in (pid / "cmdline").read_bytes()):
                 found.append(int(pid.name))
         except OSError:
             continue

@@ -13,7 +13,7 @@ from tidemill.cli.settings import Settings, takes
 from tidemill.config import fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.parallel.layouts import DEVICES, Device, Phase, choose, rank_costs
+from tidemill.parallel.layouts import DEVICES, Device, Phase, choose, rank_costs, rank_of_host
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)
@@ -54,7 +54,7 @@ def _device(name: str, link: str | None, num_ranks: int) -> Device:
 
 
 def _measured(num_ranks: int, link: str | None) -> Device:
-    """A rank's share of this machine. What it sends is copied into shared memory and out of it."""
+    """A rank's share of this machine."""
     from tidemill.kernels import machine
     from tidemill.kernels.rates import measure_rates
 
@@ -62,8 +62,8 @@ def _measured(num_ranks: int, link: str | None) -> Device:
     rates = measure_rates()
     flops, read, copied = (rate / 1e9 for rate in (rates.flops, rates.memory, rates.copies))
     console.print(f"measured here: {flops:.1f} GFLOP/s, {read:.1f} GB/s read, {copied:.1f} GB/s copied")
-    sent = rates.copies / 2 / num_ranks if link is None else float(parse_bytes(link))
-    return replace(DEVICES["cpu"], flops=rates.flops / num_ranks, memory=rates.memory / num_ranks, link=sent)
+    device = rank_of_host(rates.flops, rates.memory, rates.copies, num_ranks)
+    return device if link is None else replace(device, link=float(parse_bytes(link)))
 
 
 def _table(model: ModelConfig, ranks: int, phase: Phase, device: Device) -> Table:

@@ -46,12 +46,12 @@ def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
-    stages = device == "cuda" and options.pipeline_parallel > 1
+    stages, is_shared = (device == "cuda" and one > 1 for one in (options.pipeline_parallel, options.tensor_parallel))
     is_there = {
         "device cuda and --quantization sparse24": device == "cuda" and options.quantization == "sparse24",
         "device cuda, --pipeline-parallel and --nano-batching": stages and options.nano_batching == "on",
         "device cuda, --pipeline-parallel and states": stages and bool(model.state_layers),
-        "device cuda and workers of other hosts": device == "cuda" and options.remote_workers > 0,
+        "device cuda, --tensor-parallel and workers of other hosts": is_shared and options.remote_workers > 0,
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,

@@ -44,7 +44,7 @@ def main() -> None:
     try:
         worker = Worker(start)
     except TidemillError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         os._exit(2 if isinstance(error, ConfigError) else 1)
     code = worker.run()
     sys.stdout.flush()

@@ -71,7 +71,7 @@ class Worker:
         except TidemillError as error:
             self._send(Failed(type(error).__name__, error.message, error.fix, error.param))
             if is_remote:  # others are told by rank 0
-                print(error, file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
         except Exception as error:
             traceback.print_exc()

@@ -14,7 +14,7 @@ A step takes the longer of computing and reading memory, and what it sends. Ints
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemill.config.parallel import grid_of
 from tidemill.model_config import AttentionSpec, ModelConfig, StateSpec
@@ -37,6 +37,11 @@ DEVICES = {
     "a100": Device(200e12, 1.6e12, 250e9, 8e-6, 2, 2),
     "h200": Device(600e12, 4.0e12, 380e9, 6e-6, 2, 2),
 }
+
+
+def rank_of_host(flops: float, memory: float, copies: float, num_ranks: int) -> Device:
+    """One of so many ranks that share a host of these rates. What it sends is copied into shared memory and out of it."""
+    return replace(DEVICES["cpu"], flops=flops / num_ranks, memory=memory / num_ranks, link=copies / 2 / num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

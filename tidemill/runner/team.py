@@ -44,7 +44,8 @@ from tidemill.runner.worker_messages import (
 from tidemill.version import __version__
 
 T = TypeVar("T", bound=FromWorker)
-COME_S = 120.0  # for workers to connect
+COME_S = 120.0  # for workers of other hosts to connect
+_START_S = 600.0  # for a process of this host, whose end would be noticed: a busy host takes minutes to import torch
 _LOOK_S = 0.1
 _STOP_S = 5.0
 
@@ -91,12 +92,13 @@ class Team:
         for rank in range(1, self._num_local):
             self._spawn(rank)
         hellos: dict[int, Hello] = {}
-        until = time.monotonic() + COME_S
+        began = time.monotonic()
         while missing := set(range(1, self.world.size)) - set(self._channels):
             waiting(f"{len(missing)} of {self.world.size - 1} workers have not come yet")
             self._check_processes()
-            if time.monotonic() > until:
-                raise self._nobody_came(missing)
+            here = missing & set(self._processes)
+            if time.monotonic() > began + (_START_S if here else COME_S):
+                raise self._nobody_came(missing, here)
             channel = self.door.accept("a worker", _LOOK_S)
             if channel is not None:
                 rank, hello = self._greet(channel, missing)
@@ -128,9 +130,10 @@ class Team:
         for what, theirs, ours in (("version", message.version, __version__), ("kernels", message.kernels, own_kernels())):
             if theirs != ours:
                 wrong = f"A worker has another {what} than rank 0: {theirs} instead of {ours}."
-                channel.send(encode(Failed("ConfigError", wrong)))
+                fix = "Install the same version on all hosts, of one kind of CPU."
+                channel.send(encode(Failed("ConfigError", wrong, fix)))
                 channel.close()
-                raise ConfigError(wrong, fix="Install the same version on all hosts, of one kind of CPU.")
+                raise ConfigError(wrong, fix=fix)
         rank = message.rank if message.rank in missing else min(missing - set(self._processes), default=0)
         if not rank:
             raise WorkerLost("More workers came than the group has ranks.")
@@ -141,10 +144,10 @@ class Team:
             if process.poll() is not None:
                 raise WorkerLost(f"Worker {rank} ended with code {process.returncode} while starting.")
 
-    def _nobody_came(self, missing: set[int]) -> TidemillError:
-        here = sorted(rank for rank in missing if rank in self._processes)
+    def _nobody_came(self, missing: set[int], here: set[int]) -> TidemillError:
+        """`here`: those of this host."""
         if here:
-            return WorkerLost(f"Worker {here[0]} did not connect in {COME_S:.0f} s.")
+            return WorkerLost(f"Worker {min(here)} did not connect in {_START_S:.0f} s.")
         address = self.door.address
         where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
         return ConfigError(

@@ -7,14 +7,15 @@ header x-tidemill-ignored; a field that would change the output and is not suppo
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import UserDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
@@ -34,6 +35,14 @@ _BY_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers sen
 _NEXT_PART_WITHIN_S = 20.0
 _ALL_WITHIN_S = 120.0
 UPLOAD_WITHIN_S = 3600.0
+
+
+def _drawn(seed: int) -> int:
+    """-1 asks for any seed (in vLLM and llama.cpp), also where the server has a default one; as an unsigned number it is 2**32 - 1."""
+    return secrets.randbits(53) if seed in (-1, 2**32 - 1) else seed
+
+
+Seed = Annotated[int, AfterValidator(_drawn)]
 
 
 class NotJSON(InvalidRequest):

@@ -81,7 +81,11 @@ def test_a_given_parameter_counts_and_the_others_stay(with_defaults, expected):
 def test_minus_one_is_any_seed_though_there_is_a_default_one(kind, body, seed):
     def drawn(**more):
         asked = parse(kind, json.dumps(body | more).encode())
-        asked = parse(CompletionRequest, json.dumps({"prompt": "", **asked.sampling()}).encode()) if kind is CompletionOptions else asked
+        asked = (
+            parse(CompletionRequest, json.dumps({"prompt": "", **asked.sampling()}).encode())
+            if kind is CompletionOptions
+            else asked
+        )
         return SamplingDefaults(seed=5).fill(asked.params(), 100).seed
 
     assert drawn() == drawn(seed=None) == 5

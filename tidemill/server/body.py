@@ -38,7 +38,7 @@ UPLOAD_WITHIN_S = 3600.0
 
 
 def _drawn(seed: int) -> int:
-    """-1 asks for any seed (in vLLM and llama.cpp), also where the server has a default one; as an unsigned number it is 2**32 - 1."""
+    """-1, or the same as an unsigned number, asks for any seed (vLLM, llama.cpp), also where the server has a default one."""
     return secrets.randbits(53) if seed in (-1, 2**32 - 1) else seed
 
 

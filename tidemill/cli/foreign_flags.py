@@ -273,7 +273,8 @@ FOREIGN = (
     _no_effect("--disable-custom-all-reduce --disable-cascade-attn --use-tqdm-on-load --no-use-tqdm-on-load "
                "--language-model-only --enable-flashinfer-autotune --fully-sharded-loras --disable-hybrid-kv-cache-manager "
                "--cudagraph-metrics --kv-cache-metrics --enable-mfu-metrics --skip-mm-profiling --aggregate-engine-logging "
-               "--numa-bind --exclude-tools-when-tool-choice-none --enable-ssl-refresh", f"{VLLM}, {SGLANG}", "it changes no answer"),
+               "--numa-bind --exclude-tools-when-tool-choice-none --enable-ssl-refresh", f"{VLLM}, {SGLANG}",
+               "it changes no answer"),
     _no_effect("--schedule-conservativeness --max-prefill-tokens --num-continuous-decode-steps --load-balance-method "
                "--radix-eviction-policy --tokenizer-worker-num --detokenizer-worker-num --warmups --numa-node --lora-backend "
                "--max-loaded-loras --cuda-graph-max-bs --cuda-graph-bs --torch-compile-max-bs --dist-timeout "

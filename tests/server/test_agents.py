@@ -90,7 +90,8 @@ def test_claude_code(large):
     assert events[-2]["delta"]["stop_reason"] in ("model_context_window_exceeded", "end_turn", "tool_use")
     usage = events[-2]["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] <= CONTEXT
-    assert ignored == ["caller", "context_management.clear_thinking", "metadata"]
+    # The budget: of reasoning, which the server is told not to look for.
+    assert ignored == ["budget_tokens", "caller", "context_management.clear_thinking", "metadata"]
     body["system"][0] = recorded.claude_code(build="2b7")["system"][0]
     again, _ = messages(large, body)
     assert again[-2]["usage"]["cache_read_input_tokens"] > 0.9 * count(large, body)

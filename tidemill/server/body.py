@@ -31,6 +31,11 @@ MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
 MAX_PARTS = 2**16  # objects, lists and members
 MAX_ITEMS = 2**20
 _MAX_MISTAKES = 1000  # that are looked at one by one
+_EVENT = {  # of a stream: its schema is that of each
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _BY_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send for web pages
 _NEXT_PART_WITHIN_S = 20.0
 _ALL_WITHIN_S = 120.0
@@ -139,7 +144,7 @@ class _Schema(UserDict):
         schema = self._model.model_json_schema()
         made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
         if "stream" in self._model.model_fields:
-            made["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+            made["responses"] = {"200": {"content": {"text/event-stream": {"schema": _EVENT}}}}
         return made
 
 

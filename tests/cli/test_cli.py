@@ -91,6 +91,8 @@ def test_a_mistake_is_an_error_of_two_lines():
     ("arguments", "words"),
     [
         (["generate", "x", "-m", "/nowhere"], "There is no model '/nowhere'"),
+        (["generate", "x", "-m", "long" * 99], "There is no model 'long"),  # more than a file's name may have
+        (["serve", ",".join(f"name{i}" for i in range(99)) + "=/nowhere", "--port", "0"], "There is no model '/nowhere'"),
         (["generate", "x", "-t", "-1"], "temperature"),
         (["serve", "smollm2", "--policy", "magic", "--port", "0"], "--policy is 'magic'. Choose one of continuous"),
         (["memory", "smollm2", "--dtype", "int2"], "int2"),

@@ -1,10 +1,15 @@
 """Flags of vLLM and llama.cpp: the same meaning, no effect with a note, or refused with the reason."""
 
+import os
+import re
+
 import pytest
 from typer.main import get_command
 
-from tidemill.cli.foreign import FOREIGN, translate
+from tidemill.cli.foreign import translate
+from tidemill.cli.foreign_flags import FOREIGN
 from tidemill.cli.main import app
+from tidemill.cli.settings import Settings
 from tidemill.errors import ConfigError
 
 
@@ -43,11 +48,15 @@ def read(command: str, *args: str) -> list[str]:
         ("--served-model-name a x", "--served-name a x"),
         ("--generation-config vllm", "--sampling-defaults neutral"),
         ("--generation-config auto", ""),
+        ("--ep-size 4 --expert-parallel-size 1", "--expert-parallel"),
+        ("-s 7 --hicache-size 30", '--kv-host-memory 30GB --sampling-defaults {"seed":7}'),
+        ("x --lora-modules a=p b=q --schedule-policy lpm", "x --lora a=p --lora b=q --queue-order prefix"),
+        ("--skip-chat-parsing --kv-offloading-size 2", "--tool-parser none --reasoning-parser none --kv-host-memory 2GiB"),
         ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
     ],
 )
 def test_the_same_meaning(given, ours, capsys):
-    assert read("serve", *given.split()) == ours.split()
+    assert sorted(word.replace(" ", "") for word in read("serve", *given.split())) == sorted(ours.split())
     assert not capsys.readouterr().err
 
 
@@ -80,6 +89,14 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "--mlock",
         "-b 512",
         "-ctk f16",
+        "--random-seed 3",
+        "--typical 1.0",
+        "--top-nsigma -1",
+        "--max-logprobs 20",
+        "--tokenizer-mode auto",
+        "--log-level info",
+        "--disable-custom-all-reduce",
+        "--enable-deterministic-inference",
     ],
 )
 def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
@@ -101,12 +118,53 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
         ("--presence-penalty 0.5", "give it in a request"),
         ("--context-shift", "the output ends with the context"),
         ("--max-model-len", "--max-model-len needs a value"),
+        ("--typical 0.9", "give typical_p in a request"),
+        ("--top-nsigma 2", "there is no such sampler"),
+        ("--ignore-eos", "give it in a request"),
+        ("--max-logprobs 100", "a request may ask for 20"),
+        ("--speculative-num-steps 3", "see --speculate"),
+        ("--disaggregation-mode prefill", "see --prefill and --decode"),
+        ("--mm-processor-kwargs {}", "images, audio and video are not supported"),
+        ("--draft-modl x", "Did you mean --draft-model?"),
+        ("--middleware m", "code is not loaded"),
     ],
 )
 def test_what_would_change_answers_is_refused_with_the_reason(given, words):
     with pytest.raises(ConfigError) as caught:
         read("serve", *given.split())
     assert words in str(caught.value)
+
+
+def test_what_is_set_by_a_variable_is_set(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert read("serve", "--offline", "--hf-token", "t", "--download-dir", "/models") == []
+    assert [os.environ[name] for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE")] == ["1", "t", "/models"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("max-model-len", "Did you mean max-context?"),
+        ("n_predict", "Did you mean default-max-tokens?"),
+        ("no-enable-prefix-caching", "Write prefix-caching = false."),
+        ("temp", "Write sampling-defaults = '{\"temperature\": ...}'."),
+        ("reasoning-format", "See reasoning-parser."),
+        ("hf-token", "Set the environment variable HF_TOKEN."),
+        ("trust-remote-code", "It is not supported: code in a model's repository is never run."),
+        ("enforce-eager", "It has no effect here: it changes no answer."),
+        ("speculative-num-steps", "see --speculate"),
+        ("max-contex", "Did you mean max-context?"),
+        ("frobnicate", "docs/options.md lists them."),
+    ],
+)
+def test_keys_of_a_config_file_that_are_anothers(key, words, tmp_path):
+    path = tmp_path / "t.toml"
+    for text in (f"{key} = 1\n", f'[[models]]\nmodel = "x"\n{key} = 1\n'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            Settings.read(["max-context"], {}, config=str(path))
 
 
 def test_other_commands_have_their_own_short_flags():
@@ -124,6 +182,6 @@ def test_every_entry_stands_for_a_real_option():
     for each in FOREIGN:
         meant = {*each.ours, each.inside[0], *(word for words in each.stands_for.values() for word in words[::2])} - {""}
         assert meant - {"MODEL"} <= known, each.names
-        assert meant or each.why
+        assert meant or each.why or each.variable
     flags = [flag for each in FOREIGN for flag in each.flags]
     assert len(flags) == len(set(flags))

@@ -146,6 +146,22 @@ def test_sentencepiece_equals_the_algorithm():
         assert tokenizer.decode(ids) == " " + text
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_rendered_conversation_is_a_prompt_with_one_first_token(is_added):
+    """Whether the tokenizer adds it or the template alone writes it."""
+    built = build_tokenizer(sentencepiece_metadata(**{"tokenizer.ggml.add_space_prefix": False}), "test")
+    tokenizer = Tokenizer(
+        built.backend,
+        eos_token_ids=[2],
+        bos_token_id=1,
+        add_bos=is_added,
+        chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    rendered = tokenizer.render_chat([{"role": "user", "content": "ab"}])
+    ids = tokenizer.encode(tokenizer.as_prompt(rendered))
+    assert ids == tokenizer.encode_chat([{"role": "user", "content": "ab"}]) == [1, 263]
+
+
 def test_bos_and_space_flags_of_the_file():
     def encode(text, **changes):
         built = build_tokenizer(sentencepiece_metadata(**changes), "test")

@@ -11,6 +11,11 @@ from typer.testing import CliRunner
 from tests.server.conftest import Server
 from tidemill import LLM
 from tidemill.cli.main import app
+from tidemill.frontend.sampling_defaults import SamplingDefaults
+from tidemill.server.body import parse
+from tidemill.server.llamacpp import CompletionOptions
+from tidemill.server.openai_types import ChatRequest, CompletionRequest
+from tidemill.server.responses_types import ResponseRequest
 
 # top_k 1 is greedy at any temperature, so that a lost default shows in the text.
 CONFIG = {"do_sample": True, "temperature": 5.0, "top_k": 1, "repetition_penalty": 1.3, "max_new_tokens": 12}
@@ -61,6 +66,31 @@ def test_a_given_parameter_counts_and_the_others_stay(with_defaults, expected):
     assert chat(with_defaults, top_k=0, seed=1) != expected
     assert chat(with_defaults, repetition_penalty=1.0, max_tokens=40) != chat(with_defaults, max_tokens=40)
     assert chat(with_defaults, temperature=0) == expected  # greedy, with the penalty
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": HI}),
+        (CompletionRequest, {"prompt": "hi"}),
+        (ResponseRequest, {"input": "hi"}),
+        (CompletionOptions, {}),
+    ],
+)
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1])  # llama.cpp's is unsigned
+def test_minus_one_is_any_seed_though_there_is_a_default_one(kind, body, seed):
+    def drawn(**more):
+        asked = parse(kind, json.dumps(body | more).encode())
+        asked = (
+            parse(CompletionRequest, json.dumps({"prompt": "", **asked.sampling()}).encode())
+            if kind is CompletionOptions
+            else asked
+        )
+        return SamplingDefaults(seed=5).fill(asked.params(), 100).seed
+
+    assert drawn() == drawn(seed=None) == 5
+    assert drawn(seed=7) == 7
+    assert len({drawn(seed=seed) for _ in range(4)} | {-1, 5, 2**32 - 1}) == 7
 
 
 def test_limit_of_answers(with_defaults):

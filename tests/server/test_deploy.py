@@ -45,7 +45,7 @@ def pod() -> dict[str, Any]:
 
 def unit() -> dict[str, str]:
     lines = [line for line in (DEPLOY / "tidemill.service").read_text().splitlines() if "=" in line and not line.startswith("#")]
-    return dict(line.split("=", 1) for line in lines)
+    return dict(line.split("=", 1) for line in lines if not line.startswith("Environment="))
 
 
 COMMANDS = {
@@ -99,6 +99,29 @@ def test_nothing_runs_as_root():
     for name in DOCKERFILES:
         assert instruction(name, "USER") == "tidemill"
         assert f"--uid {pod()['securityContext']['runAsUser']} " in (DEPLOY / name).read_text()
+
+
+def test_what_is_written_has_a_place():
+    """The root is read-only: the home folder, data and downloads are in the volume."""
+    state = f"/var/lib/{unit()['StateDirectory']}"
+    variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", (DEPLOY / "tidemill.service").read_text(), re.MULTILINE))
+    assert variables["HOME"] == state == unit()["WorkingDirectory"]
+    assert variables["HF_HOME"].startswith(state)
+    assert compose()["volumes"][0].split(":")[1] == state
+    assert state in [mount["mountPath"] for mount in pod()["containers"][0]["volumeMounts"]]
+    for name in DOCKERFILES:
+        text = (DEPLOY / name).read_text()
+        assert instruction(name, "VOLUME") == instruction(name, "WORKDIR") == state
+        assert f"--home-dir {state} " in text
+        assert all(path.startswith(state) for path in re.findall(r"(?:HF_HOME|_DIR)=(\S+)", text))
+
+
+def test_images_have_compiled_kernels_and_what_triton_needs():
+    for name in DOCKERFILES:
+        assert "kernels/native/*.so" in (DEPLOY / name).read_text()
+    cuda = (DEPLOY / "Dockerfile.cuda").read_text()
+    assert {"python3-dev", "gcc", "libc6-dev"} <= set(cuda.split())
+    assert not re.search(r"^FROM .* AS ", cuda, re.MULTILINE)  # one stage: the compiler stays
 
 
 def test_kubernetes_names_agree():

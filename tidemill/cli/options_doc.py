@@ -47,8 +47,9 @@ _SECTIONS = {
 _FOREIGN = """## Flags of vLLM, SGLang and llama.cpp
 
 Commands also take these flags. Most mean the same as one of ours. What changes no answer and has no counterpart is accepted
-with a note; what would change answers is refused with the reason. Underscores count as hyphens. They are flags only: variables
-and config files take our names. More in [migrating.md](migrating.md).
+with a note; what would change answers is refused with the reason. Flags of theirs that are not in the table are refused, too;
+where there is something like them here, the error names it. Underscores count as hyphens. They are flags only: variables and
+config files take our names. More in [migrating.md](migrating.md).
 
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import re
 from collections import Counter
 from collections.abc import Coroutine
@@ -205,7 +206,7 @@ def _served(settings: Settings) -> list[Served]:
 def _named(text: str) -> tuple[list[str], str]:
     """NAME,ALIAS=MODEL: the names, if there are any, and the model."""
     names, is_named, model = text.partition("=")
-    if not is_named or Path(text).expanduser().exists():
+    if not is_named or os.path.exists(Path(text).expanduser()):
         return [], text
     found = [name.strip() for name in names.split(",")]
     if not model or not all(found):

@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tidemill.cli.foreign import option_for
+from tidemill.cli.foreign import hint
 from tidemill.cli.options import ALIASES, BY_NAME, CONFIG, OPTIONS, Option
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError
@@ -114,8 +114,8 @@ class ModelTable:
         for name, given in table.items():
             option = known.get(name.replace("-", "_"))
             if option is None:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                fix = f"Did you mean {nearest.replace('_', '-')}?"
+                names = {one.name for one in known.values()}
+                fix = _instead(name, names)
                 raise ConfigError(f"A [[models]] table of {path} sets {name!r}, which is not an option of a model.", fix=fix)
             value = option.read(given, f"{name} in [[models]] of {path}")
             if option is ALIASES:
@@ -125,6 +125,13 @@ class ModelTable:
         if "model" not in engine:
             raise ConfigError(f"A [[models]] table of {path} names no model.", fix='Add model = "PATH" to it.', param=_MODELS)
         return ModelTable(engine, aliases, path)
+
+
+def _instead(key: str, options: Collection[str]) -> str:
+    """What to write for a key that is no option."""
+    key = key.replace("_", "-")
+    near = difflib.get_close_matches(key, options, n=1, cutoff=0.6)
+    return hint(key, options) or (f"Did you mean {near[0]}?" if near else "docs/options.md lists them.")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -144,8 +151,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     for name, value in table.items():
         key = name.replace("-", "_")
         if key not in known:
-            nearest = option_for(key) or known[difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]]
-            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=f"Did you mean {nearest}?", param=name)
+            fix = _instead(name, known.values())
+            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=fix, param=name)
         if key in found:
             raise ConfigError(f"{path} sets {known[key]} twice, with hyphens and with underscores.", fix="Keep one of them.")
         found[key] = value

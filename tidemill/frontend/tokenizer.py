@@ -173,6 +173,10 @@ class Tokenizer:
         text = self._render(messages, **how)
         return self.chat_template.control.unmark(text) if self._marks and self.chat_template is not None else text
 
+    def as_prompt(self, rendered: str) -> str:
+        """A rendered conversation as `encode` wants it, which puts the first token before a text itself."""
+        return rendered.removeprefix(self._bos_text) if self._before else rendered
+
     def _render(
         self,
         messages: Sequence[dict[str, Any]],

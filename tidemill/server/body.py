@@ -7,14 +7,15 @@ header x-tidemill-ignored; a field that would change the output and is not suppo
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import UserDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
@@ -30,10 +31,23 @@ MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
 MAX_PARTS = 2**16  # objects, lists and members
 MAX_ITEMS = 2**20
 _MAX_MISTAKES = 1000  # that are looked at one by one
+_EVENT = {  # of a stream: its schema is that of each
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _BY_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send for web pages
 _NEXT_PART_WITHIN_S = 20.0
 _ALL_WITHIN_S = 120.0
 UPLOAD_WITHIN_S = 3600.0
+
+
+def _drawn(seed: int) -> int:
+    """-1, or the same as an unsigned number, asks for any seed (vLLM, llama.cpp), also where the server has a default one."""
+    return secrets.randbits(53) if seed in (-1, 2**32 - 1) else seed
+
+
+Seed = Annotated[int, AfterValidator(_drawn)]
 
 
 class NotJSON(InvalidRequest):
@@ -130,7 +144,7 @@ class _Schema(UserDict):
         schema = self._model.model_json_schema()
         made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
         if "stream" in self._model.model_fields:
-            made["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+            made["responses"] = {"200": {"content": {"text/event-stream": {"schema": _EVENT}}}}
         return made
 
 

@@ -16,13 +16,12 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import MAX_STOPS, SamplingParams
-from tidemill.server.body import Body, parse
+from tidemill.server.body import Body, Seed, parse
 from tidemill.server.openai_types import NEUTRAL, CompletionRequest
 from tidemill.server.openai_writers import CompletionWriter
 from tidemill.server.service import Service
 from tidemill.wire import Delta, PromptProgress, Timings, TokenLogprobs
 
-_NO_SEEDS = (-1, 2**32 - 1)  # both mean: any
 # Refused unless they are off.
 _OFF = (
     "mirostat", "tfs_z", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_n_sigma", "min_keep", "n_indent",
@@ -49,7 +48,7 @@ class Options(Body):
     repeat_last_n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     # Refused unless they are off.
     mirostat: int | None = None
@@ -71,7 +70,7 @@ class Options(Body):
             if given is not None and given not in NEUTRAL[name]:
                 off = " or ".join(str(value).lower() for value in NEUTRAL[name])
                 raise InvalidRequest(f"{name} is not supported.", fix=f"Leave it out, or give {off}.", param=name)
-        same = ("top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+        same = ("top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "seed")
         made = {name: value for name in same if (value := getattr(self, name)) is not None}
         if self.temperature is not None:
             made["temperature"] = max(self.temperature, 0.0)  # below 0 is greedy, too
@@ -79,8 +78,6 @@ class Options(Body):
             made["top_k"] = max(self.top_k, 0)
         if self.repeat_penalty is not None:
             made["repetition_penalty"] = self.repeat_penalty
-        if self.seed is not None and self.seed not in _NO_SEEDS:
-            made["seed"] = self.seed
         if self.stop:
             made["stop"] = self.stop
         return made if self.repeat_last_n is None else made | {"repeat_last_n": max(self.repeat_last_n, -1)}

@@ -376,8 +376,9 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/apply-template", openapi_extra=schema_of(ChatMessages))
     async def apply_template(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, str]:
+        """For /completion, which puts the first token before it."""
         service = models.of(body.model)
-        return {"prompt": await service.render_chat(body.conversation(), **body.how())}
+        return {"prompt": service.tokenizer.as_prompt(await service.render_chat(body.conversation(), **body.how()))}
 
     @router.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:

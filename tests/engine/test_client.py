@@ -10,6 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from tests.fragile import DEADLY, GATED, Fragile
+from tests.helpers import LONG_S
 from tidemill.config import EngineOptions
 from tidemill.engine import client as client_module
 from tidemill.engine import inbox as inbox_module
@@ -22,8 +23,6 @@ from tidemill.events import Aborted, EngineRestarted, Finished, KernelsFellBack,
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Submit
-
-LONG_S = 240.0  # for states that a test waits for: far more than they take
 
 
 async def until(state):

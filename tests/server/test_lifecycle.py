@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from tests.fragile import GATED, Fragile
+from tests.helpers import LONG_S
 from tests.server.conftest import Server
-
-LONG_S = 240.0  # for states that a test waits for: far more than they take
 
 
 def until(state: Callable[[], object]) -> None:
@@ -173,7 +172,7 @@ def ask(server: Server, number: int, length: int) -> tuple[list[str], str]:
     """A streamed response, greedy or seeded by turns: its pieces, and its end."""
     body = {"prompt": f"number {number}", "max_tokens": length, "ignore_eos": True, "stream": True, "seed": number}
     pieces, end = [], ""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"temperature": number % 2}, timeout=LONG_S) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"temperature": number % 2}) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             end = line or end
@@ -219,7 +218,7 @@ def test_a_taken_port_and_a_wrong_model_are_told_at_once(tiny_folder, server):
 
 def stream(server: Server, **body: object):
     body = {"prompt": [GATED, 5], "max_tokens": 400, "ignore_eos": True, "stream": True} | body
-    return httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LONG_S)
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=body)
 
 
 def test_a_stopping_server_refuses_new_requests_and_finishes_old_ones(tiny_folder, fragile):
@@ -260,7 +259,7 @@ def test_cancellation_by_id_and_deadline(tiny_folder, fragile):
     until(lambda: server.gauge("requests_running") == 0)
     fragile.close_gate()
     body = {"prompt": [GATED, 5], "max_tokens": 400, "ignore_eos": True, "timeout": 0.02}
-    late = httpx.post(f"{server.url}/v1/completions", json=body, timeout=LONG_S)
+    late = httpx.post(f"{server.url}/v1/completions", json=body)
     assert late.status_code == 408
     assert late.json()["error"]["type"] == "deadline_exceeded"
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "timeout": 0}).status_code == 400

@@ -19,7 +19,7 @@ ADMIN, KEY = "an-admin-key-for-tests", "a-plain-key-for-tests"
 
 class Client(httpx.Client):
     def __init__(self, url: str, key: str = ADMIN) -> None:
-        super().__init__(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+        super().__init__(base_url=url, headers={"Authorization": f"Bearer {key}"})
 
     def load(self, name: str, path: Path, **more: object) -> httpx.Response:
         return self.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more})

@@ -119,15 +119,15 @@ async def kill_engines(server: Server, num: int, rng: random.Random, responses: 
         num_before = metrics(server)["engine_restarts_total"]
         os.kill(rng.choice(server.engine_pids()), signal.SIGKILL)
         while metrics(server)["engine_restarts_total"] == num_before:  # one that is killed while it starts is no restart
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
 
 
 async def settled(server: Server, num_restarts: int) -> dict[str, float]:
-    for _ in range(int(LONG_S / 0.05)):
+    for _ in range(int(LONG_S / 0.2)):
         told = metrics(server)
         if told["requests_running"] == told["requests_waiting"] == 0 and told["engine_restarts_total"] == num_restarts:
             return told
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
     raise AssertionError(f"it does not come to rest: {told}")
 
 

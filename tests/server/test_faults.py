@@ -19,18 +19,11 @@ import pytest
 
 from tests.fragile import DEADLY, GATED, Fragile
 from tests.helpers import LONG_S
-from tests.server.conftest import Server, behind_our_protocol
+from tests.server.conftest import Server, behind_our_protocol, until
 from tests.server.test_chaos import metrics
 from tidemill.server import protocol
 
 PLAIN = {"prompt": "the tide", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-
-
-def until(state):
-    end = time.monotonic() + LONG_S
-    while not state():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 def post(body, path="/v1/completions"):

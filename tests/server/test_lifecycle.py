@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,14 +17,7 @@ import pytest
 
 from tests.fragile import GATED, Fragile
 from tests.helpers import LONG_S
-from tests.server.conftest import Server
-
-
-def until(state: Callable[[], object]) -> None:
-    end = time.monotonic() + LONG_S
-    while not state():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.02)
+from tests.server.conftest import Server, until
 
 
 def is_gone(pid: int) -> bool:

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from tests.server.browser import Browser, needs_chromium
-from tests.server.conftest import Server
-from tests.server.test_lifecycle import until
+from tests.server.conftest import Server, until
 from tidemill.errors import ConfigError
 from tidemill.server.listen import Listen
 

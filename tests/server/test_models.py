@@ -11,8 +11,7 @@ import pytest
 
 from tests.fragile import GATED, Fragile
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
-from tests.server.conftest import Server
-from tests.server.test_lifecycle import until
+from tests.server.conftest import Server, until
 from tidemill import LLM
 from tidemill.sampling import SamplingParams
 

@@ -7,7 +7,9 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
+import contextlib
 import shutil
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers import byte_tokenizer, llama_of_gguf, make_llama, thinking_tokenizer
+from tests import interpreted
+from tests.helpers import LONG_S, byte_tokenizer, llama_of_gguf, make_llama, thinking_tokenizer
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 
@@ -25,6 +28,13 @@ torch.set_num_threads(1)  # as in the engine; the other core is another worker's
 machine.settle_vector_math()  # references are made with torch, too
 if native.lib:
     native.lib.set_threads(2)
+with contextlib.suppress(ImportError):  # without Triton, tests of its kernels are skipped
+    interpreted.replace_language_once()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Servers may be slow, and 5 s are the default: an object that all functions of httpx share.
+for _name in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, LONG_S)
 # A client of httpx reads all certificates of the Web, 50 ms each time, and tests have thousands that talk plain HTTP.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 # A busy machine is slow, not wrong: requests have no time limit of their own, only the tests have (pytest-timeout).

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 from typer.testing import CliRunner
 
-from tests.helpers import byte_tokenizer, make_llama
+from tests.helpers import LONG_S, byte_tokenizer, make_llama
 from tidemill.cli.main import app
 from tidemill.config import fmt_bytes
 from tidemill.engine.client import EngineClient
@@ -26,7 +26,7 @@ KEY = "a-key-that-nobody-may-see"
 
 def tidemill(*arguments: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tidemill", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, **options)
 
 
 @pytest.fixture

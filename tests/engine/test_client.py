@@ -10,6 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from tests.fragile import DEADLY, GATED, Fragile
+from tests.helpers import LONG_S
 from tidemill.config import EngineOptions
 from tidemill.engine import client as client_module
 from tidemill.engine import inbox as inbox_module
@@ -23,13 +24,11 @@ from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Submit
 
-LONG_S = 240.0  # for states that a test waits for: far more than they take
-
 
 async def until(state):
     async with asyncio.timeout(LONG_S):
         while not state():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
 
 
 def request(name, length=40, prompt=(1, 2, 3), **params):
@@ -65,20 +64,59 @@ def fragile(tmp_path, monkeypatch):
     return Fragile(tmp_path, monkeypatch)
 
 
+class Shared:
+    """One fragile engine for the tests after which it is as before. What one of them asked for is over when the next begins."""
+
+    def __init__(self, folder, weaknesses):
+        self.fragile, self._loop, self._seen, self._all = weaknesses, asyncio.Runner(), [], []
+        self._client = EngineClient(on_events=self._note, stall_s=LONG_S)
+        self._loop.run(self._client.start(EngineOptions(model=str(folder), threads=1)))
+
+    def _note(self, events):
+        self._seen.extend(events)
+        self._all.extend(events)
+
+    def run(self, test):
+        self.fragile.close_gate()
+        self._seen.clear()
+        self._loop.run(test(self._client, self._seen))
+        self.fragile.open_gate()
+        self._loop.run(until(self._is_at_rest))
+
+    def _is_at_rest(self):
+        begun, ended = (sum(isinstance(event, kind) for event in self._all) for kind in (Submitted, Finished | Aborted))
+        return begun == ended and not self._client.num_pending
+
+    def close(self):
+        self._loop.run(self._client.close())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        made = Shared(tiny_folder, Fragile(tmp_path_factory.mktemp("fragile"), patch))
+        yield made
+        made.close()
+
+
 def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder):
     async def test(client, seen):
         undisturbed = await collect(client, "before", n=3, seed=5, length=300)
         going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
         await until(lambda: any(client._pending["after"].outputs if "after" in client._pending else ()))
+        client._stall_s = 1.0
         os.kill(client._link._process.pid, signal.SIGSTOP)
+        await until(lambda: any(isinstance(event, EngineRestarted) for event in seen))
+        client._stall_s = LONG_S  # the next one may be slow
         assert await asyncio.wait_for(going, LONG_S) == undisturbed
         assert "no step in" in next(event for event in seen if isinstance(event, EngineRestarted)).reason
         assert not client.num_pending
 
-    run(test, tiny_folder, stall_s=1.0)
+    run(test, tiny_folder, stall_s=LONG_S)
 
 
-def test_idle_time_does_not_count_as_a_stall(tiny_folder, fragile):
+def test_idle_time_does_not_count_as_a_stall(shared):
     """A client reads slowly what was computed long ago; then a step takes long. The engine had no work in between."""
 
     async def test(client, seen):
@@ -90,28 +128,30 @@ def test_idle_time_does_not_count_as_a_stall(tiny_folder, fragile):
             going = asyncio.create_task(collect(client, "gated", prompt=[GATED, 0]))
             await until(lambda: client._stalled_s > 0)
             assert client._stalled_s <= 2 * client_module._WATCH_EVERY_S
-            fragile.open_gate()
+            shared.fragile.open_gate()
             await going
             rest = [delta async for delta in deltas]
         assert sum(len(delta.token_ids) for delta in [first, *rest]) == 10
         assert client.num_restarts == 0
 
-    run(test, tiny_folder)
+    shared.run(test)
 
 
-def test_a_stall_takes_longer_where_steps_take_longer(tiny_folder, fragile):
+def test_a_stall_takes_longer_where_steps_take_longer(shared, monkeypatch):
     async def test(client, _):
         config, step_s = client.ready.config, client.ready.step_s
-        assert client.stall_limit_s == max(1.0, config.token_budget * step_s) > 0
+        client._longest_step_s = 0.0
+        assert client.stall_limit_s == max(client._stall_s, config.token_budget * step_s) > 0
         going = asyncio.create_task(collect(client, "gated", 1, prompt=[GATED, 0]))
         await until(lambda: "gated" in client._pending and client._pending["gated"].is_admitted)
         await asyncio.sleep(0.3)  # the step takes at least this long
-        fragile.open_gate()
+        shared.fragile.open_gate()
         await going
-        await until(lambda: client._longest_step_s > 0)
+        await until(lambda: client._longest_step_s > 0.1)
+        monkeypatch.setattr(client, "_stall_s", 1.0)
         assert client.stall_limit_s >= 20 * client._longest_step_s > 20 * 0.1
 
-    run(test, tiny_folder, stall_s=1.0)
+    shared.run(test)
 
 
 def test_suspects_of_people_are_tried_before_those_of_batches():
@@ -163,11 +203,11 @@ def test_what_is_only_queued_is_no_suspect(tiny_folder, fragile):
     run(test, tiny_folder)
 
 
-def test_deadline_and_cancellation(tiny_folder):
+def test_deadline_and_cancellation(shared):
     async def test(client, _):
         with pytest.raises(DeadlineExceeded, match=r"0\.05 s are over"):
-            await collect(client, "slow", length=400, n=16, timeout_s=0.05)
-        going = asyncio.create_task(collect(client, "long", length=400, n=16))
+            await collect(client, "slow", length=400, n=16, timeout_s=0.05, prompt=[GATED, 2])
+        going = asyncio.create_task(collect(client, "long", length=400, n=16, prompt=[GATED, 2]))
         await until(lambda: client.num_pending)
         assert client.cancel("long", Cancelled("enough"))
         with pytest.raises(Cancelled, match="enough"):
@@ -175,13 +215,14 @@ def test_deadline_and_cancellation(tiny_folder):
         assert not client.cancel("long", Cancelled("enough"))
         with pytest.raises(InvalidRequest, match="too large"):  # what cannot be sent to the engine
             await collect(client, "huge", prompt=(2**70,))
+        shared.fragile.open_gate()
         await collect(client, "next", length=3)
 
-    run(test, tiny_folder)
+    shared.run(test)
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancellation"])
-def test_a_request_that_nobody_reads_is_aborted_at_once(tiny_folder, fragile, how):
+def test_a_request_that_nobody_reads_is_aborted_at_once(shared, how):
     async def test(client, seen):
         deltas = client.submit(request("unread", 400, [GATED, 2]), 0.5 if how == "deadline" else None)
         reading = asyncio.create_task(anext(deltas))  # and no more
@@ -189,7 +230,7 @@ def test_a_request_that_nobody_reads_is_aborted_at_once(tiny_folder, fragile, ho
         if how == "cancellation":
             assert client.cancel("unread", Cancelled("enough"))
         await until(lambda: not client.num_pending)
-        fragile.open_gate()
+        shared.fragile.open_gate()
         await until(lambda: any(isinstance(event, Aborted) for event in seen))
         with contextlib.suppress(DeadlineExceeded, Cancelled):
             await reading  # a delta may have come in time, but then no second one
@@ -197,10 +238,10 @@ def test_a_request_that_nobody_reads_is_aborted_at_once(tiny_folder, fragile, ho
                 await anext(deltas)
         assert not any(isinstance(event, Finished) for event in seen)
 
-    run(test, tiny_folder)
+    shared.run(test)
 
 
-def test_a_reader_that_stops_has_a_bounded_backlog(tiny_folder, monkeypatch):
+def test_a_reader_that_stops_has_a_bounded_backlog(shared, monkeypatch):
     async def test(client, seen):
         async with aclosing(client.submit(request("unread", 400, n=4, logprobs=5))) as deltas:
             await anext(deltas)
@@ -212,7 +253,7 @@ def test_a_reader_that_stops_has_a_bounded_backlog(tiny_folder, monkeypatch):
         assert len((await collect(client, "next", length=400, n=4, logprobs=5))[3]) == 400  # as much, but read
 
     monkeypatch.setattr(inbox_module, "MAX_CELLS", 1000)
-    run(test, tiny_folder)
+    shared.run(test)
 
 
 def test_slower_kernels_are_an_event_of_the_start(tiny_folder, fragile):
@@ -223,7 +264,7 @@ def test_slower_kernels_are_an_event_of_the_start(tiny_folder, fragile):
     run(test, tiny_folder)
 
 
-def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(tiny_folder, fragile):
+def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(shared):
     async def test(client, _):
         expected = await collect(client, "expected", prompt=[5, 6, 7], temperature=0)
         deltas = client.submit(request("same", 400, [GATED, 2]))
@@ -232,10 +273,10 @@ def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(tiny_folder
         await deltas.aclose()
         going = asyncio.create_task(collect(client, "same", prompt=[5, 6, 7], temperature=0))
         await until(lambda: "same" in client._pending)
-        fragile.open_gate()
+        shared.fragile.open_gate()
         assert await going == expected
 
-    run(test, tiny_folder)
+    shared.run(test)
 
 
 def test_an_engine_that_cannot_be_started_again_is_given_up(tiny_folder, monkeypatch):

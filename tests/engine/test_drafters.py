@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from tests.engine.test_client import LONG_S, collect, until
+from tests.engine.test_client import collect, until
 from tests.engine.test_structured import check_random_schemas
-from tests.helpers import Answer, Guesser, draft_core, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.helpers import LONG_S, Answer, Guesser, draft_core, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tidemill import LLM, SamplingParams, events
 from tidemill.config import SPECULATE, EngineOptions
 from tidemill.engine.client import EngineClient

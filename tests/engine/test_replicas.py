@@ -10,7 +10,8 @@ from array import array
 
 import pytest
 
-from tests.engine.test_client import LONG_S, collect, until
+from tests.engine.test_client import collect, until
+from tests.helpers import LONG_S
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.pending import EngineLost

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import KINDS_OF_CACHE, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
+from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
@@ -242,7 +242,7 @@ def test_others_go_on_while_a_page_comes_from_disk(llama, llama_expected, tmp_pa
     filled(llama, tmp_path)
     core = make_core(llama, pages=40, slots=8, folder=tmp_path)
     may_read, read = threading.Event(), page_file.PageFile.read
-    monkeypatch.setattr(page_file.PageFile, "read", lambda *args: (may_read.wait(60), read(*args))[1])
+    monkeypatch.setattr(page_file.PageFile, "read", lambda *args: (may_read.wait(LONG_S), read(*args))[1])
     core.submit(Submit("p0", *PROMPTS["p0"]))
     other = prompt(77)
     core.submit(Submit("other", other, greedy(8)))

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
+from tests.helpers import LONG_S
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, launch, records, sampling, tuning
@@ -613,7 +614,9 @@ build(scaled_attention._attend_prompts_scaled, types, **shape, **some, SINKS=Fal
 @pytest.mark.parametrize("kinds", [["some"], pytest.param(["some", ""], marks=pytest.mark.slow)], ids=["", "plain, too"])
 def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE, *kinds], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *kinds], capture_output=True, text=True, env=environment, timeout=LONG_S
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
+from tests.helpers import LONG_S
 from tidemill.kernels.cuda import expert_blocks, moe
 from tidemill.kernels.cuda.gemm import Tile
 from tidemill.kernels.cuda.launch import compile_only
@@ -262,6 +263,6 @@ if __name__ == "__main__":
 
 def test_every_kernel_compiles_for_hopper(tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=LONG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) == {"_route", "_place", "_combine", "_up_direct", "_down_direct", "_up", "_down"}

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.helpers import LONG_S
+
 NOTE = """
 import numpy as np
 import torch
@@ -89,7 +91,7 @@ assert report.scores.ids.shape == (75, 3) and report.pooled.shape == (16,)
 def run(script, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", NOTE + script], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run([sys.executable, "-c", NOTE + script], capture_output=True, text=True, env=environment, timeout=LONG_S)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import greedy, make_llama, run
+from tests.helpers import LONG_S, greedy, make_llama, run
 from tests.models.test_llama import prompts
 from tests.parallel.test_processes import LAYOUTS, dense, moe
 from tidemill.config import EngineOptions
@@ -24,7 +24,6 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 pytestmark = pytest.mark.slow
-LONG_S = 280.0
 KEY = "0123456789abcdef0123"
 
 

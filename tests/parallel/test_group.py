@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import LONG_S
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels import native
 from tidemill.kernels.native import structs
@@ -41,7 +42,7 @@ def run(size, make, work):
 
 @pytest.fixture(params=["shared", "sockets"])
 def make_group(request, tmp_path):
-    def prepare(size, deadline_s=60.0):
+    def prepare(size, deadline_s=LONG_S):
         if request.param == "shared":
             if native.lib is None:
                 pytest.skip("shared memory needs the compiled kernels")

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from tests.helpers import Answer, greedy, make_llama, run
+from tests.helpers import LONG_S, Answer, greedy, make_llama, run
 from tests.models.test_families import LAYERS, SIZES
 from tests.models.test_llama import prompts
 from tests.models.test_moe import make
@@ -25,7 +25,6 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 pytestmark = pytest.mark.slow
-LONG_S = 280.0
 
 
 # ---- every layout

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from tests.helpers import LONG_S
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
 from tidemill.router.limits import Limits
 
@@ -22,11 +23,9 @@ async def ask(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
 
 
 async def until(condition) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to this")
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def test_turns_of_a_conversation_go_to_one_server_and_conversations_are_spread():

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.helpers import LONG_S
+
 SCRIPT = '''
 import sys
 from pathlib import Path
@@ -57,6 +59,6 @@ def test_steps_with_policies_need_no_kernels_that_start_has_not_made(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "model")], capture_output=True, text=True, env=environment, timeout=280
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "model")], capture_output=True, text=True, env=environment, timeout=LONG_S
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 
+from tests.helpers import LONG_S
 from tidemill.kv.tiers import PageMove, Tier
 from tidemill.runner.page_moves import CpuMover, Outside
 
@@ -15,7 +16,7 @@ class SlowExporter:
         self.may_write, self.written = threading.Event(), []
 
     def write(self, slot, key, page):
-        assert self.may_write.wait(10.0)
+        assert self.may_write.wait(LONG_S)
         self.written.append(page.copy())
         return 1
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 
-from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, run
+from tests.helpers import LONG_S, Guesser, greedy, guess_with, load_model, make_core, run
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401
 from tidemill.config import virtual
 from tidemill.errors import ConfigError
@@ -174,7 +174,7 @@ class Fence:
         self.done = threading.Event()
 
     def synchronize(self):
-        assert self.done.wait(30)
+        assert self.done.wait(LONG_S)
 
 
 def test_memory_is_kept_while_a_step_may_read_it_and_then_used_again():

@@ -16,6 +16,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from tests.helpers import LONG_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="browser tests need chromium and chromedriver on the PATH")
@@ -69,7 +71,7 @@ class Browser:
     def js(self, code: str, *given: Any) -> Any:
         return self.driver.execute_script(code, *given)
 
-    def until(self, code: str, *given: Any, within_s: float = 120) -> Any:
+    def until(self, code: str, *given: Any, within_s: float = LONG_S) -> Any:
         """Waits until an expression of the page is true, and returns it."""
         try:
             return WebDriverWait(self.driver, within_s, 0.05).until(

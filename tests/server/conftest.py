@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
-from tests.helpers import byte_tokenizer, make_llama
+from tests.helpers import LONG_S, byte_tokenizer, make_llama
 from tests.server.scripted import make_scripted
 from tidemill.server.protocol import BoundedProtocol
 
@@ -47,7 +47,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def wait(self) -> Server:
-        for _ in range(2400):
+        for _ in range(int(LONG_S / 0.1)):
             assert self.process.poll() is None, self.process.stdout.read()
             with contextlib.suppress(OSError, httpx.HTTPError):
                 socket.create_connection(("127.0.0.1", self.port)).close()  # much cheaper while nobody listens
@@ -78,9 +78,17 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(240)
+            return self.process.wait(LONG_S)
         finally:
             self.process.kill()
+
+
+def until(state: Callable[[], object]) -> None:
+    """Most states are asked of the server, and ten requests a second do not keep it busy."""
+    end = time.monotonic() + LONG_S
+    while not state():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.1)
 
 
 def command_of(pid: int | str) -> bytes:

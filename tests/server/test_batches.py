@@ -203,7 +203,7 @@ def test_batches_give_way_to_requests_of_people(client, roomy):
     batch = begin(client, "/v1/completions", lines_of("/v1/completions", [LONG] * 200))
     while roomy.gauge("requests_running") < 64:
         time.sleep(0.02)
-    made = httpx.post(f"{roomy.url}/v1/completions", json=LONG | {"max_tokens": 60}, timeout=60).json()
+    made = httpx.post(f"{roomy.url}/v1/completions", json=LONG | {"max_tokens": 60}).json()
     (story,) = httpx.get(f"{roomy.url}/v1/requests/{made['id']}/explain").json()["data"]
     (reason,) = (span["because"] for span in story["spans"] if span["span"] == "decode")
     shared = re.fullmatch(r"\d+ steps for 59 tokens, (?:alone|shared with ([\d.]+) other requests).*", reason)  # or fewer: drafts

@@ -318,7 +318,7 @@ def test_the_engine_is_watched_under_load(browser, roomy):
     def ask(i):
         """Until it was seen, however long the browser takes."""
         body = {"prompt": f"{'a prefix that all have in common ' * 4}{i}", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{roomy.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{roomy.url}/v1/completions", json=body) as response:
             for _ in response.iter_lines():
                 if was_seen.is_set():
                     return
@@ -702,7 +702,7 @@ class Prefixed(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         headers = {name: self.headers[name] for name in ("content-type",) if name in self.headers}
-        with httpx.stream(self.command, self.target + self.path[4:], content=body, headers=headers, timeout=60) as reply:
+        with httpx.stream(self.command, self.target + self.path[4:], content=body, headers=headers) as reply:
             self.send_response(reply.status_code)
             for name in ("content-type", "content-security-policy"):
                 if name in reply.headers:

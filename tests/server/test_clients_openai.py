@@ -369,7 +369,7 @@ def test_a_request_that_waits_gets_headers_and_comments(narrow):
         with httpx.stream("POST", f"{narrow.url}/v1/completions", json=LONG, headers={"X-Request-Id": "long"}) as first:
             held = first.iter_lines()  # kept: when it goes, so does the connection
             next(held)
-            with httpx.stream("POST", f"{narrow.url}{route}", json=body | {"stream": True}, timeout=60) as second:
+            with httpx.stream("POST", f"{narrow.url}{route}", json=body | {"stream": True}) as second:
                 assert second.status_code == 200
                 lines = second.iter_lines()
                 for line in lines:

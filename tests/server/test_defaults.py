@@ -42,7 +42,7 @@ def expected(folder):
 
 
 def post(server: Server, path: str, **body):
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}{path}", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 

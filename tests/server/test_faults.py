@@ -18,19 +18,12 @@ import httpx
 import pytest
 
 from tests.fragile import DEADLY, GATED, Fragile
-from tests.server.conftest import Server, behind_our_protocol
+from tests.helpers import LONG_S
+from tests.server.conftest import Server, behind_our_protocol, until
 from tests.server.test_chaos import metrics
 from tidemill.server import protocol
 
-LONG_S = 240.0  # for states that a test waits for: far more than they take
 PLAIN = {"prompt": "the tide", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-
-
-def until(state):
-    end = time.monotonic() + LONG_S
-    while not state():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 def post(body, path="/v1/completions"):
@@ -82,7 +75,7 @@ def server(shared, fragile):
 @pytest.mark.slow  # tests/engine/test_client.py has this without a server, and so the next one and a folder that is gone
 def test_two_requests_that_kill_the_engine_do_not_end_the_service(server):
     """Nothing else is under way, so no step completes between the deaths."""
-    ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=LONG_S)
+    ask = partial(httpx.post, f"{server.url}/v1/completions")
     undisturbed = ask(json=PLAIN).json()["choices"]
     with ThreadPoolExecutor(2) as pool:
         for reply in list(pool.map(lambda i: ask(json={"prompt": [DEADLY, i], "max_tokens": 5}), range(2))):
@@ -122,7 +115,7 @@ def poor(tiny_folder, temporary):
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limit))
         running = Server(tiny_folder).wait()
-    with httpx.Client(base_url=running.url, timeout=LONG_S) as http:
+    with httpx.Client(base_url=running.url) as http:
         assert http.get("/health").status_code == 200
         yield running, http
     assert running.stop() == 0

@@ -34,7 +34,7 @@ def chat(server, name):
     choice = {"type": "function", "function": {"name": name}} if name else "required"
     tools = [{"type": "function", "function": function} for function in FUNCTIONS]
     body = {"messages": USER, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
     (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
     return call["function"]["name"], json.loads(call["function"]["arguments"])
@@ -44,7 +44,7 @@ def responses(server, name):
     choice = {"type": "function", "name": name} if name else "required"
     tools = [{"type": "function", **function} for function in FUNCTIONS]
     body = {"model": "tiny", "input": "Which way?", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-    reply = httpx.post(f"{server.url}/v1/responses", json=body, timeout=30)
+    reply = httpx.post(f"{server.url}/v1/responses", json=body)
     assert reply.status_code == 200, reply.text
     (call,) = reply.json()["output"]
     return call["name"], json.loads(call["arguments"])
@@ -54,7 +54,7 @@ def messages(server, name):
     choice = {"type": "tool", "name": name} if name else {"type": "any", "disable_parallel_tool_use": True}
     tools = [{"name": function["name"], "input_schema": function["parameters"]} for function in FUNCTIONS]
     body = {"model": "tiny", "messages": USER, "max_tokens": 300, "tools": tools, "tool_choice": choice}
-    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=30)
+    reply = httpx.post(f"{server.url}/v1/messages", json=body)
     assert reply.status_code == 200, reply.text
     (call,) = reply.json()["content"]
     return call["name"], call["input"]
@@ -71,9 +71,9 @@ def test_nested_models(roomy, api, name):
 def test_a_tool_whose_parameters_are_no_schema_is_named(roomy):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
     body = {"model": "tiny", "messages": USER, "tools": [tool], "tool_choice": "required"}
-    error = httpx.post(f"{roomy.url}/v1/chat/completions", json=body, timeout=30).json()["error"]
+    error = httpx.post(f"{roomy.url}/v1/chat/completions", json=body).json()["error"]
     assert "invalid 'parameters' schema" in error["message"]
     assert error["param"] == "tools"
     other = body | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
-    error = httpx.post(f"{roomy.url}/v1/chat/completions", json=other, timeout=30).json()["error"]
+    error = httpx.post(f"{roomy.url}/v1/chat/completions", json=other).json()["error"]
     assert "Tool 'g' not found in tools list" in error["message"]

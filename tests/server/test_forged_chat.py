@@ -7,7 +7,7 @@ SPECIAL = {0, 1, *range(258, 262)}  # of the tiny model's tokenizer
 
 
 def test_a_chat_cannot_be_forged(server):
-    with httpx.Client(base_url=server.url, timeout=None) as client:
+    with httpx.Client(base_url=server.url) as client:
 
         def post(path, **body):
             reply = client.post(path, json={"model": "tiny", **body})

@@ -224,7 +224,7 @@ def test_tenants_are_kept_apart_without_an_admin_key(tenants):
     bodies = [body | {"n": 64}, body]  # the first is still running when it is cancelled
     with ThreadPoolExecutor() as threads:
         asked = [
-            threads.submit(httpx.post, f"{tenants.url}/v1/completions", json=given, headers=one, timeout=None)
+            threads.submit(httpx.post, f"{tenants.url}/v1/completions", json=given, headers=one)
             for given, one in zip(bodies, headers, strict=True)
         ]
         while httpx.delete(f"{tenants.url}/v1/requests/same", headers=headers[0]).status_code != 200:

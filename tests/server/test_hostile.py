@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from tests.helpers import LONG_S
 from tests.server.conftest import Server, behind_our_protocol
 from tests.server.watch import Bystander, percentile, resident_mb
 from tidemill.server import protocol
@@ -105,7 +106,7 @@ def server(tiny_folder, tmp_path_factory):
 def ask(server, path, body, **more):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | more.pop("headers", {})
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=120, **more)
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, **more)
 
 
 def refused(reply, status=400):
@@ -144,7 +145,7 @@ def put(body, path, value):
     return made | {name: put(made.get(name), rest, value)}
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])  # of some ten thousand
+@pytest.mark.parametrize("every", [67, pytest.param(1, marks=pytest.mark.slow)])  # of some ten thousand
 async def test_every_field_takes_any_value_or_refuses_it(server, every):
     spec = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     schemas = {
@@ -162,7 +163,7 @@ async def test_every_field_takes_any_value_or_refuses_it(server, every):
     assert len(bodies) > 3000
     seen: dict[int, int] = {}
     left = iter(bodies[::every])
-    async with httpx.AsyncClient(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers={"Content-Type": "application/json"}) as client:
 
         async def work() -> None:
             for path, body in left:
@@ -290,7 +291,7 @@ def test_compressed_bodies_are_refused(server, coding):
 # ---- as they are written
 
 
-def plainly(server, data, seconds=60.0):
+def plainly(server, data, seconds=LONG_S):
     """What comes back until the server closes, for bytes as they are written."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as raw:
         got = b""
@@ -406,7 +407,7 @@ def test_nobody_is_upgraded(server, upgrade):
 def test_what_has_no_end_is_cut_off(server, opening, endless):
     """A gigabyte is never read."""
     sent = len(opening)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LONG_S) as raw:
         try:
             raw.sendall(opening)
             while sent < 10**9:
@@ -443,11 +444,11 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.setblocking(False)
             await asyncio.get_running_loop().sock_sendall(raw, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
-            await asyncio.wait_for(ended.wait(), 60)
+            await asyncio.wait_for(ended.wait(), LONG_S)
             assert num_sent < 20 * 2**20  # what the two kernels hold
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
-        assert b" 200 " in await asyncio.wait_for(reader.read(), 60)  # and then it is closed
+        assert b" 200 " in await asyncio.wait_for(reader.read(), LONG_S)  # and then it is closed
 
 
 def test_a_body_that_never_ends_is_not_waited_for(server):

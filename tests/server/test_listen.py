@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from tests.server.browser import Browser, needs_chromium
-from tests.server.conftest import Server
-from tests.server.test_lifecycle import LONG_S, until
+from tests.server.conftest import Server, until
 from tidemill.errors import ConfigError
 from tidemill.server.listen import Listen
 
@@ -45,7 +44,7 @@ def test_tls_with_certificates_of_clients(tiny_folder, tmp_path):
     url = server.url.replace("http:", "https:")
     known = ssl.create_default_context(cafile=str(cert))
     known.load_cert_chain(mine, my_key)
-    with httpx.Client(verify=known, timeout=LONG_S) as client:
+    with httpx.Client(verify=known) as client:
         until(lambda: server.process.poll() is not None or answers(client, url))
         reply = client.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True})
         assert reply.text.endswith("data: [DONE]\n\n")
@@ -65,9 +64,11 @@ def test_tls_files_that_cannot_be_used_are_told(tmp_path):
     command = ["openssl", "ec", "-in", str(key), "-aes256", "-passout", "pass:secret", "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True)
     assert Listen(tls_cert=cert, tls_key=key).tls()
-    for wrong in (other, locked, tmp_path / "missing", cert):
+    for wrong in (other, locked, cert):
         with pytest.raises(ConfigError, match="TLS files cannot be used"):
             Listen(tls_cert=cert, tls_key=wrong).tls()
+    with pytest.raises(ConfigError, match=r"no file .*missing.* --tls-key"):
+        Listen(tls_cert=cert, tls_key=tmp_path / "missing").tls()
     with pytest.raises(ConfigError, match="no certificate"):
         Listen(tls_key=key).tls()
 
@@ -78,7 +79,7 @@ def test_a_unix_socket_under_a_root_path(tiny_folder, tmp_path):
     stale.bind(str(path))
     stale.close()
     server = Server(tiny_folder, "--unix-socket", str(path), "--root-path", "/llm/")
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=LONG_S) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
         until(lambda: server.process.poll() is not None or answers(client, "http://localhost/llm"))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert client.get("http://localhost/health").status_code == 200  # by a proxy that takes the prefix off

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import threading
+import time
 
 import httpx
 import pytest
@@ -15,13 +16,13 @@ GREEDY = {"temperature": 0, "n_predict": 12}
 
 
 def ask(server, path, status=200, **body):
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}{path}", json=body)
     assert reply.status_code == status, reply.text
     return reply.json()
 
 
 def events(server, path="/completion", **body):
-    with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}, timeout=60) as reply:
+    with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         return [json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {")]
 
@@ -203,14 +204,14 @@ BAD = [
 def test_bad_requests_are_refused_by_name(roomy):
     for body, param in BAD:
         for stream in (False, True):
-            reply = httpx.post(f"{roomy.url}/completion", json={"prompt": "x", "stream": stream} | body, timeout=60)
+            reply = httpx.post(f"{roomy.url}/completion", json={"prompt": "x", "stream": stream} | body)
             assert reply.status_code in (400, 404), (str(body)[:100], reply.text)
             assert param is None or reply.json()["error"]["param"] == param, (str(body)[:100], reply.text)
 
 
 def test_what_has_no_effect_is_named(roomy):
     body = {"prompt": "x", "n_predict": 1, "cache_prompt": True, "id_slot": 0, "n_keep": 5, "mirostat": 0, "grammar": None}
-    reply = httpx.post(f"{roomy.url}/completion", json=body, timeout=60)
+    reply = httpx.post(f"{roomy.url}/completion", json=body)
     assert reply.status_code == 200
     assert reply.headers["x-tidemill-ignored"] == "cache_prompt, id_slot, n_keep"
 
@@ -279,15 +280,15 @@ def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
         def stream():
             while not leave.is_set():
                 body = {"prompt": "a secret", "stream": True, "ignore_eos": True, "n_predict": 500}
-                httpx.post(f"{running.url}/completion", json=body, headers={"x-api-key": mine}, timeout=60)
+                httpx.post(f"{running.url}/completion", json=body, headers={"x-api-key": mine})
 
         thread = threading.Thread(target=stream)
         thread.start()
         try:
             while not (slot := httpx.get(f"{running.url}/slots", headers=headers).json()[0])["is_processing"]:
-                pass
+                time.sleep(0.02)
             while httpx.get(f"{running.url}/slots?fail_on_no_slot=1", headers=headers).status_code != 503:
-                pass
+                time.sleep(0.02)
         finally:
             leave.set()
             thread.join()

@@ -17,7 +17,7 @@ def server(thinking_folder):
 
 
 def post(server, path, **body):
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}{path}", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 

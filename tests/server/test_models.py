@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from tests.fragile import GATED, Fragile
-from tests.helpers import byte_tokenizer, make_llama
-from tests.server.conftest import Server
-from tests.server.test_lifecycle import LONG_S, until
+from tests.helpers import LONG_S, byte_tokenizer, make_llama
+from tests.server.conftest import Server, until
 from tidemill import LLM
 from tidemill.sampling import SamplingParams
 
@@ -41,7 +40,7 @@ def body_of(model: str, number: int, **more: object) -> dict:
 
 
 def ask(server: Server, model: str, number: int, **more: object) -> str:
-    reply = httpx.post(f"{server.url}/v1/completions", json=body_of(model, number, **more), timeout=LONG_S)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body_of(model, number, **more))
     assert reply.status_code == 200, reply.text
     assert reply.json()["model"] == model
     return reply.json()["choices"][0]["text"]
@@ -110,7 +109,7 @@ def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, 
     # A model that cannot be loaded any more fails alone.
     assert ask(server, "ebb", 1) == expected["ebb", 1]
     away = folders["flow"].rename(folders["flow"].with_name("away"))
-    failed = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1), timeout=LONG_S)
+    failed = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1))
     away.rename(folders["flow"])
     assert failed.status_code == 503
     assert "'flow' cannot be loaded" in failed.json()["error"]["message"]
@@ -127,26 +126,24 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
     server = Server(None, *named(folders), *ONE_AT_A_TIME, "--drain-seconds", str(LONG_S), "--stall-seconds", str(LONG_S)).wait()
     gated = {"model": "ebb", "prompt": [GATED, 5], "max_tokens": 100, "ignore_eos": True, "stream": True}
     with (
-        httpx.stream("POST", f"{server.url}/v1/completions", json=gated, timeout=LONG_S) as busy,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=gated) as busy,
         ThreadPoolExecutor(3) as threads,
     ):
         lines = busy.iter_lines()
         next(lines)
-        late = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1, timeout=0.1), timeout=LONG_S)
+        late = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1, timeout=0.1))
         assert late.status_code == 408
         for wrong in ({"prompt": [9999]}, {"prompt": [5] * 512}, {"max_tokens": 9999}):  # no model is swapped for it
             for stream in (False, True):
                 asked = body_of("flow", 1, stream=stream) | wrong
-                assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=LONG_S).status_code == 400
+                assert httpx.post(f"{server.url}/v1/completions", json=asked).status_code == 400
         for path, more in (("completions", {"prompt": "x"}), ("chat/completions", MESSAGES), ("responses", {"input": "x"}),
                            ("messages", MESSAGES | {"max_tokens": 9})):  # fmt: skip
             asked = {"model": "flow", "stream": True} | more
-            with httpx.stream("POST", f"{server.url}/v1/{path}", json=asked, timeout=LONG_S) as early:
+            with httpx.stream("POST", f"{server.url}/v1/{path}", json=asked) as early:
                 assert early.status_code == 200  # though there is no model yet
         headers = {"x-request-id": "waiting"}
-        waiting = threads.submit(
-            httpx.post, f"{server.url}/v1/completions", json=body_of("flow", 1), headers=headers, timeout=LONG_S
-        )
+        waiting = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body_of("flow", 1), headers=headers)
         until(lambda: httpx.get(f"{server.url}/v1/requests/waiting/explain").status_code == 200)
         explained = httpx.get(f"{server.url}/v1/requests/waiting/explain").json()["data"][0]
         assert explained["status"] == "under way"
@@ -184,11 +181,11 @@ def both(folders, tmp_path_factory):
 def test_the_model_is_chosen_by_name_or_alias_and_an_unknown_name_lists_the_known_ones(both, expected):
     assert len(both.engine_pids()) == 2
     assert ask(both, "flow", 3) == expected["flow", 3]
-    aliased = httpx.post(f"{both.url}/v1/completions", json=body_of("f", 3), timeout=LONG_S).json()
+    aliased = httpx.post(f"{both.url}/v1/completions", json=body_of("f", 3)).json()
     assert (aliased["model"], aliased["choices"][0]["text"]) == ("flow", expected["flow", 3])
     default = body_of("", 3)
     del default["model"]
-    assert httpx.post(f"{both.url}/v1/completions", json=default, timeout=LONG_S).json()["model"] == "ebb"
+    assert httpx.post(f"{both.url}/v1/completions", json=default).json()["model"] == "ebb"
     for path, more in (("chat/completions", {}), ("messages", {"max_tokens": 3}), ("responses", {"input": "x"})):
         body = {"model": "neap", "messages": [{"role": "user", "content": "x"}]} | more
         body = {name: value for name, value in body.items() if name != "messages" or "input" not in more}
@@ -211,7 +208,7 @@ def test_models_are_listed_with_their_aliases_and_states(both):
 
 def test_the_live_view_is_of_one_model(both):
     for query, model in (("", "ebb"), ("?model=flow", "flow")):
-        with httpx.stream("GET", f"{both.url}/v1/engine/live{query}", timeout=LONG_S) as reply:
+        with httpx.stream("GET", f"{both.url}/v1/engine/live{query}") as reply:
             events = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: "))
             assert next(events)["model"] == model
             assert next(events)["models"] == {"ebb": "loaded", "flow": "loaded"}

@@ -47,7 +47,7 @@ def thinker(scripted):
 
 def openai_text(server, **more):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12} | more
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]["content"]
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:latest"])
@@ -68,7 +68,7 @@ def test_chat_whole_and_streamed_is_the_chat_of_the_other_apis(roomy, client, mo
 
 def test_lines_are_json_lines(roomy):
     body = {"model": "tiny", "messages": MESSAGES, "options": GREEDY}
-    reply = httpx.post(f"{roomy.url}/api/chat", json=body, timeout=60)
+    reply = httpx.post(f"{roomy.url}/api/chat", json=body)
     assert reply.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in reply.text.splitlines()]
     assert lines[-1]["done"] is True
@@ -95,7 +95,7 @@ def test_options_are_those_of_the_other_apis(roomy, client):
 def test_what_has_no_effect_is_named(roomy):
     options = {"num_ctx": 2048, "num_gpu": 1, "mirostat": 0, "repeat_last_n": 64, "tfs_z": 1.0, "num_predict": 1}
     body = {"model": "tiny", "messages": MESSAGES, "options": options, "keep_alive": "5m", "stream": False}
-    reply = httpx.post(f"{roomy.url}/api/chat", json=body, timeout=60)
+    reply = httpx.post(f"{roomy.url}/api/chat", json=body)
     assert reply.status_code == 200
     assert reply.headers["x-tidemill-ignored"] == "keep_alive, num_ctx, num_gpu"
 
@@ -121,9 +121,7 @@ BAD = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_are_refused_by_name_in_ollamas_shape(roomy, stream):
     for body, words in BAD:
-        reply = httpx.post(
-            f"{roomy.url}/api/chat", json={"model": "tiny", "messages": MESSAGES, "stream": stream} | body, timeout=60
-        )
+        reply = httpx.post(f"{roomy.url}/api/chat", json={"model": "tiny", "messages": MESSAGES, "stream": stream} | body)
         assert reply.status_code in (400, 404), body
         assert words in reply.json()["error"], (body, reply.text)
         assert reply.headers["content-length"] == str(len(reply.content))
@@ -219,14 +217,14 @@ def test_generate_continues_a_context(roomy, client):
     assert second.context[: len(first.context)] == first.context
     assert second.prompt_eval_count > len(first.context)
     body = {"prompt": second.context[: second.prompt_eval_count], "temperature": 0, "max_tokens": 12}
-    same = httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    same = httpx.post(f"{roomy.url}/v1/completions", json=body).json()["choices"][0]["text"]
     assert second.response == same
 
 
 def test_generate_raw(roomy, client):
     made = client.generate("tiny", "The tide", raw=True, options=GREEDY)
     body = {"prompt": "The tide", "temperature": 0, "max_tokens": 12}
-    assert made.response == httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    assert made.response == httpx.post(f"{roomy.url}/v1/completions", json=body).json()["choices"][0]["text"]
     assert made.context is None
     with pytest.raises(ollama.ResponseError, match="raw"):
         client.generate("tiny", "x", raw=True, system="y")
@@ -267,7 +265,7 @@ def test_embeddings(roomy, client):
     both = client.embed("tiny", ["one", "two"])
     assert len(both.embeddings) == 2
     assert both.prompt_eval_count == 6
-    ours = httpx.post(f"{roomy.url}/v1/embeddings", json={"input": "two"}, timeout=60).json()["data"][0]["embedding"]
+    ours = httpx.post(f"{roomy.url}/v1/embeddings", json={"input": "two"}).json()["data"][0]["embedding"]
     assert list(both.embeddings[1]) == ours
     assert list(client.embed("tiny", "two").embeddings[0]) == ours
     assert list(client.embeddings("tiny", "two").embedding) == ours
@@ -326,9 +324,9 @@ def test_a_body_without_a_type_is_read_unless_a_page_sends_it(roomy):
     """As Ollama's own examples with curl do."""
     body = json.dumps({"model": "tiny", "prompt": "x", "stream": False, "options": {"num_predict": 1}})
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert httpx.post(f"{roomy.url}/api/generate", content=body, headers=form, timeout=60).status_code == 200
+    assert httpx.post(f"{roomy.url}/api/generate", content=body, headers=form).status_code == 200
     for page in ({"origin": roomy.url}, {"sec-fetch-site": "cross-site"}):
-        refused = httpx.post(f"{roomy.url}/api/generate", content=body, headers=form | page, timeout=60)
+        refused = httpx.post(f"{roomy.url}/api/generate", content=body, headers=form | page)
         assert refused.status_code == 415
         assert "application/json" in refused.json()["error"]
 

@@ -18,13 +18,13 @@ ROUTES = {"/v1/completions": {"prompt": "The tide"}, "/v1/chat/completions": {"m
 
 
 def post(server, path: str, body: dict, status: int = 200) -> dict:
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+    reply = httpx.post(f"{server.url}{path}", json=body)
     assert reply.status_code == status, reply.text
     return reply.json()
 
 
 def chunks(server, path: str, body: dict) -> list[dict]:
-    text = httpx.post(f"{server.url}{path}", json=body | {"stream": True}, timeout=120).text
+    text = httpx.post(f"{server.url}{path}", json=body | {"stream": True}).text
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 

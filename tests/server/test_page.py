@@ -69,7 +69,7 @@ def test_there_is_nothing_else(server, path):
 
 @contextlib.contextmanager
 def watching(server, **headers):
-    with httpx.stream("GET", f"{server.url}/v1/engine/live", headers=headers, timeout=20) as reply:
+    with httpx.stream("GET", f"{server.url}/v1/engine/live", headers=headers) as reply:
         assert reply.status_code == 200
         assert reply.headers["content-type"].startswith("text/event-stream")
         yield (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: "))
@@ -77,7 +77,7 @@ def watching(server, **headers):
 
 def test_the_stream_follows_the_server(server):
     body = {"prompt": "the same prefix of several pages, ", "max_tokens": 400, "ignore_eos": True, "n": 4}
-    asking = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
+    asking = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=body))
     with watching(server) as frames:
         assert next(frames)["num_pages"] > 0
         assert next(frames)["requests"] == []

@@ -29,19 +29,19 @@ def small(roomy_folder):
 
 @pytest.fixture(scope="module")
 def http(tenants):
-    with httpx.Client(base_url=tenants.url, headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=120) as client:
+    with httpx.Client(base_url=tenants.url, headers={"authorization": f"Bearer {KEYS[0]}"}) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def other(tenants):
-    with httpx.Client(base_url=tenants.url, headers={"authorization": f"Bearer {KEYS[1]}"}, timeout=120) as client:
+    with httpx.Client(base_url=tenants.url, headers={"authorization": f"Bearer {KEYS[1]}"}) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def pressed(small):
-    with httpx.Client(base_url=small.url, headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=120) as client:
+    with httpx.Client(base_url=small.url, headers={"authorization": f"Bearer {KEYS[0]}"}) as client:
         yield client
 
 
@@ -218,7 +218,7 @@ def test_a_prompt_cache_by_openais_client(roomy):
     """Named in a chat; a key has no other effect than to retain."""
     client = openai.OpenAI(base_url=f"{roomy.url}/v1", api_key="none", max_retries=0)
     system, ask = [{"role": "system", "content": "Say when the water is high. " * 4}], [{"role": "user", "content": "Brest?"}]
-    made = httpx.post(f"{roomy.url}/v1/prompt_caches", json={"name": "ports", "messages": system}, timeout=60).json()
+    made = httpx.post(f"{roomy.url}/v1/prompt_caches", json={"name": "ports", "messages": system}).json()
     plain = client.chat.completions.create(model="tiny", messages=system + ask, **GREEDY, prompt_cache_key="k")
     named = client.chat.completions.create(model="tiny", messages=ask, **GREEDY, extra_body={"prompt_cache": "ports"})
     assert named.choices[0].message.content == plain.choices[0].message.content

@@ -30,7 +30,7 @@ def ends(thinking_folder):
 
 
 def post(server, body, path="/v1/chat/completions"):
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}{path}", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -64,7 +64,7 @@ def test_streamed_as_whole(server, ends):
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     made = {"content": "", "reasoning": "", "reasoning_content": ""}
     usage = None
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line[6:])

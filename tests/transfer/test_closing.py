@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.helpers import LONG_S
 from tidemill.transfer import nixl
 from tidemill.transfer.base import TransferError
 from tidemill.transfer.shm import SharedSource
@@ -19,7 +20,7 @@ class Agent:
 
     def transfer(self, handle):
         self.began.set()
-        assert self.may_end.wait(10.0)
+        assert self.may_end.wait(LONG_S)
         return "DONE"
 
     def release_xfer_handle(self, handle):
@@ -43,14 +44,14 @@ def test_memory_that_is_read_into_stays_registered(monkeypatch):
     reader = nixl.NixlReader(FakeChannel(), 64, bytes(8))
     reading = threading.Thread(target=reader.read, args=(0, b"k", page))
     reading.start()
-    assert agent.began.wait(10.0)
+    assert agent.began.wait(LONG_S)
     closing = threading.Thread(target=reader.close)
     closing.start()
     closing.join(0.05)
     assert not agent.calls
     agent.may_end.set()
     for thread in (reading, closing):
-        thread.join(10.0)
+        thread.join(LONG_S)
     assert agent.calls == ["released", "deregistered"]
     with pytest.raises(TransferError, match="gone"):
         reader.read(0, b"k", page)

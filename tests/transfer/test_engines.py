@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.engine.test_tiers import FreeMoves
-from tests.helpers import KINDS_OF_CACHE, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
+from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tidemill import events
 from tidemill.engine import endings
 from tidemill.engine.core import EngineCore
@@ -150,7 +150,7 @@ def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, e
     other = make_core(llama, kv_import="shm:a")
     exporter, may_write = core.runner.mover.outside.exporter, threading.Event()
     write = exporter.write
-    exporter.write = lambda *args: (may_write.wait(60), write(*args))[1]
+    exporter.write = lambda *args: (may_write.wait(LONG_S), write(*args))[1]
     core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))
     deltas = []
     while core.scheduler.has_work:

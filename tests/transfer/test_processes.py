@@ -8,14 +8,13 @@ from contextlib import aclosing
 
 import pytest
 
+from tests.helpers import LONG_S
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.sampling import SamplingParams
 from tidemill.transfer import open as opening
 from tidemill.wire import Resumed, Submit
-
-LONG_S = 240.0
 
 
 async def until(state):

@@ -1,6 +1,7 @@
 /* Kinds whose activations are bytes with a scale for 32 of them (layouts: linear.c). Sums over 32 are whole numbers; those over groups
 are floats, in the order of the groups. */
 #include "linear.h"
+#include "tiles.h"
 
 #define PAIR_ROWS 8 /* of a tile of two panels */
 
@@ -286,19 +287,77 @@ TM_INLINE void tile_pair(const linear_job *j, const uint8_t *codes, const float 
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
 
+#if defined(HAS_TILES)
+#define TILE_ROWS 16
+static const tile_shapes PAIR_SHAPES = {.palette = 1, .row_bytes = {64, 64, [4] = GROUP, GROUP, 64, 64}, .rows = {TILE_ROWS, TILE_ROWS, [4] = TILE_ROWS, TILE_ROWS, GROUP / 4, GROUP / 4}};
+
+#define PAIR_DOTS(sums, xs, codes_of, group)                      \
+    {                                                             \
+        tile_zero(sums);                                          \
+        tile_load(xs, x + (group) * GROUP, j->num_in);            \
+        tile_load(codes_of, codes + (group) * 512, 64);           \
+        tile_dot_signed_unsigned(sums, xs, codes_of);             \
+        tile_store(dots[sums], 64, sums);                         \
+    }
+
+TM_INLINE void scale_pairs(const linear_job *j, const int32_t *dots, const float *scales, long row, long g, f32x16 *acc) {
+    long num_groups = j->num_in / GROUP;
+    const float *xd = j->xd + row * num_groups + g, *xs = j->xs + row * num_groups + g;
+    f32x16 d = f32x16_load(scales + g * 4 * LANES), m = f32x16_load(scales + g * 4 * LANES + 2 * LANES);
+    _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) {
+        acc[r] = f32x16_fma(acc[r], i32x16_to_f32x16(i32x16_load(dots + r * 16)), f32x16_mul1(d, xd[r * num_groups]));
+        acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups]);
+    }
+}
+
+/* As tile_pair, of 16 rows. A group's sums are under way while those of the one before are scaled. */
+static void tile_pair_16(const linear_job *j, const uint8_t *codes, const float *scales, long row, f32x16 *out) {
+    int32_t dots[2][TILE_ROWS * 16] __attribute__((aligned(64)));
+    long num_groups = j->num_in / GROUP;
+    const int8_t *x = j->xq + row * j->num_in;
+    f32x16 acc[TILE_ROWS];
+    _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) acc[r] = f32x16_set(0);
+    PAIR_DOTS(0, 4, 6, 0)
+    for (long g = 0; g < num_groups; g += 2) {
+        if (g + 1 < num_groups) PAIR_DOTS(1, 5, 7, g + 1)
+        scale_pairs(j, dots[0], scales, row, g, acc);
+        if (g + 2 < num_groups) PAIR_DOTS(0, 4, 6, g + 2)
+        if (g + 1 < num_groups) scale_pairs(j, dots[1], scales, row, g + 1, acc);
+    }
+    _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) out[r] = acc[r];
+}
+#else
+#define TILE_ROWS PAIR_ROWS
+#endif
+
+static void store_pair(const linear_job *j, long panel, long row, int n, const f32x16 *values) {
+    f32x8 half[TILE_ROWS];
+    for (int upper = 0; upper < 2; upper++) {
+        for (int r = 0; r < n; r++) half[r] = f32x16_half(values[r], upper);
+        store_tile(j, panel + upper, row, n, half);
+    }
+}
+
 static void pair_q4(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
-    for (long row = 0, n; row < j->num_rows; row += n) {
-        f32x16 values[PAIR_ROWS];
-        f32x8 half[PAIR_ROWS];
+    f32x16 values[TILE_ROWS];
+    long row = 0;
+#if defined(HAS_TILES)
+    if (has_tiles) {
+        tiles_begin(&PAIR_SHAPES);
+        for (; row + TILE_ROWS <= j->num_rows; row += TILE_ROWS) {
+            tile_pair_16(j, codes, scales, row, values);
+            store_pair(j, panel, row, TILE_ROWS, values);
+        }
+        tiles_end();
+    }
+#endif
+    for (long n; row < j->num_rows; row += n) {
         long left = j->num_rows - row;
         if (left >= PAIR_ROWS) tile_pair(j, codes, scales, row, n = PAIR_ROWS, values);
         else if (left >= 4) tile_pair(j, codes, scales, row, n = 4, values);
         else if (left >= 2) tile_pair(j, codes, scales, row, n = 2, values);
         else tile_pair(j, codes, scales, row, n = 1, values);
-        for (int upper = 0; upper < 2; upper++) {
-            for (int r = 0; r < n; r++) half[r] = f32x16_half(values[r], upper);
-            store_tile(j, panel + upper, row, (int)n, half);
-        }
+        store_pair(j, panel, row, (int)n, values);
     }
 }
 #else

@@ -420,6 +420,7 @@ TM_INLINE f32x8 f32x16_half(f32x16 x, int upper) {
 #define HAS_PAIRS 1 /* of panels, by vectors of 16 */
 typedef __m512i i32x16, u8x64;
 TM_INLINE u8x64 u8x64_load(const void *p) { return _mm512_loadu_si512(p); }
+TM_INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
 TM_INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
 TM_INLINE i32x16 i32x16_dot_unsigned(i32x16 acc, u8x64 w, i8x16 x, int f) {
     int32_t four;

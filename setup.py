@@ -16,6 +16,7 @@ NAMES = (
     "linear_tokens",
     "rows",
     "attention",
+    "attention_tiles",
     "kvquant",
     "policy_attention",
     "moe",
@@ -45,7 +46,7 @@ setup(
             f"tidemill.kernels.native.{name}",
             SOURCES,
             depends=[
-                f"{FOLDER}/{name}.h" for name in ("simd", "tiles", "tidemill", "linear", "kv_codes")
+                f"{FOLDER}/{name}.h" for name in ("simd", "tiles", "tidemill", "linear", "attention", "kv_codes")
             ],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],

@@ -2,8 +2,7 @@
 
 Keys are taken in blocks of 64 positions, counted from the request's first token, and 16 query rows at a time, which are the lanes of a
 vector: scores are [key][row], as keys lie in the cache row by row; sums are [dimension][row], of values that are transposed once for all
-rows. Queries and probabilities are float32, each the sum of two numbers in bfloat16. The first has its upper bits and the second is
-rounded: what is lost is 2^-16 of it. Every sum is one chain of operations in an order that positions give, and an instruction adds up
+rows. Queries and probabilities are sums of two numbers in bfloat16 each, which differ from the float32 by 2^-18 of it at most. Every sum is one chain of operations in an order that positions give, and an instruction adds up
 each number of its result alone: bits do not depend on other rows, on tiles, on pages or on the rest of the batch. A request that
 decodes takes the same way. */
 #include "attention.h"
@@ -50,10 +49,10 @@ TM_INLINE void transpose(__m512i x[16]) {
     }
 }
 
-/* What is left of x without its upper 16 bits, so that its own upper bits are rounded. */
+/* x rounded to its upper 16 bits, whatever the lower ones then are; and what is left of it, the same way. */
+TM_INLINE __m512i high_part(f32x16 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); }
 TM_INLINE __m512i low_part(f32x16 x) {
-    f32x16 high = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
-    return _mm512_add_epi32(_mm512_castps_si512(_mm512_sub_ps(x, high)), _mm512_set1_epi32(0x8000));
+    return high_part(f32x16_sub(x, _mm512_castsi512_ps(_mm512_and_si512(high_part(x), _mm512_set1_epi32((int)0xffff0000)))));
 }
 TM_INLINE __m512i upper_halves(__m512i a, __m512i b) { /* of a, then of b */
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_srli_epi32(a, 16))), _mm512_cvtepi32_epi16(_mm512_srli_epi32(b, 16)), 1);
@@ -69,7 +68,7 @@ static void put_queries(const float *const *rows, long num_rows, long dim, float
         for (long r = 0; r < ROWS; r++) {
             f32x16 a = r < num_rows ? f32x16_mul1(f32x16_load(rows[r] + i), scale) : f32x16_set(0);
             f32x16 b = r < num_rows ? f32x16_mul1(f32x16_load(rows[r] + i + 16), scale) : f32x16_set(0);
-            high[r] = upper_halves(_mm512_castps_si512(a), _mm512_castps_si512(b));
+            high[r] = upper_halves(high_part(a), high_part(b));
             low[r] = upper_halves(low_part(a), low_part(b));
         }
         transpose(high);
@@ -175,7 +174,7 @@ static f32x16 soften(const float *scores, long num, float *top, float *total, ch
             sum[c] = f32x16_add(sum[c], p[c]);
         }
         for (int c = 0; c < 4; c += 2) {
-            _mm512_storeu_si512(probs + c * 32, pairs(_mm512_castps_si512(p[c]), _mm512_castps_si512(p[c + 1])));
+            _mm512_storeu_si512(probs + c * 32, pairs(high_part(p[c]), high_part(p[c + 1])));
             _mm512_storeu_si512(probs + KEYS * ROWS * 2 + c * 32, pairs(low_part(p[c]), low_part(p[c + 1])));
         }
     }

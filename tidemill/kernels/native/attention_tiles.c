@@ -2,9 +2,9 @@
 
 Keys are taken in blocks of 64 positions, counted from the request's first token, and 16 query rows at a time, which are the lanes of a
 vector: scores are [key][row], as keys lie in the cache row by row; sums are [dimension][row], of values that are transposed once for all
-rows. Queries and probabilities are sums of two numbers in bfloat16 each, which differ from the float32 by 2^-18 of it at most. Every sum is one chain of operations in an order that positions give, and an instruction adds up
-each number of its result alone: bits do not depend on other rows, on tiles, on pages or on the rest of the batch. A request that
-decodes takes the same way. */
+rows. Queries and probabilities are sums of two numbers in bfloat16 each, which differ from the float32 by 2^-18 of it at most. Every
+sum is one chain of operations in an order that positions give, and an instruction adds up each number of its result alone: bits do not
+depend on other rows, on tiles, on pages or on the rest of the batch. A request that decodes takes the same way. */
 #include "attention.h"
 #include "tiles.h"
 

@@ -68,17 +68,16 @@ def test_a_layer_computes_what_its_spec_says(kind):
         first += new
 
 
+@pytest.mark.parametrize("page_size", [4, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 128), (16, 1, 32)])
-def test_the_size_of_a_tile_and_of_a_page_changes_no_bit(monkeypatch, heads, kv_heads, dim):
+def test_the_size_of_a_tile_changes_no_bit(monkeypatch, page_size, heads, kv_heads, dim):
+    scene = Scene([(300, 1), (0, 70), (90, 64), (0, 5)], heads, kv_heads, dim, page_size, "compiled", "bfloat16")
     results = []
-    for page_size in (4, 16, 64):
-        scene = Scene([(300, 1), (0, 70), (90, 64), (0, 5)], heads, kv_heads, dim, page_size, "compiled", "bfloat16")
-        for num_rows in (heads // kv_heads, 7 * heads // kv_heads, 32, 192):
-            monkeypatch.setattr(native_attention, "_MIN_TILE_ROWS", num_rows)
-            monkeypatch.setattr(native_attention, "_MAX_TILE_ROWS", num_rows)
-            results.append(scene.run())
-    assert all(torch.equal(result, results[0]) for result in results[1:4])
-    assert all(torch.allclose(result, results[0], atol=2e-5) for result in results)  # random numbers differ with pages
+    for num_rows in (heads // kv_heads, 7 * heads // kv_heads, 32, 192):
+        monkeypatch.setattr(native_attention, "_MIN_TILE_ROWS", num_rows)
+        monkeypatch.setattr(native_attention, "_MAX_TILE_ROWS", num_rows)
+        results.append(scene.run())
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

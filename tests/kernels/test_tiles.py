@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.test_attention import KINDS, Scene
+from tests.kernels.test_attention import KINDS, LAYER, Scene
 from tests.kernels.test_quantized_linear import random_codes
 from tidemill.kernels import native, native_attention
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.quantized_linear import QuantizedPanels
+from tidemill.kernels.trees import Paths
 
 pytestmark = pytest.mark.skipif(native.lib is None or not native.lib.has_tiles, reason="no AMX here")
 REQUESTS = [(0, 1), (130, 1), (63, 1), (64, 1), (0, 40), (100, 33), (0, 2), (511, 3), (7, 100)]
@@ -113,3 +114,27 @@ def test_heads_that_no_token_chose_are_zero():
     assert torch.equal(some[:10], whole[:10])
     assert not some[10:, 3:6].any()
     assert torch.equal(some[10:, 6:], whole[10:, 6:])
+
+
+def test_a_layer_that_sees_both_ways():
+    requests = [(0, 1), (0, 20), (0, 100), (0, 64)]
+    scene = Scene(requests, 6, 2, 32, 16, "compiled", "bfloat16", is_bidirectional=True)
+    out = scene.run()
+    assert torch.allclose(out, torch.cat(scene.expected), atol=2e-5)
+    assert torch.equal(scene.run([2]), out[21:121])
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_tokens_of_a_tree_lie_elsewhere(page_size):
+    """The same keys and values in other places of the sequence's pages: the same bits."""
+    scene = Scene([(70, 1)], 9, 3, 64, page_size, "compiled", "bfloat16")
+    plain, places = scene.run(), [78, 75, 79, 74, 77]  # of positions 66 .. 70
+    old = scene.slots(0, torch.arange(71))
+    kept = scene.kv.cache[old // page_size, LAYER, :, :, old % page_size].clone()
+    scene.kv.tables[0][0, : 80 // page_size] = torch.arange(1, 80 // page_size + 1, dtype=torch.int32)
+    new = scene.slots(0, torch.tensor([*range(66), *places]))
+    scene.kv.cache[new // page_size, LAYER, :, :, new % page_size] = kept
+    step = scene.backend.plan(
+        np.array([0]), np.array([70]), np.array([1]), torch.tensor([70]), new[None, -1:], Paths.of([(66, places)])
+    )
+    assert torch.equal(step.attend(LAYER, scene.qkv[0].flatten(1), scene.learned), plain)

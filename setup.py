@@ -10,11 +10,13 @@ FOLDER = "tidemill/kernels/native"
 HASH = runpy.run_path(f"{FOLDER}/sources.py")["source_hash"](Path(FOLDER))
 NAMES = (
     "pool",
+    "tiles",
     "linear",
     "linear_codes",
     "linear_tokens",
     "rows",
     "attention",
+    "attention_tiles",
     "kvquant",
     "policy_attention",
     "moe",
@@ -44,7 +46,7 @@ setup(
             f"tidemill.kernels.native.{name}",
             SOURCES,
             depends=[
-                f"{FOLDER}/{name}.h" for name in ("simd", "tidemill", "linear", "linear_codes", "linear_tokens", "kv_codes")
+                f"{FOLDER}/{name}.h" for name in ("simd", "tiles", "tidemill", "linear", "attention", "kv_codes")
             ],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],

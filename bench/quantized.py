@@ -1,7 +1,7 @@
 """Decode speed of quantized checkpoints on this CPU, each layout beside llama.cpp's nearest type: same shape, interleaved.
 
     .venv/bin/python bench/quantized.py --llama VENV [--threads 2] [--rounds 5] [--layouts gptq,nf4]
-    .venv/bin/python bench/quantized.py --kernels [--rounds 15]      one matrix by one row, our formats among themselves
+    .venv/bin/python bench/quantized.py --kernels [--rounds 60]      one matrix by one row, our formats among themselves
 
 The models are random Llamas of one shape (4 layers of 2048, feed-forward 5632): their codes are drawn, not quantized, as only
 speed is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds of turns.
@@ -193,11 +193,13 @@ def run(arguments: argparse.Namespace) -> None:
     report({key: statistics.median(seen) for key, seen in values.items()}, wanted, arguments.threads)
 
 
-COPIES = 16  # matrices one below the other: more than the caches hold, as in a model, and a call's own time counts little
+COPIES = 32  # matrices one below the other: more than the caches hold, as in a model, and a call's own time counts little
 
 
 def kernels(rounds: int) -> None:
-    """A matrix of the feed-forward by one row, formats taking turns, one thread's own time; bytes are random."""
+    """A matrix of the feed-forward by one row, formats taking turns, one thread's own time; bytes are random.
+
+    The time that a tenth of the calls keeps within: other processes take caches and bandwidth, which only adds to it."""
     import torch
 
     from tidemill.kernels import native
@@ -217,12 +219,14 @@ def kernels(rounds: int) -> None:
         for name, (kind, per_byte, scales) in made.items()
     }
     x_TK, seen = torch.randn(1, HIDDEN), {name: [] for name in weights}
+    out = torch.zeros(num_out)  # once: fresh memory would cost a fault a page
     for _ in range(rounds):
         for name, (kind, codes, scales) in weights.items():
             begin = time.thread_time()
-            native.lib.linear(kind, x_TK, codes.ctypes.data, scales.ctypes.data, None, num_out)
+            places = codes.ctypes.data, scales.ctypes.data, None, num_out, out.data_ptr()
+            assert not native.lib._linear(kind, x_TK.data_ptr(), 1, HIDDEN, *places)
             seen[name].append((time.thread_time() - begin) / COPIES * 1e6)
-    middle = {name: statistics.median(values) for name, values in seen.items()}
+    middle = {name: sorted(values)[len(values) // 10] for name, values in seen.items()}
     print(f"| {INNER} x {HIDDEN}, one row | us | bytes | GB/s | / Q4_0 | / Q4_1 |\n|---|---|---|---|---|---|")
     for name, (_, codes, scales) in weights.items():
         num_bytes, us = (codes.nbytes + scales.nbytes) // COPIES, middle[name]

@@ -29,7 +29,7 @@ needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 def test_they_are_built_where_a_compiler_is():
     if shutil.which("gcc") and "this CPU lacks" not in native.why and "none for" not in native.why:
         assert native.lib is not None, native.why
-        assert machine.detect().kernels in ("neon", "avx2", "avx512")
+        assert machine.detect().kernels in ("neon", "avx2", "avx512", "avx512 with AMX")
 
 
 def test_without_them_the_machine_says_why(monkeypatch):

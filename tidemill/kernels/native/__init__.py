@@ -129,6 +129,9 @@ class Library(StreamCalls, ExchangeCalls):
         self._set_threads = lib.tm_set_threads
         self._set_threads.argtypes = [_INT]
         self.num_threads = 1
+        self._use_tiles = lib.tm_use_tiles
+        self._use_tiles.argtypes = [_INT]
+        self.use_tiles(True)
         self._linear = lib.tm_linear
         self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._norm = lib.tm_add_rms_norm
@@ -201,6 +204,11 @@ class Library(StreamCalls, ExchangeCalls):
         """The calling thread counts as one. Returns how many there are."""
         self.num_threads = int(self._set_threads(num_threads))
         return self.num_threads
+
+    def use_tiles(self, wanted: bool) -> bool:
+        """Whether AMX is used from now on: where the CPU has it and the system lets this process use it."""
+        self.has_tiles = bool(self._use_tiles(wanted))
+        return self.has_tiles
 
     def linear(
         self, kind: int, x_TK: torch.Tensor, codes: int, scales: int | None, bias: int | None, num_out: int
@@ -479,7 +487,8 @@ def _load() -> tuple[Library | None, str]:
             path = Path(__file__).with_name(name + suffix)
             if path.is_file():
                 try:
-                    return Library(path), name.removeprefix("_")
+                    library = Library(path)
+                    return library, name.removeprefix("_") + (" with AMX" if library.has_tiles else "")
                 except (OSError, AttributeError) as error:
                     problem = f"{path.name} cannot be loaded: {error}"
                 break

@@ -9,17 +9,13 @@ being one chain of operations: bits depend on the query's position and the token
 
 #include <limits.h>
 #include <math.h>
-#include <stddef.h>
 
+#include "attention.h"
 #include "kv_codes.h"
-#include "simd.h"
-#include "tidemill.h"
 
 #define BLOCK 32
-#define MAX_TILE_ROWS 192
 #define FEW 4    /* query rows up to which keys and values are read where they lie */
 #define MANY 6   /* query rows of a register tile otherwise */
-#define LOG2_E 1.44269504f
 
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
 typedef struct {
@@ -36,7 +32,10 @@ typedef struct {
 } tile;
 
 /* Of a thread: a block of keys and values, a tile's queries and sums, and a block as KVQuant gives it. */
-static long scratch_bytes(long dim) { return 2 * (2 * BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float); }
+static long scratch_bytes(long dim) {
+    long bytes = 2 * (2 * BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float), of_tiles = tiles_scratch_bytes(dim);
+    return bytes > of_tiles ? bytes : of_tiles;
+}
 
 static void rotate(float *x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
@@ -53,11 +52,6 @@ static void norm(float *x, const float *weight, float eps, long dim) {
     for (long i = 0; i < dim; i += 8) f32x8_store(x + i, f32x8_mul(f32x8_mul1(f32x8_load(x + i), factor), f32x8_load(weight + i)));
 }
 
-TM_INLINE long row_bytes(long dim, int format) {
-    static const int bits[] = {32, 16, 16, 8, 4, 4, 3};
-    return dim * bits[format] / 8;
-}
-
 static void put(char *row, const float *x, long dim, int format) {
     if (format == TM_KV_BF16)
         for (long i = 0; i < dim; i += 8) f32x8_store_bf16((uint16_t *)row + i, f32x8_load(x + i));
@@ -65,11 +59,6 @@ static void put(char *row, const float *x, long dim, int format) {
         for (long i = 0; i < dim; i += 8) f32x8_store_f16((uint16_t *)row + i, f32x8_load(x + i));
     else
         memcpy(row, x, dim * sizeof(float));
-}
-
-/* A scale of a page, of a head's token; in four bits the offset follows. */
-TM_INLINE uint16_t *scale_at(const tm_step *s, const char *scales, long page, long head, long offset) {
-    return (uint16_t *)(scales + page * s->page_bytes) + ((head * s->page_size + offset) << (s->kv_format == TM_KV_INT4));
 }
 
 static void enter_token(void *arg, long token, int thread) {
@@ -104,23 +93,9 @@ static void enter_token(void *arg, long token, int thread) {
 /* A block of keys or values: where each position's numbers lie. */
 typedef const char *block_rows[BLOCK];
 
-TM_INLINE f32x8 load(const char *row, long i, int format) {
-    if (format == TM_KV_F16) return f32x8_load_f16((const uint16_t *)row + i);
-    return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
-}
-
-TM_INLINE long place_of(const tm_places *w, long position) { return position < w->base ? position : w->path[position - w->base]; }
-
-/* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
-static void find_rows(const tm_step *s, long dim, const char *cache, const tm_places *w, long head, long first, long num, block_rows rows) {
-    long num_bytes = row_bytes(dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size); /* a power of two */
-    for (long i = 0; i < num;) {
-        long position = place_of(w, first + i), offset = position & (s->page_size - 1);
-        long left = first + i >= w->base ? 1 : w->base - first < num ? w->base - first - i : num - i;
-        long run = s->page_size - offset < left ? s->page_size - offset : left;
-        const char *row = cache + w->pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
-        for (long end = i + run; i < end; i++, row += num_bytes) rows[i] = row;
-    }
+/* As find_rows, of a whole block: rows past the last repeat it; they are read, never used. */
+static void find_block(const tm_step *s, long dim, const char *cache, const tm_places *w, long head, long first, long num, block_rows rows) {
+    find_rows(s, dim, cache, w, head, first, num, rows);
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
@@ -147,24 +122,6 @@ static void find_scales(const tm_step *s, const char *scales, const tm_places *w
         long position = i < num ? place_of(w, first + i) : 0;
         uint32_t bits = i < num ? (uint32_t)*scale_at(s, scales, w->pages[position >> shift], head, position & last) << 16 : 0;
         memcpy(to + i, &bits, 4);
-    }
-}
-
-/* The same positions, of which the hardware does not know that they come next: pages lie anywhere. */
-static void prefetch(const tm_step *s, const tm_layer *l, const tm_attention_job *j, const int32_t *pages, long head, long first, long num) {
-    long num_bytes = row_bytes(l->head_dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size);
-    for (long i = 0; i < num;) {
-        long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
-        long page = pages[position >> shift], at = page * s->page_bytes + ((head << shift) + offset) * num_bytes;
-        for (long line = 0; line < run * num_bytes; line += 64) {
-            __builtin_prefetch(j->keys + at + line);
-            __builtin_prefetch(j->values + at + line);
-        }
-        if (l->key_scales) {
-            __builtin_prefetch(scale_at(s, l->key_scales, page, head, offset));
-            __builtin_prefetch(scale_at(s, l->value_scales, page, head, offset));
-        }
-        i += run;
     }
 }
 
@@ -423,15 +380,6 @@ static void soften_rows(float *scores, int n, float *top, float *total, float *s
     }
 }
 
-/* softcap * tanh(score / softcap), for all of `n` rows. */
-static void cap(float *scores, int n, float softcap) {
-    f32x8 one = f32x8_set(1), two = f32x8_set(2);
-    for (long i = 0; i < n * BLOCK; i += 8) {
-        f32x8 power = f32x8_exp(f32x8_mul1(f32x8_load(scores + i), 2 / softcap)); /* infinite at most: then tanh is 1 */
-        f32x8_store(scores + i, f32x8_mul1(f32x8_sub(one, f32x8_div(two, f32x8_add(power, one))), softcap));
-    }
-}
-
 /* Position of the last key that a row sees. */
 TM_INLINE long last_key(const tile *t, long row) { return t->reach >= 0 ? t->reach : t->start + row / t->group; }
 
@@ -441,14 +389,6 @@ static void add_bias(const tile *t, long row, long first, float *scores) {
     const float *bias = t->bias + row % t->group * t->bias_stride + first - (t->start + row / t->group);
     for (long k = 0; k < BLOCK; k += 8)
         f32x8_store(scores + k, f32x8_fma(f32x8_load(scores + k), f32x8_load(bias + k), f32x8_set(LOG2_E)));
-}
-
-/* Whether a value of keys `from` .. num - 1 is not finite: 0 times it is not 0. */
-static int has_broken(const block_rows values, long from, long num, long dim, int format) {
-    f32x8 sum = f32x8_set(0);
-    for (long k = from > 0 ? from : 0; k < num; k++)
-        for (long i = 0; i < dim; i += 8) sum = f32x8_fma(sum, load(values[k], i, format), f32x8_set(0));
-    return f32x8_sum(sum) != 0;
 }
 
 /* As mix_rows, but of keys that a row does not see nothing is read: the same bits. */
@@ -480,7 +420,7 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
             COPIED_SCORES[size](q, copied, dim, n, scores);
         else
             SCORES[format][size](q, keys, dim, n, scores);
-        if (t->softcap) cap(scores, n, t->softcap);
+        if (t->softcap) cap(scores, n * BLOCK, t->softcap);
         if (t->bias)
             for (int r = 0; r < n && row + r < t->num_biased; r++) add_bias(t, row + r, first, scores + r * BLOCK);
         if (t->window && first <= last - t->window)
@@ -507,11 +447,6 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     }
 }
 
-/* Whether a token chose a KV head with its query heads. A score that is no number counts as one that did. */
-static int is_chosen(const tm_attention_job *j, long token, long head) {
-    return !j->chosen || !(j->chosen[token * j->layer->num_kv_heads + head] <= 0);
-}
-
 /* Zeros for the tokens of a tile that did not choose a head. Returns whether any did. */
 static int clear_unchosen(const tm_attention_job *j, long first, long len, long head) {
     long num_chosen = 0, width = j->layer->num_heads / j->layer->num_kv_heads * j->layer->head_dim;
@@ -528,6 +463,10 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
     long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
     if (j->chosen && !clear_unchosen(j, first_token, len, head)) return;
     if (!l->is_bidirectional) end = start + len;
+    if (tiles_serve(s, l)) {
+        attend_with_tiles(j, first_token, len, start, end, where, head, tm_scratch(thread, 1, scratch_bytes(dim)));
+        return;
+    }
     int format = l->quant ? TM_KV_F32 : (int)s->kv_format, has_codes = l->key_scales && !l->quant, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
@@ -561,8 +500,8 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         block_rows keys, values;
         code_block codes;
         long num = end - first < BLOCK ? end - first : BLOCK;
-        find_rows(s, dim, j->keys, where, head, first, num, keys);
-        find_rows(s, dim, j->values, where, head, first, num, values);
+        find_block(s, dim, j->keys, where, head, first, num, keys);
+        find_block(s, dim, j->values, where, head, first, num, values);
         if (first + BLOCK < end) prefetch(s, l, j, where->pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);

@@ -150,19 +150,26 @@ void run_panels(void *arg, long task, int thread) {
     long fours = j->num_in / GROUP, num_groups = (fours + j->group - 1) / j->group;
     long num_halves = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0;
     /* Without memory for the unpacked codes, the packed ones give the same result. */
-    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, how->span * fours * 256 + num_halves * (long)sizeof(float)) : NULL;
-    uint8_t *wide_codes = (uint8_t *)(wide_scales + num_halves);
-    for (; panel < end; panel += how->span) {
+    long most = how->pair && end - panel > 1 ? 2 : how->span;
+    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, most * (fours * 256 + num_halves * (long)sizeof(float))) : NULL;
+    uint8_t *wide_codes = (uint8_t *)(wide_scales + most * num_halves);
+    for (long num; panel < end; panel += num) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * fours * how->code_bytes;
-        const void *scales = (const char *)j->scales + panel * num_groups * how->scale_bytes;
+        const char *scales = (const char *)j->scales + panel * num_groups * how->scale_bytes;
+        num = how->span;
         if (j->num_rows == 1) {
             how->single(j, panel, codes, scales);
         } else if (!wide_scales) {
             how->packed(j, panel, codes, scales);
         } else {
-            for (long i = 0; i < num_halves; i += LANES) f32x8_store(wide_scales + i, f32x8_load_f16((const uint16_t *)scales + i));
-            if (how->unpack) how->unpack(j, codes, wide_codes);
-            how->wide(j, panel, how->unpack ? wide_codes : codes, num_halves ? wide_scales : scales);
+            num = how->pair && panel + 2 <= end ? 2 : how->span;
+            long parts = how->pair ? num : 1; /* whose vectors take turns */
+            for (long p = 0; p < parts; p++) {
+                const uint16_t *halves = (const uint16_t *)(scales + p * num_groups * how->scale_bytes);
+                for (long i = 0; i < num_halves; i += LANES) f32x8_store(wide_scales + i * parts + p * LANES, f32x8_load_f16(halves + i));
+                if (how->unpack) how->unpack(j, codes + p * fours * how->code_bytes, wide_codes + p * 32, 32 * parts);
+            }
+            (parts > 1 ? how->pair : how->wide)(j, panel, how->unpack ? wide_codes : codes, num_halves ? (const void *)wide_scales : scales);
         }
     }
 }
@@ -188,7 +195,7 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
         tm_parallel(num_rows, num_rows < 4 ? num_rows : 1, j.how->quantize, &j);
     }
     long per_thread = (j.num_panels + tm_num_threads() - 1) / tm_num_threads();
-    long span = j.how ? j.how->span : 1;
+    long span = !j.how ? 1 : j.how->pair ? 2 : j.how->span;
     j.panels_per_task = ((per_thread > 8 ? per_thread / 8 : 1) + span - 1) / span * span;
     tm_parallel((j.num_panels + j.panels_per_task - 1) / j.panels_per_task, 1, run_panels, &j);
     return 0;

@@ -50,12 +50,13 @@ struct linear_kind {
     panel_function single;  /* of one row */
     panel_function packed;  /* of any number of rows, as the codes are */
     panel_function wide;    /* of unpacked codes: with many rows, a panel is unpacked once instead of once a tile */
-    void (*unpack)(const linear_job *job, const uint8_t *codes, uint8_t *to); /* NULL: codes are bytes */
+    void (*unpack)(const linear_job *job, const uint8_t *codes, uint8_t *to, long stride); /* stride: from a vector of 32 codes to the next. NULL: codes are bytes */
     int code_bytes;         /* of 32 columns of a panel */
     int scale_bytes;        /* of a group of a panel */
     int has_half_scales;    /* float16, which `wide` takes as floats */
     int has_table, is_token; /* a table before the scales; one scale of activations for a whole row */
     int span;               /* panels whose codes share bytes, which a function computes together; the last of them may be missing */
+    panel_function pair;    /* as wide, of two panels whose vectors of codes and of scales take turns; NULL: there is none */
 };
 
 extern const linear_kind linear_codes[], linear_tokens[]; /* Q8 .. GT4; W8 .. T2 */

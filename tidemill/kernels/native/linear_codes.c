@@ -1,6 +1,9 @@
 /* Kinds whose activations are bytes with a scale for 32 of them (layouts: linear.c). Sums over 32 are whole numbers; those over groups
 are floats, in the order of the groups. */
 #include "linear.h"
+#include "tiles.h"
+
+#define PAIR_ROWS 8 /* of a tile of two panels */
 
 static const int8_t MX4_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4 || kind == S4 || kind >= G4; }
@@ -256,25 +259,130 @@ SINGLE_OF(single_gt4, single_g, GT4)
 PANEL_OF(panel_gt4, tile_g, GT4, 0)
 PANEL_OF(wide_g4, tile_g, G4, 1)
 
-TM_INLINE void unpack_codes(const linear_job *j, int kind, const uint8_t *codes, uint8_t *to) {
-    for (long g = 0; g < j->num_in / GROUP; g++, to += 256)
+#if defined(HAS_PAIRS)
+#define PAIR_BYTES(at, half, f)                                                                 \
+    {                                                                                           \
+        u8x64 w = u8x64_load(codes + at * 64);                                                  \
+        for (int r = 0; r < n; r++) dot[r] = i32x16_dot_unsigned(dot[r], w, half[r], f);        \
+    }
+
+/* As tile_q of Q4, unpacked, of two panels. */
+TM_INLINE void tile_pair(const linear_job *j, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
+    long num_groups = j->num_in / GROUP;
+    const int8_t *x = j->xq + row * j->num_in;
+    const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+    f32x16 acc[PAIR_ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x16_set(0);
+    for (long g = 0; g < num_groups; g++, x += GROUP, codes += 512, scales += 4 * LANES) {
+        i32x16 dot[PAIR_ROWS];
+        i8x16 first[PAIR_ROWS], second[PAIR_ROWS];
+        for (int r = 0; r < n; r++) dot[r] = i32x16_zero();
+        for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
+        PAIR_BYTES(0, first, 0) PAIR_BYTES(1, first, 1) PAIR_BYTES(2, first, 2) PAIR_BYTES(3, first, 3)
+        PAIR_BYTES(4, second, 0) PAIR_BYTES(5, second, 1) PAIR_BYTES(6, second, 2) PAIR_BYTES(7, second, 3)
+        f32x16 d = f32x16_load(scales), m = f32x16_load(scales + 2 * LANES);
+        for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], i32x16_to_f32x16(dot[r]), f32x16_mul1(d, xd[r * num_groups + g]));
+        for (int r = 0; r < n; r++) acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups + g]);
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+#if defined(HAS_TILES)
+#define TILE_ROWS 16
+static const tile_shapes PAIR_SHAPES = {.palette = 1, .row_bytes = {64, 64, [4] = GROUP, GROUP, 64, 64}, .rows = {TILE_ROWS, TILE_ROWS, [4] = TILE_ROWS, TILE_ROWS, GROUP / 4, GROUP / 4}};
+
+#define PAIR_DOTS(sums, xs, codes_of, group)                      \
+    {                                                             \
+        tile_zero(sums);                                          \
+        tile_load(xs, x + (group) * GROUP, j->num_in);            \
+        tile_load(codes_of, codes + (group) * 512, 64);           \
+        tile_dot_signed_unsigned(sums, xs, codes_of);             \
+        tile_store(dots[sums], 64, sums);                         \
+    }
+
+TM_INLINE void scale_pairs(const linear_job *j, const int32_t *dots, const float *scales, long row, long g, f32x16 *acc) {
+    long num_groups = j->num_in / GROUP;
+    const float *xd = j->xd + row * num_groups + g, *xs = j->xs + row * num_groups + g;
+    f32x16 d = f32x16_load(scales + g * 4 * LANES), m = f32x16_load(scales + g * 4 * LANES + 2 * LANES);
+    _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) {
+        acc[r] = f32x16_fma(acc[r], i32x16_to_f32x16(i32x16_load(dots + r * 16)), f32x16_mul1(d, xd[r * num_groups]));
+        acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups]);
+    }
+}
+
+/* As tile_pair, of 16 rows. A group's sums are under way while those of the one before are scaled. */
+static void tile_pair_16(const linear_job *j, const uint8_t *codes, const float *scales, long row, f32x16 *out) {
+    int32_t dots[2][TILE_ROWS * 16] __attribute__((aligned(64)));
+    long num_groups = j->num_in / GROUP;
+    const int8_t *x = j->xq + row * j->num_in;
+    f32x16 acc[TILE_ROWS];
+    _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) acc[r] = f32x16_set(0);
+    PAIR_DOTS(0, 4, 6, 0)
+    for (long g = 0; g < num_groups; g += 2) {
+        if (g + 1 < num_groups) PAIR_DOTS(1, 5, 7, g + 1)
+        scale_pairs(j, dots[0], scales, row, g, acc);
+        if (g + 2 < num_groups) PAIR_DOTS(0, 4, 6, g + 2)
+        if (g + 1 < num_groups) scale_pairs(j, dots[1], scales, row, g + 1, acc);
+    }
+    _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) out[r] = acc[r];
+}
+#else
+#define TILE_ROWS PAIR_ROWS
+#endif
+
+static void store_pair(const linear_job *j, long panel, long row, int n, const f32x16 *values) {
+    f32x8 half[TILE_ROWS];
+    for (int upper = 0; upper < 2; upper++) {
+        for (int r = 0; r < n; r++) half[r] = f32x16_half(values[r], upper);
+        store_tile(j, panel + upper, row, n, half);
+    }
+}
+
+static void pair_q4(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
+    f32x16 values[TILE_ROWS];
+    long row = 0;
+#if defined(HAS_TILES)
+    if (has_tiles) {
+        tiles_begin(&PAIR_SHAPES);
+        for (; row + TILE_ROWS <= j->num_rows; row += TILE_ROWS) {
+            tile_pair_16(j, codes, scales, row, values);
+            store_pair(j, panel, row, TILE_ROWS, values);
+        }
+        tiles_end();
+    }
+#endif
+    for (long n; row < j->num_rows; row += n) {
+        long left = j->num_rows - row;
+        if (left >= PAIR_ROWS) tile_pair(j, codes, scales, row, n = PAIR_ROWS, values);
+        else if (left >= 4) tile_pair(j, codes, scales, row, n = 4, values);
+        else if (left >= 2) tile_pair(j, codes, scales, row, n = 2, values);
+        else tile_pair(j, codes, scales, row, n = 1, values);
+        store_pair(j, panel, row, (int)n, values);
+    }
+}
+#else
+#define pair_q4 NULL
+#endif
+
+TM_INLINE void unpack_codes(const linear_job *j, int kind, const uint8_t *codes, uint8_t *to, long stride) {
+    for (long g = 0; g < j->num_in / GROUP; g++, to += 8 * stride)
         for (int f = 0; f < 4; f++) {
             u8x32 low, high;
             split(kind, j->table, u8x32_load(codes + g * 128 + f * 32), &low, &high);
-            u8x32_store(to + f * 32, low);
-            u8x32_store(to + f * 32 + 128, high);
+            u8x32_store(to + f * stride, low);
+            u8x32_store(to + (f + 4) * stride, high);
         }
 }
 
-static void unpack_q4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, Q4, codes, to); }
-static void unpack_mx4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, MX4, codes, to); }
-static void unpack_s4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, S4, codes, to); }
-static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, GT4, codes, to); }
+static void unpack_q4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, Q4, codes, to, stride); }
+static void unpack_mx4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, MX4, codes, to, stride); }
+static void unpack_s4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, S4, codes, to, stride); }
+static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, GT4, codes, to, stride); }
 
 const linear_kind linear_codes[] = {
     [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0, 1},
     [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0, 1},
-    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1},
+    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1, pair_q4},
     [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1},
     [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_q8, unpack_s4, 128, 32, 0, 0, 0, 1},
     [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0, 1},

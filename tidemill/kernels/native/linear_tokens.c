@@ -197,7 +197,8 @@ static __attribute__((noinline)) void panels_t2(const linear_job *j, long panel,
 }
 
 /* To a byte a code, panel by panel. */
-static void unpack_t2(const linear_job *j, const uint8_t *codes, uint8_t *to) {
+static void unpack_t2(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) {
+    (void)stride; /* they are four panels */
     long panel = j->num_in * LANES;
     for (long at = 0; at < panel; at += 32) {
         u8x32 w = u8x32_flip_top(u8x32_load(codes + at));

@@ -411,10 +411,27 @@ TM_INLINE f32x16 f32x16_zero_below(f32x16 x, f32x16 y, float limit) {
 TM_INLINE f32x16 f32x16_exp2_scale(f32x16 p, f32x16 t) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
 }
+TM_INLINE f32x16 f32x16_mul1(f32x16 x, float y) { return _mm512_mul_ps(x, _mm512_set1_ps(y)); }
+TM_INLINE f32x16 f32x16_fma1(f32x16 acc, f32x16 x, float y) { return _mm512_fmadd_ps(x, _mm512_set1_ps(y), acc); }
+TM_INLINE f32x8 f32x16_half(f32x16 x, int upper) {
+    return upper ? _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)) : _mm512_castps512_ps256(x);
+}
+#if defined(__AVX512VNNI__)
+#define HAS_PAIRS 1 /* of panels, by vectors of 16 */
+typedef __m512i i32x16, u8x64;
+TM_INLINE u8x64 u8x64_load(const void *p) { return _mm512_loadu_si512(p); }
+TM_INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
+TM_INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
+TM_INLINE i32x16 i32x16_dot_unsigned(i32x16 acc, u8x64 w, i8x16 x, int f) {
+    int32_t four;
+    memcpy(&four, x + 4 * f, 4);
+    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
+}
+TM_INLINE f32x16 i32x16_to_f32x16(i32x16 x) { return _mm512_cvtepi32_ps(x); }
+#endif
 /* Its eights of lanes, one after the other. */
 TM_INLINE f32x8 f32x16_add_to(f32x8 sum, f32x16 x) {
-    sum = f32x8_add(sum, _mm512_castps512_ps256(x));
-    return f32x8_add(sum, _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+    return f32x8_add(f32x8_add(sum, f32x16_half(x, 0)), f32x16_half(x, 1));
 }
 typedef f32x16 wide;
 #define WIDE 16

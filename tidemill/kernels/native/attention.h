@@ -1,0 +1,87 @@
+/* What attention.c and attention_tiles.c share: where the keys and values of a sequence lie. */
+#ifndef TM_ATTENTION_H
+#define TM_ATTENTION_H
+
+#include <stddef.h>
+
+#include "simd.h"
+#include "tidemill.h"
+
+#define MAX_TILE_ROWS 192
+#define LOG2_E 1.44269504f
+
+TM_INLINE long row_bytes(long dim, int format) {
+    static const int bits[] = {32, 16, 16, 8, 4, 4, 3};
+    return dim * bits[format] / 8;
+}
+
+TM_INLINE f32x8 load(const char *row, long i, int format) {
+    if (format == TM_KV_F16) return f32x8_load_f16((const uint16_t *)row + i);
+    return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
+}
+
+TM_INLINE long place_of(const tm_places *w, long position) { return position < w->base ? position : w->path[position - w->base]; }
+
+/* Positions first .. first + num - 1 of a request, in its pages: where each one's numbers lie. */
+static inline void find_rows(const tm_step *s, long dim, const char *cache, const tm_places *w, long head, long first, long num, const char **rows) {
+    long num_bytes = row_bytes(dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size); /* a power of two */
+    for (long i = 0; i < num;) {
+        long position = place_of(w, first + i), offset = position & (s->page_size - 1);
+        long left = first + i >= w->base ? 1 : w->base - first < num ? w->base - first - i : num - i;
+        long run = s->page_size - offset < left ? s->page_size - offset : left;
+        const char *row = cache + w->pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
+        for (long end = i + run; i < end; i++, row += num_bytes) rows[i] = row;
+    }
+}
+
+/* A scale of a page, of a head's token; in four bits the offset follows. */
+TM_INLINE uint16_t *scale_at(const tm_step *s, const char *scales, long page, long head, long offset) {
+    return (uint16_t *)(scales + page * s->page_bytes) + ((head * s->page_size + offset) << (s->kv_format == TM_KV_INT4));
+}
+
+/* The same positions of keys and values, of which the hardware does not know that they come next: pages lie anywhere. */
+static inline void prefetch(const tm_step *s, const tm_layer *l, const tm_attention_job *j, const int32_t *pages, long head, long first, long num) {
+    long num_bytes = row_bytes(l->head_dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size);
+    for (long i = 0; i < num;) {
+        long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
+        long page = pages[position >> shift], at = page * s->page_bytes + ((head << shift) + offset) * num_bytes;
+        for (long line = 0; line < run * num_bytes; line += 64) {
+            __builtin_prefetch(j->keys + at + line);
+            __builtin_prefetch(j->values + at + line);
+        }
+        if (l->key_scales) {
+            __builtin_prefetch(scale_at(s, l->key_scales, page, head, offset));
+            __builtin_prefetch(scale_at(s, l->value_scales, page, head, offset));
+        }
+        i += run;
+    }
+}
+
+/* softcap * tanh(score / softcap), of `num` scores. */
+static inline void cap(float *scores, long num, float softcap) {
+    f32x8 one = f32x8_set(1), two = f32x8_set(2);
+    for (long i = 0; i < num; i += 8) {
+        f32x8 power = f32x8_exp(f32x8_mul1(f32x8_load(scores + i), 2 / softcap)); /* infinite at most: then tanh is 1 */
+        f32x8_store(scores + i, f32x8_mul1(f32x8_sub(one, f32x8_div(two, f32x8_add(power, one))), softcap));
+    }
+}
+
+/* Whether a value of keys `from` .. num - 1 is not finite: 0 times it is not 0. */
+static inline int has_broken(const char *const *values, long from, long num, long dim, int format) {
+    f32x8 sum = f32x8_set(0);
+    for (long k = from > 0 ? from : 0; k < num; k++)
+        for (long i = 0; i < dim; i += 8) sum = f32x8_fma(sum, load(values[k], i, format), f32x8_set(0));
+    return f32x8_sum(sum) != 0;
+}
+
+/* Whether a token chose a KV head with its query heads. A score that is no number counts as one that did. */
+TM_INLINE int is_chosen(const tm_attention_job *j, long token, long head) {
+    return !j->chosen || !(j->chosen[token * j->layer->num_kv_heads + head] <= 0);
+}
+
+/* attention_tiles.c: as attention_tile, of layers that tiles_serve. */
+int tiles_serve(const tm_step *step, const tm_layer *layer);
+long tiles_scratch_bytes(long dim);
+void attend_with_tiles(const tm_attention_job *j, long first_token, long len, long start, long end, const tm_places *where, long head, void *scratch);
+
+#endif

@@ -8,8 +8,9 @@ import torch
 from torch.testing import assert_close
 
 from tidemill.kernels import native
+from tidemill.kernels.cuda import launch
 from tidemill.kernels.cuda import lora as cuda
-from tidemill.kernels.cuda.gemm import Tile, gemm
+from tidemill.kernels.cuda.gemm import Tile, choice_of, gemm, tile_with_adapters
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.lora import LoraStep, NativeLora, TorchLora, make_tiles
 from tidemill.layers import cuda_lora
@@ -152,9 +153,17 @@ def test_a_matmul_on_a_gpu_adds_adapters(is_gated, tile, monkeypatch):
     assert_close(out, glu_reference(right) if is_gated else right, atol=4e-3, rtol=2e-4)
     plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
     assert torch.equal(out[plain], gemm(x, stored, tile, act=act)[plain])
-    monkeypatch.setattr(cuda, "_MANY", 1)
+    monkeypatch.setattr(cuda, "_MOST_IN_STRETCHES", 1)
     assert torch.equal(gemm(x, stored, tile, act=act, low_rank=made.low_rank(x)), out)
     for row in (4, SLOTS.size - 1):
         made._lists = Lists(SLOTS[row : row + 1], 1)
         alone = x[row : row + 1].clone()
         assert torch.equal(gemm(alone, stored, tile, act=act, low_rank=made.low_rank(alone))[0], out[row])
+
+
+def test_kernels_with_adapters_change_only_where_the_choice_of_tiles_does():
+    """Of each choice one number of tokens is compiled at start."""
+    seen = {}
+    for num in range(1, 5000):
+        kind = tile_with_adapters(num, 6144, 4096), num > cuda._MOST_IN_STRETCHES, num > launch.FEW
+        assert seen.setdefault(choice_of(num), kind) == kind

@@ -29,7 +29,7 @@ ROWS: Final = 16  # of a tile
 RANKS: Final = 16  # of a block
 NO_SLOT: Final = 1 << 30  # of tokens without an adapter
 _STRETCH, _INS, _OUTS = 1024, 128, 128
-_MANY = 512  # tokens, from which on there is work enough without stretches
+_MOST_IN_STRETCHES = 512  # tokens; with more there is work enough without. One of `gemm.CHOICES`, at which kernels may change
 _NO_SLOT = tl.constexpr(NO_SLOT)
 
 
@@ -254,7 +254,7 @@ class CudaLora(LinearLora):
     def low_rank(self, x_TK: torch.Tensor) -> LowRank:
         """For the matmul that is launched next: it begins beside the kernel that is launched here, which has waited for x."""
         num_tokens = x_TK.shape[0]
-        low = self._shrunk(x_TK, num_tokens >= _MANY, EARLY)
+        low = self._shrunk(x_TK, num_tokens > _MOST_IN_STRETCHES, EARLY)
         tensors = self._lists.slots(num_tokens), low, self._up, self._blocks, self._scales, self._ends
         shape = {"PARTS": len(self._outs), "STRETCHES": low.shape[0], "MAX_RANK": self._max_rank, "RANKS": RANKS}
         return LowRank(tensors, shape)

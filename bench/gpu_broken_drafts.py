@@ -48,8 +48,13 @@ def check_broken_drafts() -> None:
     expected = ask(core("off"), requests)
     known = {tuple(prompt): expected[name][0] for name, (prompt, _) in requests.items()}
     drafted = guess_with(core("auto"), Poison(known, 1.0))
-    for _ in range(3):  # later rounds take pages of the first
+    assert drafted.drafting is not None
+    for sure in (0.9, 1e-30, 1e-30):  # later rounds take pages of the first; steps follow such drafts
+        drafted.drafting.sure = sure
         assert ask(drafted, requests) == expected
+    drafted.drafting = None
+    assert ask(drafted, requests) == expected
+    assert not drafted.runner.cache[1:].isnan().any(), "a page that was given up holds NaN"
     print("Drafts that are NaN: right")
 
 

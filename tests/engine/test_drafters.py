@@ -4,19 +4,23 @@ import asyncio
 import random
 
 import pytest
+import torch
 
 from tests.engine.test_client import collect, until
 from tests.engine.test_structured import check_random_schemas
 from tests.helpers import LONG_S, Answer, Guesser, draft_core, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tidemill import LLM, SamplingParams, events
 from tidemill.config import SPECULATE, EngineOptions
+from tidemill.config.drafts import HEADS
 from tidemill.engine.client import EngineClient
 from tidemill.events import EngineRestarted
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.runner.spec.heads import Target, new_head
+from tidemill.runner.spec.stored import save_draft
 from tidemill.wire import Submit
 
-# Those that need no trained heads; "random" guesses any token, "often" is right for most.
-NAMES = ("random", "often", "ngram", "suffix", "auto", "draft-model", "itself")
+# "random" guesses any token, "often" is right for most; heads are not trained.
+NAMES = ("random", "often", "ngram", "suffix", "auto", "draft-model", "itself", *HEADS)
 ADJUSTED = SamplingParams(
     temperature=1.0, presence_penalty=0.4, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=24, seed=-7, logprobs=2,
     min_tokens=9, stop_token_ids=tuple(range(0, 250, 3)), logit_bias={5: 2.0}, bad_word_ids=((7, 9), (11,)),
@@ -58,13 +62,35 @@ def models(tmp_path_factory):
     return made
 
 
+def save_heads(model, folder):
+    """Of every kind, in a folder each."""
+    target, size = Target(model, torch.arange(200)), model.config.hidden_size
+    about = {"least_probability": 0.0, "draft_cost": 0.1, "step_costs": [1.0, 1.05, 1.1, 1.15, 1.2, 1.25]}
+    exits = {f"exit/exit-{layer}": new_head("exit", size, {"layer": layer}) for layer in (1, 2)}
+    kinds = {"medusa": new_head("medusa", size), "eagle": new_head("eagle", size), "exit": new_head("exit", size, {"layer": 2})}
+    for name, head in {**kinds, **exits}.items():
+        save_draft(folder / name, head, target, about)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heads(models, tmp_path_factory):
+    return save_heads(models[0], tmp_path_factory.mktemp("heads"))
+
+
+def with_heads(name, folder):
+    return {"speculate": name, "draft_heads": str(folder / name.partition("-")[0]), "adaptive_drafts": False}
+
+
 @pytest.fixture(scope="module")
 def expected(models):
     return {name: run(make_core(models[0], speculate="off", **options), REQUESTS) for name, options in OPTIONS.items()}
 
 
-def core_with(name, models, answers, **options):
+def core_with(name, models, heads, answers, **options):
     """Every draft is verified."""
+    if name in HEADS:
+        return make_core(models[0], **with_heads(name, heads), max_drafts=5, **options)
     if name in ("draft-model", "itself"):
         return draft_core(models[0], models[name == "draft-model"], **options)
     if name in SPECULATE:
@@ -81,16 +107,16 @@ def core_with(name, models, answers, **options):
         for key in OPTIONS
     ],
 )
-def test_tokens_and_logprobs(models, expected, name, options):
+def test_tokens_and_logprobs(models, heads, expected, name, options):
     """And again: some learn from outputs."""
-    core = core_with(name, models, expected[options], **OPTIONS[options])
+    core = core_with(name, models, heads, expected[options], **OPTIONS[options])
     for _ in range(2):
         assert run(core, REQUESTS) == expected[options]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_preempted_at_any_time(models, expected, name):
-    core, draw = core_with(name, models, expected[""], token_budget=64), random.Random(1)
+def test_preempted_at_any_time(models, heads, expected, name):
+    core, draw = core_with(name, models, heads, expected[""], token_budget=64), random.Random(1)
     answers = {key: Answer() for key in expected[""]}
     for key, (prompt, params) in REQUESTS.items():
         core.submit(Submit(key, prompt, params))
@@ -122,10 +148,12 @@ def test_the_same_asked_again_is_nearly_all_drafts(models):
     assert num_steps < 20
 
 
-@pytest.mark.parametrize("speculate", ["auto", "ngram", "draft-model"])
-def test_stop_strings(tiny_folder, speculate):
+@pytest.mark.parametrize("speculate", ["auto", "ngram", "draft-model", "eagle-tree", "exit"])
+def test_stop_strings(tiny_folder, speculate, tmp_path):
     """The text ends at the same place, though tokens after it may have been drawn in the same step."""
     draft = {"draft_model": str(tiny_folder)} if speculate == "draft-model" else {}
+    if speculate in HEADS:
+        draft = with_heads(speculate, save_heads(load_model(tiny_folder), tmp_path))
     texts = []
     for given in ({"speculate": "off"}, {"speculate": speculate, "adaptive_drafts": False} | draft):
         llm = LLM(str(tiny_folder), progress=False, kv_memory_bytes=2**24, **given)
@@ -138,9 +166,11 @@ def test_stop_strings(tiny_folder, speculate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculate", ["off", "auto", "ngram", "draft-model"])
-def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, speculate):
-    draft = str(tiny_folder) if speculate == "draft-model" else None
+@pytest.mark.parametrize("speculate", ["off", "auto", "ngram", "draft-model", "eagle-tree", "exit"])
+def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, speculate, tmp_path):
+    how = {"speculate": speculate, "draft_model": str(tiny_folder) if speculate == "draft-model" else None}
+    if speculate in HEADS:
+        how |= with_heads(speculate, save_heads(load_model(tiny_folder), tmp_path))
     expected = run(
         make_core(load_model(tiny_folder), speculate="off"),
         {"x": ([1, 2, 3], SamplingParams(max_tokens=300, ignore_eos=True, n=3, seed=5))},
@@ -150,10 +180,7 @@ def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, sp
         seen = []
         client = EngineClient(on_events=seen.extend)
         try:
-            options = EngineOptions(
-                model=str(tiny_folder), threads=1, speculate=speculate, draft_model=draft, adaptive_drafts=False
-            )
-            await client.start(options)
+            await client.start(EngineOptions(model=str(tiny_folder), threads=1, **how | {"adaptive_drafts": False}))
             going = asyncio.create_task(collect(client, "x", n=3, seed=5, length=300))
             await until(lambda: any(client._pending["x"].outputs if "x" in client._pending else ()))
             client._link.kill()
@@ -167,12 +194,13 @@ def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, sp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-@pytest.mark.parametrize("name", ["auto", "draft-model"])
-def test_random_schemas_give_the_same_bytes(tiny_folder, backend, name):
+@pytest.mark.parametrize("name", ["auto", "draft-model", "eagle"])
+def test_random_schemas_give_the_same_bytes(tiny_folder, backend, name, tmp_path):
     model, tokenizer = load_model(tiny_folder), Tokenizer.load(tiny_folder)
     more = {"structured_backend": backend, "max_requests": 32}
     plain = make_core(model, speculate="off", **more)
-    core = draft_core(model, model, **more) if name == "draft-model" else make_core(model, adaptive_drafts=False, **more)
+    how = with_heads(name, save_heads(model, tmp_path)) if name in HEADS else {"adaptive_drafts": False}
+    core = draft_core(model, model, **more) if name == "draft-model" else make_core(model, **how, **more)
     for each in (plain, core):
         each.structured.tokenizer_path = tiny_folder
     for first in range(0, 1000, 100):

@@ -375,3 +375,13 @@ def test_nixl_that_is_not_there_is_said(llama, tmp_path, monkeypatch):
     with pytest.raises(PeerMismatch, match=r"nixl is not available.*pip install nixl") as refused:
         make_core(llama, kv_export="nixl:127.0.0.1:12345:1M", kv_key_file=str(tmp_path / "key"))
     assert "shm" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("roles", "like"),
+    [({}, "like shm:a:1G"), ({"prefill_engines": 1, "decode_engines": 1}, "like --kv-transfer-memory 1G")],
+    ids=["alone", "roles"],
+)
+def test_too_little_memory_for_pages_names_the_option(llama, roles, like):
+    with pytest.raises(ConfigError, match=like):
+        make_core(llama, kv_export="shm:a:1K", **roles)

@@ -81,18 +81,20 @@ def decide_export(
     _check(options, "kv_export", [address], prefix_caching, prefix_index, num_ranks)
     num_bytes, page_bytes = address.num_bytes or _DEFAULT_BYTES, memory.page_bytes
     num_slots = min(num_bytes // page_bytes, _MAX_SLOTS)
+    has_roles = options.has_roles  # then the address is not the user's
+    like, param = ("--kv-transfer-memory 1G", "kv_transfer_bytes") if has_roles else (f"{address}:1G", "kv_export")
     if num_slots < _MIN_SLOTS:
         raise ConfigError(
             f"{fmt_bytes(num_bytes)} for exported pages hold {num_slots} pages of {fmt_bytes(page_bytes)}.",
-            fix=f"Give at least {fmt_bytes(_MIN_SLOTS * page_bytes)}, like {address}:1G.",
-            param="kv_export",
+            fix=f"Give at least {fmt_bytes(_MIN_SLOTS * page_bytes)}, like {like}.",
+            param=param,
         )
     left = machine.available_bytes - used
     if num_bytes > left:
         raise ConfigError(
             f"{fmt_bytes(num_bytes)} for exported pages are more than the {fmt_bytes(max(0, left))} that are left.",
-            fix="Give less with --kv-export, --kv-host-memory or --kv-memory.",
-            param="kv_export",
+            fix=f"Give less with {'--kv-transfer-memory' if has_roles else '--kv-export'}, --kv-host-memory or --kv-memory.",
+            param=param,
         )
     return (str(address), num_slots), f"{num_slots} pages of {fmt_bytes(page_bytes)} are there for other engines to fetch"
 

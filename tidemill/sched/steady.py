@@ -5,7 +5,7 @@ at such a sequence only when it needs a page, ends, or is asked for. Until then 
 the same for all but for when each joined:
 
     request          tokens and num_computed as of step `since`; both go on by one a step
-    pages            always up to date: `_due` says at which step each sequence takes its next one, `_ends` when each is at its end
+    pages            always up to date: `_due` says at which step each sequence takes its next one, `_ends` when each ends
     prefix index     has its pages when it leaves, or before a queued request is looked up whose first page is known
     a plan           has no item of them, only their number
 
@@ -72,7 +72,7 @@ class SteadyScheduler(Scheduler):
         self._is_simple = len(kv.groups) == 1 and not windows
         self._records_late = self._is_simple  # what it computes enters the prefix index when it matters, not when it is computed
         self._records_now = not self._records_late
-        self.names_steady = True  # in events: False if nobody reads them
+        self.names_steady = True  # in events, one for each change of them: False if nobody reads these
 
     # ---- what runs, as a runner sees it
 
@@ -248,7 +248,7 @@ class SteadyScheduler(Scheduler):
     def _can_stay(self) -> bool:
         """In the next plan all of them get their token, and none of them can be preempted for a page."""
         kv, num_others = self.kv, len(self.running) - len(self._members)
-        if self.policy.prefill_first and (num_others or self.waiting) or len(self.running) > self.token_budget:
+        if (self.policy.prefill_first and (num_others or self.waiting)) or len(self.running) > self.token_budget:
             return False
         num = num_others + self._num_due()
         if kv.has_windows and (num_others or self.waiting):
@@ -352,7 +352,7 @@ class SteadyScheduler(Scheduler):
             num = min(num, self._num_chunks(prompt))
         elif not members or len(members) > self.token_budget:
             return none
-        if num < _LEAST:
+        if num < _LEAST or (self.names_steady and not self._is_like_last(prompt)):
             return none
         until_s = self.kv.held.next_end_s
         if self.waiting:
@@ -361,6 +361,11 @@ class SteadyScheduler(Scheduler):
             until_s = min(until_s, self._queue_rests_until(prompt))
         num = self._num_by_pages(num) if members else num
         return (num, until_s, prompt) if num >= _LEAST else none
+
+    def _is_like_last(self, prompt: StepItem | None) -> bool:
+        """The last plan had the same sequences: its event tells of those that follow."""
+        last = self.last_plan
+        return last.num_steady == len(self._members) and len(last.items) == (prompt is not None)
 
     def _num_chunks(self, item: StepItem) -> int:
         """Of a prompt: steps that compute as much of it as this one, and none of them the last."""

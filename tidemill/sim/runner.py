@@ -92,7 +92,7 @@ class SimRunner:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
         and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens
         of each came, and when the last was planned."""
-        num, until = num_decoding, until_s
+        num = num_decoding
         if goes_on:
             fixed_s = context_s = longest_s = rest_s = 0.0
             context = longest = 0
@@ -103,7 +103,7 @@ class SimRunner:
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
         first_s, times, host_s, is_ahead, exp = free_s, list[float](), self._host_s, self.steps_ahead > 0, math.exp
-        while most > 0 and now < until:  # a step is a turn of this loop and little else: nothing is called that need not be
+        while most > 0 and now < until_s:  # a step is a turn of this loop and little else: nothing is called that need not be
             most -= 1
             planned_s = now
             now += host_s

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
+import contextlib
 import shutil
 import signal
 from functools import cache
@@ -18,6 +19,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import interpreted
 from tests.helpers import LONG_S, byte_tokenizer, llama_of_gguf, make_llama, thinking_tokenizer
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
@@ -26,6 +28,8 @@ torch.set_num_threads(1)  # as in the engine; the other core is another worker's
 machine.settle_vector_math()  # references are made with torch, too
 if native.lib:
     native.lib.set_threads(2)
+with contextlib.suppress(ImportError):  # without Triton, tests of its kernels are skipped
+    interpreted.replace_language_once()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Servers may be slow, and 5 s are the default: an object that all functions of httpx share.

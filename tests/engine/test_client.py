@@ -28,7 +28,7 @@ from tidemill.wire import Submit
 async def until(state):
     async with asyncio.timeout(LONG_S):
         while not state():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
 
 
 def request(name, length=40, prompt=(1, 2, 3), **params):
@@ -69,7 +69,7 @@ class Shared:
 
     def __init__(self, folder, weaknesses):
         self.fragile, self._loop, self._seen, self._all = weaknesses, asyncio.Runner(), [], []
-        self._client = EngineClient(on_events=self._note)
+        self._client = EngineClient(on_events=self._note, stall_s=LONG_S)
         self._loop.run(self._client.start(EngineOptions(model=str(folder), threads=1)))
 
     def _note(self, events):
@@ -105,12 +105,15 @@ def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder
         undisturbed = await collect(client, "before", n=3, seed=5, length=300)
         going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
         await until(lambda: any(client._pending["after"].outputs if "after" in client._pending else ()))
+        client._stall_s = 1.0
         os.kill(client._link._process.pid, signal.SIGSTOP)
+        await until(lambda: any(isinstance(event, EngineRestarted) for event in seen))
+        client._stall_s = LONG_S  # the next one may be slow
         assert await asyncio.wait_for(going, LONG_S) == undisturbed
         assert "no step in" in next(event for event in seen if isinstance(event, EngineRestarted)).reason
         assert not client.num_pending
 
-    run(test, tiny_folder, stall_s=1.0)
+    run(test, tiny_folder, stall_s=LONG_S)
 
 
 def test_idle_time_does_not_count_as_a_stall(shared):
@@ -134,19 +137,21 @@ def test_idle_time_does_not_count_as_a_stall(shared):
     shared.run(test)
 
 
-def test_a_stall_takes_longer_where_steps_take_longer(tiny_folder, fragile):
+def test_a_stall_takes_longer_where_steps_take_longer(shared, monkeypatch):
     async def test(client, _):
         config, step_s = client.ready.config, client.ready.step_s
-        assert client.stall_limit_s == max(1.0, config.token_budget * step_s) > 0
+        client._longest_step_s = 0.0
+        assert client.stall_limit_s == max(client._stall_s, config.token_budget * step_s) > 0
         going = asyncio.create_task(collect(client, "gated", 1, prompt=[GATED, 0]))
         await until(lambda: "gated" in client._pending and client._pending["gated"].is_admitted)
         await asyncio.sleep(0.3)  # the step takes at least this long
-        fragile.open_gate()
+        shared.fragile.open_gate()
         await going
-        await until(lambda: client._longest_step_s > 0)
+        await until(lambda: client._longest_step_s > 0.1)
+        monkeypatch.setattr(client, "_stall_s", 1.0)
         assert client.stall_limit_s >= 20 * client._longest_step_s > 20 * 0.1
 
-    run(test, tiny_folder, stall_s=1.0)
+    shared.run(test)
 
 
 def test_suspects_of_people_are_tried_before_those_of_batches():

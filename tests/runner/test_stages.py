@@ -244,7 +244,8 @@ def test_logits_that_are_not_numbers_fail_their_sequence_alone(broken, backend):
     logits = random_logits(1).repeat(len(rows), 1)
     healthy = sample_on_cpu(state, logits, rows)
     logits[1::2, where] = value
-    for sample in (sample_on_cpu, sample_on_gpu):
+    samples = [sample_on_cpu] if backend == "torch" else [sample_on_cpu, sample_on_gpu]  # the GPU's has no other backend
+    for sample in samples:
         tokens = sample(state, logits, rows)
         assert tokens[1::2] == [-1] * len(ASKS), sample
         assert tokens[::2] == healthy[::2], sample

@@ -107,14 +107,13 @@ def test_ctrl_c_is_not_lost_while_modules_are_read():
     assert "There is no model" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["bench", "latency", "-m", "/nowhere"]])
-def test_an_ignored_ctrl_c_stays_ignored(arguments):
+def test_an_ignored_ctrl_c_stays_ignored():
     """As shells expect of what a script runs in the background."""
-    script = f"""if True:
+    script = """if True:
         import atexit, runpy, signal, sys
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         atexit.register(lambda: print(signal.getsignal(signal.SIGINT).name))
-        sys.argv = ["tidemill", *{arguments}]
+        sys.argv = ["tidemill", "bench", "latency", "-m", "/nowhere"]
         runpy.run_module("tidemill", run_name="__main__")
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S)
@@ -151,15 +150,6 @@ def test_code_in_the_current_folder_is_not_run_and_port_0_is_a_free_one_that_is_
     assert "foreign code" not in seen
 
 
-def test_the_engine_does_not_outlive_a_killed_server(tiny_folder, folder):
-    server = Server(tiny_folder).wait()
-    engine = server.engine_pid()
-    server.process.kill()
-    server.process.wait()
-    assert gone(engine)
-    until(lambda: not list(folder.glob("tidemill-*")))
-
-
 def ask(server: Server, number: int, length: int) -> tuple[list[str], str]:
     """A streamed response, greedy or seeded by turns: its pieces, and its end."""
     body = {"prompt": f"number {number}", "max_tokens": length, "ignore_eos": True, "stream": True, "seed": number}
@@ -175,7 +165,9 @@ def ask(server: Server, number: int, length: int) -> tuple[list[str], str]:
     return pieces, end
 
 
-def test_a_killed_engine_is_replaced_and_responses_only_pause(tiny_folder):
+def test_a_killed_engine_is_replaced_and_responses_only_pause_and_the_engine_does_not_outlive_a_killed_server(
+    tiny_folder, folder
+):
     server = Server(tiny_folder).wait()
     undisturbed = [ask(server, i, 120) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -191,7 +183,11 @@ def test_a_killed_engine_is_replaced_and_responses_only_pause(tiny_folder):
     assert server.gauge("requests_submitted_total") == 8
     until(lambda: server.gauge("requests_running") == server.gauge("requests_waiting") == 0)
     assert httpx.get(f"{server.url}/health").status_code == 200
-    assert server.stop() == 0
+    engine = server.engine_pid()
+    server.process.kill()
+    server.process.wait()
+    assert gone(engine)
+    until(lambda: not list(folder.glob("tidemill-*")))
 
 
 def test_a_taken_port_and_a_wrong_model_are_told_at_once(tiny_folder, server):
@@ -213,8 +209,14 @@ def stream(server: Server, **body: object):
     return httpx.stream("POST", f"{server.url}/v1/completions", json=body)
 
 
-def test_a_stopping_server_refuses_new_requests_and_finishes_old_ones(tiny_folder, fragile):
+def test_a_server_that_cancels_by_id_and_deadline_and_stops(tiny_folder, fragile):
     server = Server(tiny_folder, "--drain-seconds", str(LONG_S)).wait()
+    cancellation_by_id_and_deadline(server, fragile)
+    fragile.close_gate()
+    it_refuses_new_requests_and_finishes_old_ones(server, fragile)
+
+
+def it_refuses_new_requests_and_finishes_old_ones(server, fragile):
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
     with stream(server) as reply:
         lines = reply.iter_lines()
@@ -239,8 +241,7 @@ def test_requests_that_do_not_end_while_the_server_stops_are_ended(tiny_folder, 
         assert server.process.wait(LONG_S) == 0
 
 
-def test_cancellation_by_id_and_deadline(tiny_folder, fragile):
-    server = Server(tiny_folder).wait()
+def cancellation_by_id_and_deadline(server, fragile):
     with stream(server) as reply:
         lines = reply.iter_lines()
         name = json.loads(next(lines)[6:])["id"]
@@ -257,4 +258,3 @@ def test_cancellation_by_id_and_deadline(tiny_folder, fragile):
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "timeout": 0}).status_code == 400
     fragile.open_gate()
     until(lambda: server.gauge("requests_running") == 0)
-    assert server.stop() == 0

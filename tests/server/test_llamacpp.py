@@ -4,6 +4,7 @@ import json
 import math
 import re
 import threading
+import time
 
 import httpx
 import pytest
@@ -285,9 +286,9 @@ def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
         thread.start()
         try:
             while not (slot := httpx.get(f"{running.url}/slots", headers=headers).json()[0])["is_processing"]:
-                pass
+                time.sleep(0.02)
             while httpx.get(f"{running.url}/slots?fail_on_no_slot=1", headers=headers).status_code != 503:
-                pass
+                time.sleep(0.02)
         finally:
             leave.set()
             thread.join()

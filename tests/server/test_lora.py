@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_adapters_come_and_go_while_requests_run(client, paths):
         assert all(answer.result() == alone[name] for name, answer in asked)
         last = [threads.submit(client.tokens, "second", max_tokens=400) for _ in range(3)]
         while client.get("/load").json()["server_load"] < 3:
-            pass
+            time.sleep(0.02)
         assert client.unload("second").status_code == 200
         assert client.names() == {"tiny": None, "first": "tiny", "third": "tiny"}
         refused = client.complete("second")
@@ -103,7 +104,7 @@ def test_a_crash_of_the_engine_loses_no_adapter(client, paths):
     with ThreadPoolExecutor(2) as threads:
         asked = {name: threads.submit(client.tokens, name, max_tokens=400) for name in expected}
         while client.get("/load").json()["server_load"] < 2:
-            pass
+            time.sleep(0.02)
         client.unload("third")
         os.kill(client.server.engine_pid(), signal.SIGKILL)
         assert {name: answer.result() for name, answer in asked.items()} == expected

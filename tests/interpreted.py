@@ -25,7 +25,7 @@ def replace_language_once() -> None:
     def replace_once(fn: Any) -> Any:
         modules = modules_of(fn)
         if modules and modules <= replaced:
-            return None  # nobody restores what a call inside of a launch has replaced
+            return interpreter._LangPatchScope()  # nothing to restore: the launch does that
         scope = replace(fn)
         replaced.update(modules)
         restore = scope.restore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 from tests.engine.test_lora import make_lora
-from tests.server.conftest import Server
+from tests.fragile import GATED, Fragile
+from tests.server.conftest import Server, until
 
 ADMIN, KEY = "an-admin-key-for-tests", "a-plain-key-for-tests"
 
@@ -28,7 +28,7 @@ class Client(httpx.Client):
     def unload(self, name: str) -> httpx.Response:
         return self.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
-    def complete(self, model: str, max_tokens: int = 12, prompt: str = "abc", **more: object) -> httpx.Response:
+    def complete(self, model: str, max_tokens: int = 12, prompt: str | list[int] = "abc", **more: object) -> httpx.Response:
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
         return self.post("/v1/completions", json=body | {"ignore_eos": True} | more)
 
@@ -51,8 +51,19 @@ def paths(tiny_folder, tmp_path_factory) -> list[Path]:
     return [make_lora(folder / f"l{i}", base, i, rank=4 + i) for i in range(4)]
 
 
+LONG = {"prompt": [GATED, 20], "max_tokens": 400}  # it does not end while the gate is closed
+
+
 @pytest.fixture(scope="module")
-def client(tiny_folder, paths):
+def fragile(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        made = Fragile(tmp_path_factory.mktemp("fragile"), patch)
+        made.open_gate()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(tiny_folder, paths, fragile):
     keys = ("--admin-key", ADMIN, "--api-key", KEY)
     running = Server(tiny_folder, "--lora", f"first={paths[0]}", "--max-loras", "2", *keys).wait()
     with Client(running.url) as made:
@@ -61,7 +72,7 @@ def client(tiny_folder, paths):
     assert running.stop() == 0
 
 
-def test_adapters_come_and_go_while_requests_run(client, paths):
+def test_adapters_come_and_go_while_requests_run(client, paths, fragile):
     """More adapters than slots, in one batch; unloading one loses no request; another of its name is another adapter."""
     assert client.names() == {"tiny": None, "first": "tiny"}
     base, first = client.tokens("tiny"), client.tokens("first")
@@ -77,9 +88,11 @@ def test_adapters_come_and_go_while_requests_run(client, paths):
     with ThreadPoolExecutor(8) as threads:
         asked = [(name, threads.submit(client.tokens, name, max_tokens=100)) for name in models * 2]
         assert all(answer.result() == alone[name] for name, answer in asked)
-        last = [threads.submit(client.tokens, "second", max_tokens=400) for _ in range(3)]
-        while client.get("/load").json()["server_load"] < 3:
-            time.sleep(0.02)
+        long = client.tokens("second", **LONG)
+        fragile.close_gate()
+        last = [threads.submit(client.tokens, "second", **LONG) for _ in range(3)]
+        until(lambda: client.get("/load").json()["server_load"] == 3)
+        fragile.open_gate()
         assert client.unload("second").status_code == 200
         assert client.names() == {"tiny": None, "first": "tiny", "third": "tiny"}
         refused = client.complete("second")
@@ -88,7 +101,7 @@ def test_adapters_come_and_go_while_requests_run(client, paths):
         assert client.load("second", paths[3]).status_code == 200
         other = client.tokens("second", max_tokens=100)
         assert other not in alone.values()
-        assert all(answer.result()[:100] == alone["second"] for answer in last)
+        assert all(answer.result() == long for answer in last)
     assert client.load("second", paths[1], load_inplace=True).status_code == 200
     assert client.tokens("second", max_tokens=100) == alone["second"]
     chat = client.post("/v1/messages", json={"model": "second", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]})
@@ -97,14 +110,15 @@ def test_adapters_come_and_go_while_requests_run(client, paths):
 
 
 @pytest.mark.slow
-def test_a_crash_of_the_engine_loses_no_adapter(client, paths):
+def test_a_crash_of_the_engine_loses_no_adapter(client, paths, fragile):
     """Requests under way go on with their adapters, also one that is being unloaded."""
     assert client.load("third", paths[2], load_inplace=True).status_code == 200
-    expected = {name: client.tokens(name, max_tokens=400) for name in ("first", "third")}
+    expected = {name: client.tokens(name, **LONG) for name in ("first", "third")}
+    fragile.close_gate()
     with ThreadPoolExecutor(2) as threads:
-        asked = {name: threads.submit(client.tokens, name, max_tokens=400) for name in expected}
-        while client.get("/load").json()["server_load"] < 2:
-            time.sleep(0.02)
+        asked = {name: threads.submit(client.tokens, name, **LONG) for name in expected}
+        until(lambda: client.get("/load").json()["server_load"] == 2)
+        fragile.open_gate()
         client.unload("third")
         os.kill(client.server.engine_pid(), signal.SIGKILL)
         assert {name: answer.result() for name, answer in asked.items()} == expected

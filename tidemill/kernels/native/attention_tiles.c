@@ -23,7 +23,7 @@ int tiles_serve(const tm_step *step, const tm_layer *layer) {
 }
 
 /* Queries and sums; values and keys; scores and probabilities. */
-long tiles_scratch_bytes(long dim) { return MAX_TILE_ROWS * dim * 8 + KEYS * dim * 4 + KEYS * ROWS * 8; }
+long tiles_scratch_bytes(long dim) { return MAX_TILE_ROWS * dim * 8 + KEYS * dim * 4 + KEYS * ROWS * 12; }
 
 /* Query rows of one KV head: row = token * group + query head of the group. */
 typedef struct {
@@ -110,13 +110,15 @@ static void put_keys(const char *const *rows, long num, long dim, char *copies, 
     }
 }
 
-#define MULTIPLY_BY(y)                                                  \
-    {                                                                   \
-        tile_load(6, x[0] + s * 64, stride);                            \
-        tile_dot_bf16(0, 6, y);                                         \
-        if (m > 1) { tile_load(7, x[1] + s * 64, stride); tile_dot_bf16(1, 7, y); } \
-        if (m > 2) { tile_load(6, x[2] + s * 64, stride); tile_dot_bf16(2, 6, y); } \
-        if (m > 3) { tile_load(7, x[3] + s * 64, stride); tile_dot_bf16(3, 7, y); } \
+/* Two results at a time: of each, the sum with the low part waits for the one with the high part. */
+#define MULTIPLY_TWO(first, second)                                                         \
+    {                                                                                       \
+        tile_load(6, x[first] + s * 64, stride);                                            \
+        if (m > second) tile_load(7, x[second] + s * 64, stride);                           \
+        tile_dot_bf16(first, 6, 4);                                                         \
+        if (m > second) tile_dot_bf16(second, 7, 4);                                        \
+        tile_dot_bf16(first, 6, 5);                                                         \
+        if (m > second) tile_dot_bf16(second, 7, 5);                                        \
     }
 
 /* m results of 16 x 16, to which x (high + low) is added: x[m][16][steps of 32], its rows `stride` bytes apart. */
@@ -132,8 +134,8 @@ TM_INLINE void multiply(float *sums, int is_first, const char *const *x, int m, 
     for (long s = 0; s < num_steps; s++) {
         tile_load(4, high + s * 1024, 64);
         tile_load(5, low + s * 1024, 64);
-        MULTIPLY_BY(4)
-        MULTIPLY_BY(5)
+        MULTIPLY_TWO(0, 1)
+        if (m > 2) MULTIPLY_TWO(2, 3)
     }
     tile_store(sums, 64, 0);
     if (m > 1) tile_store(sums + TILE, 64, 1);
@@ -215,37 +217,69 @@ static void add_seen_values(const rows_of_head *t, long row, long first, const c
     }
 }
 
-/* One block of keys and values for the rows that see it. */
+/* A block of keys and values, [64][dim] and [dim][64], and what 16 rows make of it. */
+typedef struct {
+    long first, num;
+    const char *const *values, *keys[KEYS / 16];
+    int is_broken; /* -1: not known */
+    char *turned, *probs;
+    float *scores[2], softcap; /* of 16 rows and of the next */
+} block;
+
+/* How many times 16 keys of a block any of 16 rows sees. */
+TM_INLINE long num_seen(const rows_of_head *t, const block *b, long row) {
+    long end = t->num_rows - row < ROWS ? t->num_rows : row + ROWS, last = last_key(t, end - 1), seen = last + 1 - b->first;
+    if (last < b->first || (t->window && b->first + KEYS <= position_of(t, row) - t->window + 1)) return 0;
+    return ((seen < b->num ? seen : b->num) + 15) / 16;
+}
+
+static void score_rows(const rows_of_head *t, const block *b, long row, long m, float *scores) {
+    const char *queries = t->queries + row * t->dim * 4;
+    if (m == 4) multiply(scores, 1, b->keys, 4, t->dim * 2, queries, queries + t->dim * 32, t->dim / STEP);
+    else multiply(scores, 1, b->keys, (int)m, t->dim * 2, queries, queries + t->dim * 32, t->dim / STEP);
+}
+
+static void clear_probs(const block *b, long from, long to) {
+    for (long p = from; p < to; p++)
+        f32x16_store((float *)(b->probs + p * 64), f32x16_set(0)), f32x16_store((float *)(b->probs + KEYS * ROWS * 2 + p * 64), f32x16_set(0));
+}
+
+/* To the sums of 16 rows, the block's values by the probabilities of their scores. */
+static void mix_rows(const rows_of_head *t, block *b, long row, long m, float *scores) {
+    long dim = t->dim, end = t->num_rows - row < ROWS ? t->num_rows : row + ROWS, seen_by_all = last_key(t, row) + 1 - b->first;
+    float *sums = t->sums + row * dim;
+    if (b->softcap) cap(scores, m * TILE, b->softcap);
+    if (seen_by_all < m * 16 || b->num < m * 16 || (t->window && b->first <= position_of(t, end - 1) - t->window)) hide(t, row, b->first, m * 16, scores);
+    f32x16 shrink = soften(scores, m * 16, t->top + row, t->total + row, b->probs);
+    if (_mm512_cmp_ps_mask(shrink, f32x16_set(1), _CMP_NEQ_UQ))
+        for (long i = 0; i < dim; i++) f32x16_store(sums + i * ROWS, _mm512_mul_ps(f32x16_load(sums + i * ROWS), shrink));
+    clear_probs(b, m * 8, (m + 1) / 2 * 16); /* of the other half of a step */
+    if (seen_by_all < b->num && b->is_broken < 0) b->is_broken = has_broken(b->values, last_key(t, 0) + 1 - b->first, b->num, dim, TM_KV_BF16);
+    if (seen_by_all < b->num && b->is_broken) {
+        clear_probs(b, (m + 1) / 2 * 16, KEYS / 2);
+        add_seen_values(t, row, b->first, b->values, sums, b->probs, b->num, b->turned);
+        put_values(b->values, b->num, dim, b->turned);
+    } else
+        add_values(sums, dim, b->turned, b->probs, (m + 1) / 2);
+}
+
+/* One block of keys and values for the rows that see it. Scores of the next rows are under way while vectors do the softmax. */
 static void attend_block(const rows_of_head *t, long first, long num, const char *const *keys, const char *const *values, float softcap, char *memory) {
-    long dim = t->dim;
-    char *turned = memory, *copies = turned + KEYS * dim * 2, *probs = copies + KEYS * dim * 2;
+    char *copies = memory + KEYS * t->dim * 2, *probs = copies + KEYS * t->dim * 2;
     float *scores = (float *)(probs + KEYS * ROWS * 4);
-    const char *x[KEYS / 16];
-    int is_broken = -1; /* not known */
-    put_keys(keys, num, dim, copies, x);
-    put_values(values, num, dim, turned);
-    for (long row = 0; row < t->num_rows; row += ROWS) {
-        long end = t->num_rows - row < ROWS ? t->num_rows : row + ROWS, last = last_key(t, end - 1);
-        if (last < first || (t->window && first + KEYS <= position_of(t, row) - t->window + 1)) continue;
-        long seen = last + 1 - first < num ? last + 1 - first : num, m = (seen + 15) / 16, seen_by_all = last_key(t, row) + 1 - first;
-        const char *queries = t->queries + row * dim * 4;
-        float *sums = t->sums + row * dim;
-        if (m == 4) multiply(scores, 1, x, 4, dim * 2, queries, queries + dim * 32, dim / STEP);
-        else multiply(scores, 1, x, (int)m, dim * 2, queries, queries + dim * 32, dim / STEP);
-        if (softcap) cap(scores, m * TILE, softcap);
-        if (seen_by_all < m * 16 || seen < m * 16 || (t->window && first <= position_of(t, end - 1) - t->window)) hide(t, row, first, m * 16, scores);
-        f32x16 shrink = soften(scores, m * 16, t->top + row, t->total + row, probs);
-        if (_mm512_cmp_ps_mask(shrink, f32x16_set(1), _CMP_NEQ_UQ))
-            for (long i = 0; i < dim; i++) f32x16_store(sums + i * ROWS, _mm512_mul_ps(f32x16_load(sums + i * ROWS), shrink));
-        for (long p = m * 8; p & 15; p++) /* of the other half of a step: 0 */
-            f32x16_store((float *)(probs + p * 64), f32x16_set(0)), f32x16_store((float *)(probs + KEYS * ROWS * 2 + p * 64), f32x16_set(0));
-        if (seen_by_all < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, dim, TM_KV_BF16)))) {
-            for (long p = (m + 1) / 2 * 16; p < KEYS / 2; p++)
-                f32x16_store((float *)(probs + p * 64), f32x16_set(0)), f32x16_store((float *)(probs + KEYS * ROWS * 2 + p * 64), f32x16_set(0));
-            add_seen_values(t, row, first, values, sums, probs, num, turned);
-            put_values(values, num, dim, turned);
-        } else
-            add_values(sums, dim, turned, probs, (m + 1) / 2);
+    block b = {.first = first, .num = num, .values = values, .is_broken = -1, .turned = memory, .probs = probs,
+               .scores = {scores, scores + KEYS * ROWS}, .softcap = softcap};
+    put_keys(keys, num, t->dim, copies, b.keys);
+    put_values(values, num, t->dim, b.turned);
+    long row = 0, m = 0;
+    while (row < t->num_rows && !(m = num_seen(t, &b, row))) row += ROWS;
+    if (row < t->num_rows) score_rows(t, &b, row, m, b.scores[0]);
+    for (int at = 0; row < t->num_rows; at ^= 1) {
+        long next = row + ROWS, next_m = 0;
+        while (next < t->num_rows && !(next_m = num_seen(t, &b, next))) next += ROWS;
+        if (next < t->num_rows) score_rows(t, &b, next, next_m, b.scores[at ^ 1]);
+        mix_rows(t, &b, row, m, b.scores[at]);
+        row = next, m = next_m;
     }
 }
 

@@ -330,7 +330,17 @@ static void tile_pair_16(const linear_job *j, const uint8_t *codes, const float 
 #define TILE_ROWS PAIR_ROWS
 #endif
 
+/* The lines that a tile's sums go to: while they are on their way, nothing stored after them can be read back from tiles. */
+static void prefetch_pair(const linear_job *j, long panel, long row, int n) {
+    for (int r = 0; r < n; r++) __builtin_prefetch(j->out + (row + r) * j->num_out + panel * LANES, 1);
+}
+
 static void store_pair(const linear_job *j, long panel, long row, int n, const f32x16 *values) {
+    if (!j->sparse_first && !j->outliers && (panel + 2) * LANES <= j->num_out) {
+        for (int r = 0; r < n; r++)
+            f32x16_store(j->out + (row + r) * j->num_out + panel * LANES, j->bias ? f32x16_add(values[r], f32x16_load(j->bias + panel * LANES)) : values[r]);
+        return;
+    }
     f32x8 half[TILE_ROWS];
     for (int upper = 0; upper < 2; upper++) {
         for (int r = 0; r < n; r++) half[r] = f32x16_half(values[r], upper);
@@ -345,6 +355,7 @@ static void pair_q4(const linear_job *j, long panel, const uint8_t *codes, const
     if (has_tiles) {
         tiles_begin(&PAIR_SHAPES);
         for (; row + TILE_ROWS <= j->num_rows; row += TILE_ROWS) {
+            prefetch_pair(j, panel, row, TILE_ROWS);
             tile_pair_16(j, codes, scales, row, values);
             store_pair(j, panel, row, TILE_ROWS, values);
         }

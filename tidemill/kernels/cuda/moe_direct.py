@@ -75,9 +75,10 @@ def _up_direct(
 def _sum_in_order(values_RO, shares, TOP_K: tl.constexpr, RANKS: tl.constexpr, OUTS: tl.constexpr):
     """Of all ranks, by their weights. They are split up, so that a thread has those of its outputs: reductions over ranks, one
     for each of them, would take longer than the product."""
-    parts = (tl.trans(values_RO),)
+    parts = (tl.trans(values_RO),)  # type: tuple
     for level in tl.static_range(log2(RANKS)):
-        evens, odds = (), ()  # type: tuple, tuple
+        evens = ()  # type: tuple
+        odds = ()  # type: tuple
         for i in tl.static_range(1 << level):
             even, odd = tl.split(tl.reshape(parts[i], (OUTS, RANKS >> (level + 1), 2)))
             evens, odds = evens + (even,), odds + (odd,)

@@ -172,7 +172,7 @@ def speeds(core: EngineCore, requests: list[int]) -> dict[int, float]:
 
 
 def show_split(core: EngineCore, requests: list[int]) -> None:
-    """Of decode steps: how long the CPU computes, and how much of that the GPU has something to do, too."""
+    """Of decode steps: how long the CPU computes, and how much of that does not make them longer."""
     streaming: Any = core.runner.model.streaming  # type: ignore[attr-defined]
     exchange, num_layers = streaming.exchange, len(streaming.layers)
     for num in requests:
@@ -195,7 +195,7 @@ def show_split(core: EngineCore, requests: list[int]) -> None:
         hidden, rate = 1 - max(0.0, step_s - gpu_s) / cpu_s, num_bytes / cpu_s / 1e9
         print(
             f"  {num:>3} requests: {step_s * 1e3:7.2f} ms a step, {gpu_s * 1e3:6.2f} ms without the CPU's work of "
-            f"{cpu_s * 1e3:7.2f} ms, of which {hidden:4.0%} beside the GPU's; {neurons / num_layers:6.0f} cold neurons a layer, "
+            f"{cpu_s * 1e3:7.2f} ms, of which {hidden:4.0%} adds nothing; {neurons / num_layers:6.0f} cold neurons a layer, "
             f"{rate:5.1f} GB/s",
             flush=True,
         )

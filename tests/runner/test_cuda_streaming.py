@@ -1,5 +1,6 @@
 """Weights that are streamed to a GPU, without a GPU: host memory and the device's are both the CPU's."""
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from tests.engine.test_streamed_weights import SHAPE, answers
 from tests.helpers import greedy, make_core, make_llama, run
 from tests.models.test_moe import make as make_experts
+from tests.runner import test_cuda_runner
 from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
 from tidemill.config import EngineOptions
 from tidemill.config.streaming import decide_weight_memory
@@ -17,6 +19,9 @@ from tidemill.engine import load
 from tidemill.errors import ConfigError
 from tidemill.events import KernelsFellBack, WeightsStreamed
 from tidemill.kernels import machine, native
+from tidemill.kernels.cuda import host_neurons
+from tidemill.kernels.linear import pack_linear
+from tidemill.kernels.neurons import GivenNeurons
 from tidemill.layers import host_streamed
 from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.streamed import resident_bytes
@@ -160,3 +165,43 @@ def test_experts_give_the_same_bits(on_gpu, tmp_path, monkeypatch, family):  # n
     places = streaming.experts.places
     assert places.num_read > len(places.in_slot) < len(places.where)
     assert streaming.experts.num_bytes % size == 0
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("gate_is_on_gpu", [True, False])
+def test_the_exchange_with_the_host_gives_the_hosts_sums(monkeypatch, gate_is_on_gpu):
+    """More rows than go at once, of which the last only fill up. Streams do at once what they are given."""
+
+    class Driver:
+        def __init__(self, device):
+            pass
+
+        def call_host(self, function, argument, stream):
+            native.lib.run_host_neurons(argument)
+
+    class Stream(test_cuda_runner.Stream):
+        cuda_stream = 0
+
+    for name, value in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "current_device": lambda: 0,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(host_neurons, "Driver", Driver)
+    torch.manual_seed(2)
+    gate, up, down, bias = torch.randn(72, 40), torch.randn(72, 40), torch.randn(40, 72), torch.randn(72) - 14
+    cold = GivenNeurons(up, down, "relu2", None, None if gate_is_on_gpu else (gate, bias))
+    own = pack_linear(gate, bias) if gate_is_on_gpu else None
+    with test_cuda_runner.OnCpu():
+        exchange = host_neurons.HostExchange(40, 72)
+    x = torch.randn(300, 40)
+    expected = cold(x, (own or cold.gate)(x))
+    assert 0 < (expected == 0).all(1).sum() < 300  # some rows use no neuron
+    for num_rows, num_live in ((300, 290), (7, 7), (300, 300)):
+        exchange.live = torch.tensor([num_live], dtype=torch.int32)
+        made = exchange.begin(x[:num_rows], cold, own)
+        exchange.end()
+        assert torch.equal(made[:num_live], expected[:num_live])
+    assert int(exchange.num_ns) > 0

@@ -175,7 +175,7 @@ class Tokenizer:
 
     def as_prompt(self, rendered: str) -> str:
         """A rendered conversation as `encode` wants it, which puts the first token before a text itself."""
-        return rendered.removeprefix(self._bos_text) if self._before else rendered
+        return rendered.removeprefix(self._bos_text or "") if self._before else rendered
 
     def _render(
         self,

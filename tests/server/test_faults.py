@@ -57,7 +57,9 @@ def fragile(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(fragile, roomy_folder):
-    running = Server(roomy_folder).wait()
+    """Who does not read is ended by the bound of his backlog, however long the engine takes to fill it."""
+    patch = f"from tidemill.server import protocol\nprotocol.READ_WITHIN_S = {LONG_S}"
+    running = Server(roomy_folder, patch=patch).wait()
     yield running
     fragile.open_gate()
     assert running.stop() == 0

@@ -198,13 +198,13 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
         }  # fmt: skip
     routings = [moe.route(logits, TOP_K, False, up.rows, down.rows) for _, logits in given]
     rows = [moe.multiply_gated(x, w[0], r, up, TOP_K, "silu") for ((x, _), w), r in zip(both, routings, strict=True)]
-    pairs = [moe.multiply(v, w[1], r, down) for v, w, r in zip(rows, weights, routings, strict=True)]
+    pairs = [moe.multiply(v, w[1], r, down, TOP_K) for v, w, r in zip(rows, weights, routings, strict=True)]
     moved = num * TOP_K * HIDDEN * 2
     return {
         "route": ([partial(moe.route, logits, TOP_K, False, up.rows, down.rows) for _, logits in given], 0.0),
         "up": ([partial(moe.multiply_gated, x, w[0], r, up, TOP_K, "silu")
                 for ((x, _), w), r in zip(both, routings, strict=True)], floor_us(num, given, 2)),
-        "down": ([partial(moe.multiply, v, w[1], r, down) for v, w, r in zip(rows, weights, routings, strict=True)],
+        "down": ([partial(moe.multiply, v, w[1], r, down, TOP_K) for v, w, r in zip(rows, weights, routings, strict=True)],
                  max(floor_us(num, given, 1), moved / BANDWIDTH * 1e6)),
         "combine": ([partial(moe.combine, p, r, TOP_K) for p, r in zip(pairs, routings, strict=True)],
                     moved * (1 + 1 / TOP_K) / BANDWIDTH * 1e6),
@@ -342,7 +342,7 @@ def compile_share(number: int, of: int) -> None:
                 if stage == "up":
                     moe.multiply_gated(x, pair[0], routing, tile, TOP_K, "silu")
                 else:
-                    moe.multiply(rows, pair[1], routing, tile)
+                    moe.multiply(rows, pair[1], routing, tile, TOP_K)
             torch.cuda.synchronize()
         except Exception as error:
             print(f"compile {stage} {numbers}: {type(error).__name__}: {str(error)[:300]}", flush=True)

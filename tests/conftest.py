@@ -37,9 +37,6 @@ for _name in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, LONG_S)
 # A client of httpx reads all certificates of the Web, 50 ms each time, and tests have thousands that talk plain HTTP.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
-# A busy machine is slow, not wrong: requests have no time limit of their own, only the tests have (pytest-timeout).
-for _part in ("connect", "read", "write", "pool"):
-    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, None)
 
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.

@@ -28,7 +28,7 @@ from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.gguf import GGUFFile
 from tidemill.wire import Delta, Submit
 
-LONG_S = 900.0  # for states that a test waits for: far more than they take, on any machine
+LONG_S = 600.0  # for states that a test waits for: far more than they take, on any machine
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

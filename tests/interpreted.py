@@ -14,6 +14,8 @@ def replace_language_once() -> None:
     from triton import language
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
+        return  # another version's
     replace: Callable[[Any], Any] = interpreter._patch_lang
     replaced: set[Any] = set()  # modules, in the launch under way
 

@@ -49,14 +49,21 @@ def read(command: str, *args: str) -> list[str]:
         ("--generation-config vllm", "--sampling-defaults neutral"),
         ("--generation-config auto", ""),
         ("--ep-size 4 --expert-parallel-size 1", "--expert-parallel"),
-        ("-s 7 --hicache-size 30", '--kv-host-memory 30GB --sampling-defaults {"seed":7}'),
+        ("--hicache-size 30", "--kv-host-memory 30GB"),
         ("x --lora-modules a=p b=q --schedule-policy lpm", "x --lora a=p --lora b=q --queue-order prefix"),
         ("--skip-chat-parsing --kv-offloading-size 2", "--tool-parser none --reasoning-parser none --kv-host-memory 2GiB"),
         ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
     ],
 )
 def test_the_same_meaning(given, ours, capsys):
-    assert sorted(word.replace(" ", "") for word in read("serve", *given.split())) == sorted(ours.split())
+    assert read("serve", *given.split()) == ours.split()
+    assert not capsys.readouterr().err
+
+
+def test_a_seed_and_adapters_keep_their_words(capsys):
+    assert read("serve", "-s", "7") == ["--sampling-defaults", '{"seed": 7}']
+    module = '{"name": "a", "path": "/x,y"}'
+    assert read("serve", "x", "--lora-modules", module, "b=/p,q") == ["x", "--lora", module, "--lora", "b=/p,q"]
     assert not capsys.readouterr().err
 
 
@@ -153,7 +160,7 @@ def test_what_is_set_by_a_variable_is_set(monkeypatch):
         ("reasoning-format", "See reasoning-parser."),
         ("hf-token", "Set the environment variable HF_TOKEN."),
         ("trust-remote-code", "It is not supported: code in a model's repository is never run."),
-        ("enforce-eager", "It has no effect here: it changes no answer."),
+        ("enforce-eager", "Leave it out. It has no effect: it changes no answer."),
         ("speculative-num-steps", "see --speculate"),
         ("max-contex", "Did you mean max-context?"),
         ("frobnicate", "docs/options.md lists them."),

@@ -79,9 +79,11 @@ class Shared:
     def run(self, test):
         self.fragile.close_gate()
         self._seen.clear()
-        self._loop.run(test(self._client, self._seen))
-        self.fragile.open_gate()
-        self._loop.run(until(self._is_at_rest))
+        try:
+            self._loop.run(test(self._client, self._seen))
+        finally:
+            self.fragile.open_gate()
+            self._loop.run(until(self._is_at_rest))
 
     def _is_at_rest(self):
         begun, ended = (sum(isinstance(event, kind) for event in self._all) for kind in (Submitted, Finished | Aborted))

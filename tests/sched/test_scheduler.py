@@ -512,6 +512,23 @@ def test_drafts_leave_draws_to_requests_that_start_in_the_same_step():
     assert sum(item.num_draws for item in plan.items) <= 16
 
 
+def test_pages_of_a_step_that_follows_drafts_are_cleared_if_they_are_given_up():
+    """If the drafts were NaN, it may have written NaN as well, and nobody looks."""
+    scheduler, _ = make()
+    add(scheduler, "x", [1, 2, 3, 4], max_tokens=100)
+    step(scheduler)
+    scheduler.running[0].drafts = [0, 0]
+    first = scheduler.plan()
+    second = scheduler.plan()
+    assert first.drafts
+    assert not second.drafts
+    scheduler.commit(first, {scheduler.running[0].row: [0, 0, 0]})  # right
+    written = scheduler.kv.tables(scheduler.running[0].seq)[0][-1]
+    scheduler.abort(scheduler.running[0], "left")
+    add(scheduler, "y", [9])
+    assert written in scheduler.plan().page_zeroes
+
+
 def test_nobody_is_preempted_or_kept_waiting_for_a_guess():
     scheduler, buffer = make(num_pages=4, rows=4, budget=64, context=16)
     for i in range(2):

@@ -92,9 +92,9 @@ def test_adapters_come_and_go_while_requests_run(client, paths, fragile):
         fragile.close_gate()
         last = [threads.submit(client.tokens, "second", **LONG) for _ in range(3)]
         until(lambda: client.get("/load").json()["server_load"] == 3)
-        fragile.open_gate()
         assert client.unload("second").status_code == 200
         assert client.names() == {"tiny": None, "first": "tiny", "third": "tiny"}
+        fragile.open_gate()
         refused = client.complete("second")
         assert refused.status_code == 404
         assert "'tiny', 'first', 'third'" in refused.json()["error"]["message"]
@@ -118,9 +118,9 @@ def test_a_crash_of_the_engine_loses_no_adapter(client, paths, fragile):
     with ThreadPoolExecutor(2) as threads:
         asked = {name: threads.submit(client.tokens, name, **LONG) for name in expected}
         until(lambda: client.get("/load").json()["server_load"] == 2)
-        fragile.open_gate()
         client.unload("third")
         os.kill(client.server.engine_pid(), signal.SIGKILL)
+        fragile.open_gate()
         assert {name: answer.result() for name, answer in asked.items()} == expected
     assert "third" not in client.names()
     assert client.complete("third").status_code == 404

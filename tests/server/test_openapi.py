@@ -17,7 +17,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-LONG_S = 3600  # a busy machine is slow, not wrong; without it, a description that takes 10 s is an error
+from tests.helpers import LONG_S
+
 CHECKS = [
     not_a_server_error,
     content_type_conformance,

@@ -52,7 +52,7 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
                 value = _next_value(foreign, flag, left)
             is_open = foreign.several or flag == "--served-model-name"  # vLLM takes several, with spaces between them
             while is_open and has_model and left and not left[0].startswith("-"):
-                value += f",{left.pop(0)}"
+                value += ("\n" if foreign.several else ",") + left.pop(0)
             done += _ours(foreign, flag, value, known)
             has_model |= "MODEL" in foreign.ours
         elif flag.startswith("--"):
@@ -113,7 +113,8 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
         return []
     if mine is not None:
         if foreign.several:
-            return [word for part in value.split(",") for word in (mine, part)]
+            words = value.split("\n")
+            return [word for part in (value.split(",") if foreign.by_commas else words) for word in (mine, part)]
         has_value = foreign.takes_value and not foreign.is_switch
         return [value] if mine == "MODEL" else [mine, value + foreign.unit] if has_value else [mine]
     option, member = foreign.inside
@@ -193,7 +194,9 @@ def hint(key: str, options: Collection[str]) -> str:
         return f"See {', '.join(meant)}."
     if foreign.variable:
         return f"Set the environment variable {foreign.variable}."
-    return f"It is not supported: {foreign.why}." if foreign.is_refused else f"It has no effect here: {foreign.why}."
+    if foreign.is_refused:
+        return f"It is not supported: {foreign.why}."
+    return f"Leave it out. It has no effect: {foreign.why}." if foreign.why else "It is no option of a config file."
 
 
 def table() -> list[str]:
@@ -203,7 +206,7 @@ def table() -> list[str]:
         names = ", ".join(f"`{flag}`" for flag in each.flags)
         if each.stands_for:
             meant = {value: f"`{' '.join(words)}`" if words else "nothing" for value, words in each.stands_for.items()}
-            here = "; ".join(f"{value}: {words}" for value, words in meant.items())
+            here = "; ".join(f"{value}: {words}" if value else words for value, words in meant.items())
         elif each.inside[0]:
             here = (f"`{each.ours[0]}`; `serve`: " if each.ours else "") + f"`{each.inside[1]}` in `{each.inside[0]}`"
         elif each.is_optional:

@@ -28,7 +28,8 @@ class Foreign:
     is_refused: bool = False
     inside: tuple[str, str] = ("", "")
     stands_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    several: bool = False  # one value may be a list with commas, or words that follow
+    several: bool = False  # words that follow are values, too
+    by_commas: bool = False  # one value is a list with commas
     is_optional: bool = False  # a command without `ours` goes on, with a note
     is_switch: bool = False  # the value is not told: any that is not `automatic` turns `ours` on
     unit: str = ""  # of the value, for ours
@@ -108,7 +109,7 @@ FOREIGN = (
     _same("--api-prefix", LLAMA, "--root-path"),
     _same("--sleep-idle-seconds", LLAMA, "--idle-unload", automatic=("-1",)),
     _same("--models-max", LLAMA, "--max-loaded", automatic=("0",)),
-    Foreign("--cors-origins", LLAMA, ("--allowed-origin",), several=True),
+    Foreign("--cors-origins", LLAMA, ("--allowed-origin",), several=True, by_commas=True),
     _switch("--webui", LLAMA, "--ui"),
     _switch("--no-webui", LLAMA, "--no-ui"),
     _same("-sys --system-prompt", f"{LLAMA}, {VLLM}", "--system"),
@@ -264,7 +265,8 @@ FOREIGN = (
                "it changes no answer"),
     _no_effect("--enable-per-request-metrics --per-request-spec-decode-metrics", VLLM, "ask for `timings` in a request"),
     _no_effect("--response-role", VLLM, "answers have the role assistant", accepted=("assistant",)),
-    _no_effect("--chat-template-content-format --api-server-count -asc --max-parallel-loading-workers "
+    _no_effect("--chat-template-content-format", VLLM, "templates get what they ask for", accepted=("auto",)),
+    _no_effect("--api-server-count -asc --max-parallel-loading-workers "
                "--distributed-executor-backend -O --optimization-level --compilation-config -cc --stream-interval "
                "--attention-config -ac --kernel-config --performance-mode --safetensors-load-strategy --renderer-num-workers "
                "--fingerprint-mode --prefix-caching-hash-algo --jit-monitor-mode --cudagraph-capture-sizes "

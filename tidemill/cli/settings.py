@@ -130,8 +130,10 @@ class ModelTable:
 def _instead(key: str, options: Collection[str]) -> str:
     """What to write for a key that is no option."""
     key = key.replace("_", "-")
-    near = difflib.get_close_matches(key, options, n=1, cutoff=0.6)
-    return hint(key, options) or (f"Did you mean {near[0]}?" if near else "docs/options.md lists them.")
+    slip = difflib.get_close_matches(key, options, n=1, cutoff=0.9)
+    near = slip or difflib.get_close_matches(key, options, n=1, cutoff=0.6)
+    meant = f"Did you mean {near[0]}?" if near else "docs/options.md lists them."
+    return meant if slip else hint(key, options) or meant
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -52,11 +52,12 @@ def decide_weight_memory(
         )
     if device == "cpu":
         return asked, f"of {fmt_bytes(total)}; what does not fit is read from disk as it is needed"
-    needed = options.data_parallel * (total + (options.kv_host_memory_bytes or 0))
+    there = total if options.hot_neurons is None else total - asked
+    needed = options.data_parallel * (there + (options.kv_host_memory_bytes or 0))
     if needed > machine.available_bytes:
         beside = " beside the KV cache's" if options.kv_host_memory_bytes else ""
         raise ConfigError(
-            f"Weights are streamed to a GPU from host memory: they need {fmt_bytes(total)} there for each engine{beside}, "
+            f"Weights that are not on the GPU are in host memory: they need {fmt_bytes(there)} there for each engine{beside}, "
             f"and {fmt_bytes(machine.available_bytes)} are free.",
             fix="Use a smaller or quantized model, free host memory, or use --device cpu, which streams from disk.",
             param="weight_memory_bytes",

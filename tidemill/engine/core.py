@@ -357,6 +357,8 @@ class EngineCore:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
                 failed += self._add_masks(plan)
+                if self.drafting is not None and self.config.acceptance == "rejection":
+                    plan.draft_probs = self.drafting.probs(plan)
                 self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight), drafted))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
@@ -389,10 +391,8 @@ class EngineCore:
     def _plan(self) -> tuple[StepPlan | None, Drafted]:
         if self.drafting is None:
             return self.scheduler.plan(), NOTHING_DRAFTED
-        drafted, plan = self.drafting.propose(self.scheduler), self.scheduler.plan()
-        if plan is not None and self.config.acceptance == "rejection":
-            plan.draft_probs = self.drafting.probs(plan)
-        return plan, drafted
+        drafted = self.drafting.propose(self.scheduler)
+        return self.scheduler.plan(), drafted
 
     def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress], list[Delta]]:
         """Wait for the oldest step in flight and take its results."""

@@ -241,7 +241,7 @@ class HashIndex(PrefixIndex[HashPath]):
         self._page_of[key] = page
 
     def knows_begin(self, path: HashPath) -> bool:
-        return bool(path.keys) and path.keys[0] in self._page_of
+        return not self._is_plain or (bool(path.keys) and path.keys[0] in self._page_of)
 
     def find(self, path: HashPath, elsewhere: bool = True) -> Found:
         num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get

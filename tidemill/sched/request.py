@@ -62,7 +62,7 @@ class Request:
     drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step
     had_drafts: bool = False  # or a drafter wrote to its pages
     takes_drafts: bool = True
-    drafted_step: int = -1  # the last that was planned with drafts of it
+    drafted_step: int = -1  # the last that was planned with drafts of it, or behind some
     writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     holds: Sequence[Hold] = ()  # of its prefixes, that are to be made

@@ -234,6 +234,8 @@ class Scheduler(RequestTable):
                 continue
             request.account.num_served += 1
             items.append(StepItem(request.seq, request.row, start, 1, True, request.epoch))
+            if request.num_drafts_in_flight:
+                request.drafted_step = plan.step
             state.num_left -= 1
             request.num_computed = end
             request.num_in_flight = num_in_flight = num_in_flight + 1
@@ -413,8 +415,10 @@ class Scheduler(RequestTable):
         samples = count == num_needed
         if num_needed > 1:
             state.num_prefill_tokens += count
+        if drafts or request.num_drafts_in_flight:
+            request.drafted_step = plan.step
         if drafts:
-            request.had_drafts, request.drafted_step = True, plan.step
+            request.had_drafts = True
             plan.drafts[request.row] = list(drafts)
             if isinstance(drafts, Tree):
                 plan.trees[request.row] = list(drafts.parents)

@@ -43,11 +43,12 @@ UPLOAD_WITHIN_S = 3600.0
 
 
 def _drawn(seed: int) -> int:
-    """-1, or the same as an unsigned number, asks for any seed (vLLM, llama.cpp), also where the server has a default one."""
-    return secrets.randbits(53) if seed in (-1, 2**32 - 1) else seed
+    """-1 asks for any seed (vLLM, llama.cpp), also where the server has a default one."""
+    return secrets.randbits(53) if seed == -1 else seed
 
 
 Seed = Annotated[int, AfterValidator(_drawn)]
+UnsignedSeed = Annotated[int, AfterValidator(lambda seed: _drawn(-1 if seed == 2**32 - 1 else seed))]  # llama.cpp's
 
 
 class NotJSON(InvalidRequest):

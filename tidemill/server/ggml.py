@@ -16,7 +16,7 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import MAX_STOPS, SamplingParams
-from tidemill.server.body import Body, Seed, parse
+from tidemill.server.body import Body, UnsignedSeed, parse
 from tidemill.server.openai_types import NEUTRAL, CompletionRequest
 from tidemill.server.openai_writers import CompletionWriter
 from tidemill.server.service import Service
@@ -48,7 +48,7 @@ class Options(Body):
     repeat_last_n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: Seed | None = None
+    seed: UnsignedSeed | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     # Refused unless they are off.
     mirostat: int | None = None

@@ -73,5 +73,5 @@ def _quick_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Of a page. 64 bits that are no secret are enough for one process of a simulation."""
     first, num = token_ids[0], len(token_ids)
     if token_ids.count(first) == num:  # nearly all: what they are does not matter
-        return hash((parent, first, num)).to_bytes(8, "big", signed=True)
+        return hash((parent, first, num, None)).to_bytes(8, "big", signed=True)
     return hash((parent, *token_ids)).to_bytes(8, "big", signed=True)

@@ -112,10 +112,10 @@ class Tally:
         return (unused, unused) if tally is None else (tally.totals_E, tally.live)
 
 
-def options_of(num_rows: int, tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
+def options_of(num_tokens: int, tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
     options = {
         "ROWS": tile.rows, "INS": tile.ins, "EVEN": num_in % tile.ins == 0, "HAS_BIAS": bias is not None,
-        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_tokens),
     }  # fmt: skip
     return options | ({"OUTS": tile.outs} if act is None else {"OUTS": tile.outs // 2, "ACT": act})
 

@@ -5,10 +5,10 @@ waits inside, before it reads anything the kernel before it wrote. Every program
 do, one is enough), so that what is true of ordinary launches (all earlier kernels are done) holds from there on; and before
 that, all earlier ones but the last are done.
 
-In a step of a few tokens, a kernel lets the next one in as soon as all of its own programs have waited (`how`): they are few, so
-there is room for both. (With more tokens this made a decode step slower: those that wait take room from those that work. So did
-a matmul that was let in by one of packed weights, whose programs all run at once: those of the next one came to lie on a part of
-the multiprocessors. So a gated one, which a matmul follows, lets nobody in.)
+In a step of a few tokens, a kernel triggers the next one's launch early, as soon as all of its own programs have waited (`how`):
+they are few, so there is room for both. (With more tokens this made a decode step slower: those that wait take room from those
+that work. So did an early trigger of a packed matmul before another matmul: its programs all run at once, and those of the next
+one then share a part of the multiprocessors. So a gated one, which a matmul follows, has none.)
 
 Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
 `compile_server.compile_elsewhere()` other processes do that, in parallel.
@@ -29,14 +29,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOW = {"AHEAD": int(not IS_INTERPRETED), "launch_pdl": not IS_INTERPRETED}  # of every launch
-EARLY = HOW if IS_INTERPRETED else HOW | {"AHEAD": 2}  # of one that lets the next in
+EARLY = HOW if IS_INTERPRETED else HOW | {"AHEAD": 2}  # of one with an early trigger
 FEW = 16  # tokens of a step, up to which the latencies of small kernels count most; one of `gemm.CHOICES`
 _is_compiling = False
 
 
 @triton.jit
 def begin(AHEAD: tl.constexpr):
-    """Go on when the kernel before is done. AHEAD 2: the next one may be let in."""
+    """Go on when the kernel before is done. AHEAD 2: trigger the next one's launch."""
     if AHEAD:
         gdc_wait()
     if AHEAD == 2:

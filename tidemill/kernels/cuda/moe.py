@@ -51,7 +51,7 @@ from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_di
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
-_SOME = 256  # tokens up to which the kernels between matmuls let the next one in (measured)
+_SOME = 256  # tokens up to which the kernels between matmuls trigger the next one early (measured)
 _ENTRY = tl.constexpr(4)  # words of a block in a list: expert, first place, rows, unused
 _LISTED = tl.constexpr(32)  # blocks that a program lists
 
@@ -350,13 +350,13 @@ def multiply_gated(
         _up, (len(routing.up_blocks) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
         routing.order_P, routing.up_blocks, num_in, num_out,
-        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(len(out), tile, num_in, bias_E2I, act),
+        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(len(x_TH), tile, num_in, bias_E2I, act),
     )  # fmt: skip
     return out
 
 
 def multiply(
-    x_PI: torch.Tensor, weight_EHI: torch.Tensor, routing: Routing, tile: Tile, bias_EH: torch.Tensor | None = None
+    x_PI: torch.Tensor, weight_EHI: torch.Tensor, routing: Routing, tile: Tile, top_k: int, bias_EH: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Rows in the order of experts to results by pair."""
     _, num_out, num_in = weight_EHI.shape
@@ -366,7 +366,7 @@ def multiply(
         _down, (len(routing.down_blocks) * triton.cdiv(num_out, tile.outs),),
         *x, matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, out,
         routing.order_P, routing.down_blocks, num_in, num_out,
-        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(len(out), tile, num_in, bias_EH),
+        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(len(out) // top_k, tile, num_in, bias_EH),
     )  # fmt: skip
     return out
 
@@ -414,7 +414,7 @@ def moe(
         return multiply_directly(rows, logits, shares, down_EHI, down_tile, top_k, down_bias_EH, shared_TH)
     routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
-    return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing, top_k, shared_TH)
+    return combine(multiply(rows, down_EHI, routing, down_tile, top_k, down_bias_EH), routing, top_k, shared_TH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,5 +451,5 @@ def moe_in_slots(
         if not is_compiling():  # else the list has not been written
             blocks[:, 0] = there.slot_of.index_select(0, blocks[:, 0])
     rows = multiply_gated(x_TH, there.gate_up_S2IH, routing, up_tile, top_k, act, there.gate_up_bias_S2I)
-    pairs = multiply(rows, there.down_SHI, routing, down_tile, there.down_bias_SH)
+    pairs = multiply(rows, there.down_SHI, routing, down_tile, top_k, there.down_bias_SH)
     return combine(pairs, routing, top_k, shared_TH)

@@ -19,6 +19,7 @@ from tidemill.errors import ConfigError, PeerMismatch
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.sampling import SamplingParams
+from tidemill.transfer import exporter as exporting
 from tidemill.transfer import open as opening
 from tidemill.wire import Expect, Resumed, Submit
 
@@ -148,10 +149,14 @@ def test_pages_come_from_another_host(llama, expected, tmp_path, kind):
     second.close()
 
 
-def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected):
+def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected, monkeypatch):
+    monkeypatch.setattr(endings, "_EXPORT_S", LONG_S)
+    monkeypatch.setattr(exporting, "_PATIENCE_S", LONG_S)
     core = make_core(llama, kv_export="shm:a:4M")
     other = make_core(llama, kv_import="shm:a")
     exporter, may_write = core.runner.mover.outside.exporter, threading.Event()
+    while not exporter._journal._known:  # the other one is connected
+        time.sleep(0.01)
     write = exporter.write
     exporter.write = lambda *args: (may_write.wait(LONG_S), write(*args))[1]
     core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))

@@ -309,7 +309,7 @@ FOREIGN = (
     _no_effect("--is-embedding --enable-metrics --enable-cache-report --disable-cuda-graph", SGLANG, "it changes no answer"),
 )  # fmt: skip
 
-# Beginnings of the many others, each with what there is here. All are refused: whether a value follows need not be known.
+# Prefixes of the many others, each with what there is here. All are refused: whether a value follows need not be known.
 FAMILIES = (
     ("mm- mmproj mtmd media image- video- limit-mm allowed-media allowed-local-media interleave-mm enable-mm default-mm "
      "vision- audio asr- encoder- keep-mm trust-mm skip-mm enable-prefix-mm enable-multimodal disable-fast-image "

@@ -356,9 +356,7 @@ class EngineCore:
             if plan is not None:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
-                failed += self._add_masks(plan)
-                if self.drafting is not None and self.config.acceptance == "rejection":
-                    plan.draft_probs = self.drafting.probs(plan)
+                failed += self._complete(plan)
                 self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight), drafted))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
@@ -441,8 +439,11 @@ class EngineCore:
                 self._events(events.WeightsStreamed(now, *reads))
             self._num_uncounted_steps = 0
 
-    def _add_masks(self, plan: StepPlan) -> list[Refused]:
-        """Token masks of structured outputs. A request whose grammar fails is aborted; its part of the step is wasted."""
+    def _complete(self, plan: StepPlan) -> list[Refused]:
+        """What drawn drafts were drawn from, and token masks of structured outputs. A request whose grammar fails is aborted; its
+        part of the step is wasted."""
+        if self.drafting is not None and self.config.acceptance == "rejection":
+            plan.draft_probs = self.drafting.probs(plan)
         if not self.structured:
             return []
         began = self._clock.now()

@@ -15,14 +15,11 @@ from torch import nn
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.linear import Weight
-from tidemill.kernels.moe import ExpertWeights
 from tidemill.kernels.neurons import GivenNeurons
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.streamed import Reads, Streaming, resident_bytes, tensors_of
-from tidemill.model_config import MoESpec
-from tidemill.quant.base import ExpertParts, LinearMethod
-from tidemill.weights.checkpoint import WeightTensor
+from tidemill.quant.base import LinearMethod, OfAFeedForward
 
 if TYPE_CHECKING:
     from tidemill.kernels.cuda.host_neurons import HostExchange
@@ -73,16 +70,10 @@ class _Parts:
         return SplitNeurons(cold, cold.gate or self._inner.join([gate], gate_bias))
 
 
-class _Part(LinearMethod[torch.Tensor]):
+class _Part(OfAFeedForward):
     def __init__(self, inner: LinearMethod[torch.Tensor], parts: _Parts) -> None:
-        super().__init__()
-        self._inner, self._parts = inner, parts
-
-    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
-        return self._inner.read(tensor, row_order)
-
-    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
-        raise AssertionError("a feed-forward without experts")
+        super().__init__(inner)
+        self._parts = parts
 
 
 class _GateUp(_Part):

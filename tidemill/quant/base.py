@@ -79,6 +79,20 @@ class LinearMethod(ABC, Generic[Part]):
         """All experts of a layer, laid out for a kernel."""
 
 
+class OfAFeedForward(LinearMethod[torch.Tensor]):
+    """Reads as another method does. Of a layer whose neurons are computed in another way, and that has no experts."""
+
+    def __init__(self, inner: LinearMethod[torch.Tensor]) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
+        return self._inner.read(tensor, row_order)
+
+    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
+        raise AssertionError("a feed-forward without experts")
+
+
 class Gated(Weight):
     """The fused matmul, then its gate."""
 

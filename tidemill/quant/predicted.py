@@ -8,11 +8,8 @@ import torch
 
 from tidemill.kernels.linear import PlacedMatrix, Weight, pack_linear
 from tidemill.kernels.low_rank import Product
-from tidemill.kernels.moe import ExpertWeights
 from tidemill.kernels.neurons import ChosenNeurons
-from tidemill.model_config import MoESpec
-from tidemill.quant.base import ExpertParts, LinearMethod
-from tidemill.weights.checkpoint import WeightTensor
+from tidemill.quant.base import LinearMethod, OfAFeedForward
 from tidemill.weights.predictors import Predictor
 
 
@@ -39,16 +36,10 @@ class PredictedNeurons:
         return ChosenNeurons(gate, up, down, act, (gate_bias, up_bias, down_bias))
 
 
-class _Part(LinearMethod[torch.Tensor]):
+class _Part(OfAFeedForward):
     def __init__(self, inner: LinearMethod[torch.Tensor], neurons: PredictedNeurons) -> None:
-        super().__init__()
-        self._inner, self._neurons = inner, neurons
-
-    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
-        return self._inner.read(tensor, row_order)
-
-    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
-        raise AssertionError("a feed-forward without experts")
+        super().__init__(inner)
+        self._neurons = neurons
 
 
 class _GateUp(_Part):

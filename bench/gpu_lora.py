@@ -25,7 +25,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.elementwise import glu
-from tidemill.kernels.cuda.gemm import Tile, gemm, tile_with_adapters
+from tidemill.kernels.cuda.gemm import Tile, gemm, matmul, tile_with_adapters
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.sampling import SamplingParams
@@ -138,6 +138,49 @@ def check_matmul(
     print(f"matmul {num_in} -> {num_out} with adapters: largest error {error:.1e} of the largest value", flush=True)
 
 
+def time_matmuls(num_adapters: int, rank: int) -> None:
+    """Microseconds of the linear layers of llama8b, without adapters and with; rows have them in turn, as requests that decode, or
+    in stretches of 256, as prompts."""
+    device = torch.device("cuda")
+    for num_in, outs, act in (
+        (4096, {"q": 4096, "k": 1024, "v": 1024}, ""), (4096, {"o": 4096}, ""), (4096, {"gate": 14336, "up": 14336}, "silu"),
+        (14336, {"down": 4096}, ""),
+    ):  # fmt: skip
+        num_out = sum(outs.values())
+        weights = [torch.randn(num_out, num_in, device=device, dtype=torch.bfloat16) for _ in range(4)]
+        for num_rows in (1, 16, 64, 256, 2048):
+            lists = _Lists(num_adapters, num_rows)
+            made = CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16)
+            for slot in range(num_adapters):
+                made.put(slot, {n: LoraPair(torch.randn(rank, num_in), torch.randn(k, rank), 1.0) for n, k in outs.items()})
+            lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
+            x = torch.randn(num_rows, num_in, device=device, dtype=torch.bfloat16)
+            tile = tile_with_adapters(num_rows, num_out, num_in)
+            ways: dict[str, Any] = {
+                "without": lambda w, x=x: matmul(x, w, None, act),
+                "with": lambda w, x=x, tile=tile, made=made: gemm(x, w, tile, act=act, low_rank=made.low_rank(x)),
+            }
+            taken = {name: _microseconds(lambda way=way: [way(w) for w in weights]) / len(weights) for name, way in ways.items()}
+            print(f"{num_in} -> {num_out}, {num_rows} rows:", {name: round(us, 1) for name, us in taken.items()}, flush=True)
+
+
+def _microseconds(work: Any) -> float:
+    """Of what a CUDA graph replays."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 100
+
+
 def answers(core: EngineCore, requests: list[tuple[list[int], int, int]]) -> list[list[Any]]:
     """Tokens and logprobs of each: (prompt, tokens to generate, adapter)."""
     made: list[list[Any]] = [[] for _ in requests]
@@ -190,8 +233,12 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--kernels", action="store_true", help="only check and time the kernels")
     given = parser.parse_args()
     check_kernels()
+    time_matmuls(given.adapters, given.rank)
+    if given.kernels:
+        return
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[given.model]))
     options = EngineOptions(

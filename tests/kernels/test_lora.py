@@ -93,7 +93,7 @@ class Lists:
     def __init__(self, slots: np.ndarray, size: int) -> None:
         self.made = object.__new__(cuda_lora.CudaLoras)
         self.made._num_slots, self.made._turn = len(ADAPTERS), 0
-        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + size
+        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + cuda_lora.padded(size) + len(ADAPTERS)
         self.made._words = torch.full((words,), 77, dtype=torch.int32)
         self.made._staging = [torch.full((words,), 77, dtype=torch.int32)]
         self.made.write(slots, size)
@@ -101,8 +101,8 @@ class Lists:
     def lists(self, num_tokens: int):
         return self.made.lists(num_tokens)
 
-    def slots(self, num_tokens: int):
-        return self.made.slots(num_tokens)
+    def places(self, num_tokens: int):
+        return self.made.places(num_tokens)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

@@ -21,7 +21,7 @@ class CudaLoras(Loras):
     ) -> None:
         """`most_tokens`: of a step."""
         self._device = device
-        num_words = _end_of_tiles(most_tokens, num_slots) + most_tokens
+        num_words = _end_of_tiles(most_tokens, num_slots) + padded(most_tokens) + num_slots
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_STEPS_IN_FLIGHT)]
         self._turn = 0
@@ -39,16 +39,18 @@ class CudaLoras(Loras):
         begin = padded(num_tokens)
         return self._words[:num_tokens], self._words[begin : begin + 3 * _num_tiles(num_tokens, self._num_slots)]
 
-    def slots(self, num_tokens: int) -> torch.Tensor:
+    def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = _end_of_tiles(num_tokens, self._num_slots)
-        return self._words[begin : begin + num_tokens]
+        end = begin + padded(num_tokens)
+        return self._words[begin : begin + num_tokens], self._words[end : end + self._num_slots]
 
     def write(self, slots_T: np.ndarray, size: int) -> None:
         """For a step of `size` tokens, of which the first have these slots and the others are padding."""
         order, tiles = make_tiles(slots_T, ROWS)
         self._turn = (self._turn + 1) % len(self._staging)
-        begin, first_slot = padded(size), _end_of_tiles(size, self._num_slots)
-        end = first_slot + size
+        begin, first_place = padded(size), _end_of_tiles(size, self._num_slots)
+        first_slot = first_place + padded(size)
+        end = first_slot + self._num_slots
         words = self._staging[self._turn].numpy()[:end]
         words[:] = 0
         is_plain = np.ones(size, bool)
@@ -60,9 +62,20 @@ class CudaLoras(Loras):
         tiles = np.concatenate([tiles, rest])
         tiles[:, 0] += 1
         words[begin : begin + tiles.size] = tiles.reshape(-1)
-        words[first_slot:] = NO_SLOT
-        words[first_slot : first_slot + slots_T.size] = np.where(slots_T < 0, NO_SLOT, slots_T)
+        places, slots = _places(slots_T)
+        words[first_place:first_slot] = NO_SLOT
+        words[first_place : first_place + places.size], words[first_slot : first_slot + slots.size] = places, slots
         self._words[:end].copy_(self._staging[self._turn][:end], non_blocking=True)
+
+
+def _places(slots_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The slots of a step in the order in which tokens come to them, so that neighbours are side by side; and of each token, the
+    place of its slot."""
+    slots, firsts, groups = np.unique(slots_T, return_index=True, return_inverse=True)
+    order = np.argsort(np.where(slots < 0, slots_T.size, firsts))
+    place_of = np.empty(slots.size, np.int64)
+    place_of[order] = np.arange(slots.size)
+    return np.where(slots_T < 0, NO_SLOT, place_of[groups]), slots[order][: np.count_nonzero(slots >= 0)]
 
 
 def padded(num_tokens: int) -> int:

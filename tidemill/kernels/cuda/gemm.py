@@ -62,10 +62,11 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
-    x_ptr, w_ptr, bias_ptr, out_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, num_rows, num_out, num_in,
+    x_ptr, w_ptr, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
+    num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """PARTS: of the adapters' pairs that are added (lora.py), 0: there are none. What the kernel before has written is then read
     last, since x was there before it."""
@@ -89,8 +90,8 @@ def _gemm(
     if PARTS:
         begin(AHEAD)
         acc = add_low_rank(
-            acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, ACT != "",
+            acc, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE, ACT != "",
         )  # fmt: skip
     acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
@@ -102,11 +103,11 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, bias_ptr, out_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
+    x_desc, w_desc, out_desc, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
     num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     if PARTS == 0:
         begin(AHEAD)
@@ -117,8 +118,8 @@ def _gemm_bulk(
     if PARTS:
         begin(AHEAD)
         acc = add_low_rank(
-            acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, ACT != "",
+            acc, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE, ACT != "",
         )  # fmt: skip
     acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
@@ -256,9 +257,9 @@ def gemm(
     options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
         "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
-        **({"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": 16} if low_rank is None else low_rank.constants),
+        **({"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": 16, "SIDE_BY_SIDE": 1} if low_rank is None else low_rank.constants),
     }  # fmt: skip
-    added = (weight_NK,) * 6 if low_rank is None else low_rank.tensors
+    added = (weight_NK,) * 7 if low_rank is None else low_rank.tensors
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
         launch(

@@ -139,8 +139,8 @@ def check_matmul(
 
 
 def time_matmuls(num_adapters: int, rank: int) -> None:
-    """Microseconds of the linear layers of llama8b, without adapters and with; rows have them in turn, as requests that decode, or
-    in stretches of 256, as prompts."""
+    """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters in turn, as requests that decode,
+    or in stretches of 256, as prompts."""
     device = torch.device("cuda")
     for num_in, outs, act in (
         (4096, {"q": 4096, "k": 1024, "v": 1024}, ""), (4096, {"o": 4096}, ""), (4096, {"gate": 14336, "up": 14336}, "silu"),
@@ -156,21 +156,21 @@ def time_matmuls(num_adapters: int, rank: int) -> None:
             lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
             x = torch.randn(num_rows, num_in, device=device, dtype=torch.bfloat16)
             tile = tile_with_adapters(num_rows, num_out, num_in)
-            ways: dict[str, Any] = {
-                "without": lambda w, x=x: matmul(x, w, None, act),
-                "with": lambda w, x=x, tile=tile, made=made: gemm(x, w, tile, act=act, low_rank=made.low_rank(x)),
-            }
-            taken = {name: _microseconds(lambda way=way: [way(w) for w in weights]) / len(weights) for name, way in ways.items()}
-            print(f"{num_in} -> {num_out}, {num_rows} rows:", {name: round(us, 1) for name, us in taken.items()}, flush=True)
+            without = _microseconds(lambda w, x=x, act=act: matmul(x, w, None, act), weights)
+            with_them = _microseconds(
+                lambda w, x=x, tile=tile, made=made, act=act: gemm(x, w, tile, act=act, low_rank=made.low_rank(x)), weights
+            )
+            print(f"{num_in} -> {num_out}, {num_rows} rows: {without:.1f} without, {with_them:.1f} with adapters", flush=True)
 
 
-def _microseconds(work: Any) -> float:
-    """Of what a CUDA graph replays."""
-    work()
+def _microseconds(work: Any, weights: list[torch.Tensor]) -> float:
+    """For one of the weights, which a CUDA graph takes in turn."""
+    work(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        for weight in weights:
+            work(weight)
     graph.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -178,7 +178,7 @@ def _microseconds(work: Any) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 100
+    return begin.elapsed_time(end) * 100 / len(weights)
 
 
 def answers(core: EngineCore, requests: list[tuple[list[int], int, int]]) -> list[list[Any]]:

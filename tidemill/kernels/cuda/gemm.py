@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
-from tidemill.kernels.cuda.lora import LowRank, add_low_rank
+from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def gemm(
     options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
         "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
-        **({"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": 16, "SIDE_BY_SIDE": 1} if low_rank is None else low_rank.constants),
+        **(NO_LOW_RANK if low_rank is None else low_rank.constants),
     }  # fmt: skip
     added = (weight_NK,) * 7 if low_rank is None else low_rank.tensors
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:

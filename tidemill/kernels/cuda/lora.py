@@ -8,8 +8,8 @@ adapter has is read. A token's bits depend on the token and its adapter alone.
 
 The matmul of a bfloat16 weight (gemm.py) is the second kernel itself: it adds the product to its sums before they are rounded
 (`add_low_rank`), so that outputs are not read and written again. It begins beside the first kernel, whose results it needs last.
-A tile of the matmul may have rows of several adapters. Their blocks of ranks are multiplied side by side, four adapters at a time,
-as if they were one block of 64 inputs in which a row has zeros but for its own adapter's.
+A tile of the matmul may have rows of several adapters. Four adapters at a time are multiplied side by side, as if their blocks of
+ranks were one block of 64 inputs, in which a row has zeros but for its own adapter's.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def add_low_rank(
     ROWS: tl.constexpr, OUTS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
     STRETCHES: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """acc += up low of each row's adapter, for a tile of a matmul. What is added to rows of another adapter is zero, which changes
-    no sum."""
+    """acc += up low of each row's adapter, for a tile of a matmul. What is added to rows of another adapter is zero, which
+    changes no sum."""
     rows, columns = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
     ranks, ks = tl.arange(0, RANKS), tl.arange(0, SIDE_BY_SIDE * RANKS)
     places = tl.load(places_ptr + rows, mask=rows < num_rows, other=_NO_SLOT)
@@ -214,6 +214,9 @@ class LowRank:
 
     tensors: tuple[torch.Tensor, ...]
     constants: dict[str, Any]
+
+
+NO_LOW_RANK: Final = {"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": RANKS, "SIDE_BY_SIDE": SIDE_BY_SIDE}
 
 
 class CudaLora(LinearLora):

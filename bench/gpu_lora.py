@@ -139,8 +139,8 @@ def check_matmul(
 
 
 def time_matmuls(num_adapters: int, rank: int) -> None:
-    """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters in turn, as requests that decode,
-    or in stretches of 256, as prompts."""
+    """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters in turn, as requests that
+    decode, or in stretches of 256, as prompts."""
     device = torch.device("cuda")
     for num_in, outs, act in (
         (4096, {"q": 4096, "k": 1024, "v": 1024}, ""), (4096, {"o": 4096}, ""), (4096, {"gate": 14336, "up": 14336}, "silu"),

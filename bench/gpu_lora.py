@@ -62,6 +62,7 @@ def check_kernels() -> None:
                 if rank != 8 or name != "k"
             }
             made.put(len(adapters), pairs)
+            lists.set_rank(len(adapters), rank)
             adapters.append(pairs)
         slots = np.random.default_rng(0).integers(-1, len(adapters), 300)
         x = torch.randn(300, num_in, device=device, dtype=torch.bfloat16)
@@ -152,15 +153,18 @@ def time_matmuls(num_adapters: int, rank: int) -> None:
             lists = _Lists(num_adapters, num_rows)
             made = CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16)
             for slot in range(num_adapters):
+                lists.set_rank(slot, rank)
                 made.put(slot, {n: LoraPair(torch.randn(rank, num_in), torch.randn(k, rank), 1.0) for n, k in outs.items()})
             lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
             x = torch.randn(num_rows, num_in, device=device, dtype=torch.bfloat16)
             tile = tile_with_adapters(num_rows, num_out, num_in)
             without = _microseconds(lambda w, x=x, act=act: matmul(x, w, None, act), weights)
+            same = _microseconds(lambda w, x=x, tile=tile, act=act: gemm(x, w, tile, act=act), weights)
             with_them = _microseconds(
                 lambda w, x=x, tile=tile, made=made, act=act: gemm(x, w, tile, act=act, low_rank=made.low_rank(x)), weights
             )
-            print(f"{num_in} -> {num_out}, {num_rows} rows: {without:.1f} without, {with_them:.1f} with adapters", flush=True)
+            taken = f"{without:.1f} without, {same:.1f} in the same tiles, {with_them:.1f} with adapters"
+            print(f"{num_in} -> {num_out}, {num_rows} rows: {taken}", flush=True)
 
 
 def _microseconds(work: Any, weights: list[torch.Tensor]) -> float:
@@ -233,12 +237,18 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--kernels", action="store_true", help="only check and time the kernels")
+    parser.add_argument("--parts", default="checks,kernels,workloads", help="separated by commas")
     given = parser.parse_args()
-    check_kernels()
-    time_matmuls(given.adapters, given.rank)
-    if given.kernels:
-        return
+    parts = given.parts.split(",")
+    if "checks" in parts:
+        check_kernels()
+    if "kernels" in parts:
+        time_matmuls(given.adapters, given.rank)
+    if "workloads" in parts:
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[given.model]))
     options = EngineOptions(

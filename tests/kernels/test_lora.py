@@ -93,7 +93,10 @@ class Lists:
     def __init__(self, slots: np.ndarray, size: int) -> None:
         self.made = object.__new__(cuda_lora.CudaLoras)
         self.made._num_slots, self.made._turn = len(ADAPTERS), 0
-        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + cuda_lora.padded(size) + len(ADAPTERS)
+        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + cuda_lora.padded(size) + 1 + len(ADAPTERS)
+        self.made._num_blocks = np.zeros(len(ADAPTERS), np.int32)
+        for slot, (rank, _, _) in enumerate(ADAPTERS):
+            self.made.set_rank(slot, rank)
         self.made._words = torch.full((words,), 77, dtype=torch.int32)
         self.made._staging = [torch.full((words,), 77, dtype=torch.int32)]
         self.made.write(slots, size)

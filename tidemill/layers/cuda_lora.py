@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from tidemill.kernels.cuda.lora import NO_SLOT, ROWS, CudaLora
-from tidemill.kernels.lora import LinearLora, make_tiles
+from tidemill.kernels.cuda.lora import NO_SLOT, RANKS, ROWS, CudaLora
+from tidemill.kernels.lora import LinearLora, Pair, make_tiles
 from tidemill.layers.linear import Linear
 from tidemill.layers.lora import Loras
 
@@ -21,10 +21,11 @@ class CudaLoras(Loras):
     ) -> None:
         """`most_tokens`: of a step."""
         self._device = device
-        num_words = _end_of_tiles(most_tokens, num_slots) + padded(most_tokens) + num_slots
+        num_words = _end_of_tiles(most_tokens, num_slots) + padded(most_tokens) + 1 + num_slots
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_STEPS_IN_FLIGHT)]
         self._turn = 0
+        self._num_blocks = np.zeros(num_slots, np.int32)  # of ranks, by slot
         super().__init__(places, num_slots, max_rank)
 
     def _make_step(self) -> None:
@@ -35,6 +36,14 @@ class CudaLoras(Loras):
             linear.num_in, linear.outs, self, self._num_slots, self._max_rank, linear.act, self._device, torch.bfloat16
         )
 
+    def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+        super().put(slot, pairs)
+        self.set_rank(slot, max((pair.down_RK.shape[0] for pair in pairs.values()), default=0))
+
+    def set_rank(self, slot: int, rank: int) -> None:
+        """The highest of the adapter that is there."""
+        self._num_blocks[slot] = -(-rank // RANKS)
+
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = padded(num_tokens)
         return self._words[:num_tokens], self._words[begin : begin + 3 * _num_tiles(num_tokens, self._num_slots)]
@@ -42,7 +51,7 @@ class CudaLoras(Loras):
     def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = _end_of_tiles(num_tokens, self._num_slots)
         end = begin + padded(num_tokens)
-        return self._words[begin : begin + num_tokens], self._words[end : end + self._num_slots]
+        return self._words[begin : begin + num_tokens], self._words[end : end + 1 + self._num_slots]
 
     def write(self, slots_T: np.ndarray, size: int) -> None:
         """For a step of `size` tokens, of which the first have these slots and the others are padding."""
@@ -50,7 +59,7 @@ class CudaLoras(Loras):
         self._turn = (self._turn + 1) % len(self._staging)
         begin, first_place = padded(size), _end_of_tiles(size, self._num_slots)
         first_slot = first_place + padded(size)
-        end = first_slot + self._num_slots
+        end = first_slot + 1 + self._num_slots
         words = self._staging[self._turn].numpy()[:end]
         words[:] = 0
         is_plain = np.ones(size, bool)
@@ -64,7 +73,9 @@ class CudaLoras(Loras):
         words[begin : begin + tiles.size] = tiles.reshape(-1)
         places, slots = _places(slots_T)
         words[first_place:first_slot] = NO_SLOT
-        words[first_place : first_place + places.size], words[first_slot : first_slot + slots.size] = places, slots
+        words[first_place : first_place + places.size] = places
+        words[first_slot] = self._num_blocks[slots].max(initial=0)
+        words[first_slot + 1 : first_slot + 1 + slots.size] = slots
         self._words[:end].copy_(self._staging[self._turn][:end], non_blocking=True)
 
 

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
-from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank
+from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank, find_low_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,13 @@ def _gemm(
 ):  # fmt: skip
     """PARTS: of the adapters' pairs that are added (lora.py), 0: there are none. What the kernel before has written is then read
     last, since x was there before it."""
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     if PARTS == 0:
         begin(AHEAD)
-    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
+    else:
+        found = find_low_rank(
+            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
+        )  # fmt: skip
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
@@ -90,8 +94,8 @@ def _gemm(
     if PARTS:
         begin(AHEAD)
         acc = add_low_rank(
-            acc, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE, ACT != "",
+            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
         )  # fmt: skip
     acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
@@ -109,17 +113,21 @@ def _gemm_bulk(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
     RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     if PARTS == 0:
         begin(AHEAD)
-    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
+    else:
+        found = find_low_rank(
+            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
+        )  # fmt: skip
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
     if PARTS:
         begin(AHEAD)
         acc = add_low_rank(
-            acc, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE, ACT != "",
+            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
         )  # fmt: skip
     acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS

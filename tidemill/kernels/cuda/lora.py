@@ -155,45 +155,54 @@ def _expand_gated(
 
 
 @triton.jit
+def find_low_rank(
+    places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, PARTS: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """What `add_low_rank` needs and the host has written, so that it is there before the products are: of each row of a tile the
+    place of its slot and its slot, of each column its part; and blocks of ranks, the first and the last place and part."""
+    rows, columns = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
+    places = tl.load(places_ptr + rows, mask=rows < num_rows, other=_NO_SLOT)
+    has_one = places < _NO_SLOT
+    slots = tl.load(slots_ptr + 1 + places, mask=has_one, other=0)
+    parts = columns % PARTS
+    if not IS_GATED:
+        parts = tl.zeros_like(columns)
+        for part in tl.static_range(1, PARTS):
+            parts += (columns >= tl.load(ends_ptr + part)).to(tl.int32)
+    first, last = tl.min(places, 0), tl.max(tl.where(has_one, places, -1), 0)
+    return places, slots, parts, tl.load(slots_ptr), first, last, tl.min(parts, 0), tl.max(parts, 0)
+
+
+@triton.jit
 def add_low_rank(
-    acc, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
+    acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
     ROWS: tl.constexpr, OUTS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
-    STRETCHES: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, IS_GATED: tl.constexpr,
+    STRETCHES: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
     """acc += up low of each row's adapter, for a tile of a matmul. What is added to rows of another adapter is zero, which
     changes no sum."""
+    places, slots, parts, num_blocks, first, last, first_part, last_part = found
     rows, columns = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
     ranks, ks = tl.arange(0, RANKS), tl.arange(0, SIDE_BY_SIDE * RANKS)
-    places = tl.load(places_ptr + rows, mask=rows < num_rows, other=_NO_SLOT)
     has_one = places < _NO_SLOT
-    first, end = tl.min(places, 0), tl.max(tl.where(has_one, places, -1), 0) + 1
-    slots = tl.load(slots_ptr + places, mask=has_one, other=0)
-    for part in tl.static_range(PARTS):
+    for part in tl.range(first_part, last_part + 1, num_stages=1):
         blocks = tl.load(blocks_ptr + slots * PARTS + part, mask=has_one, other=0)
         scales = tl.load(scales_ptr + slots * PARTS + part, mask=has_one, other=0.0)
-        num_blocks = tl.max(blocks, 0)
-        if PARTS == 1:
-            inside = columns < num_out
-        elif IS_GATED:  # columns of gate and up in turn
-            inside = columns % 2 == part
-        else:
-            begins, ends = tl.load(ends_ptr + part), tl.load(ends_ptr + part + 1)
-            inside = (columns >= begins) & (columns < ends)
-            num_blocks = tl.where((n * OUTS < ends) & (n * OUTS + OUTS > begins), num_blocks, 0)
         for block in tl.range(0, num_blocks, num_stages=1):
             low = tl.zeros((ROWS, RANKS), tl.float32)
             for stretch in tl.static_range(STRETCHES):
                 where = ((stretch * num_rows + rows).to(tl.int64) * PARTS + part) * MAX_RANK + block * RANKS
-                low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=(block < blocks)[:, None], other=0.0)
-            scaled = (low * scales[:, None]).to(up_ptr.dtype.element_ty)
-            for place in tl.range(first, end, SIDE_BY_SIDE, num_stages=2):
+                low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=has_one[:, None], other=0.0)
+            scaled = tl.where((block < blocks)[:, None], low * scales[:, None], 0.0).to(up_ptr.dtype.element_ty)
+            for place in tl.range(first, last + 1, SIDE_BY_SIDE, num_stages=2):
                 places_of_ks = place + ks // RANKS
-                slots_of_ks = tl.load(slots_ptr + places_of_ks, mask=places_of_ks < end, other=0)
+                slots_of_ks = tl.load(slots_ptr + 1 + places_of_ks, mask=places_of_ks <= last, other=0)
                 up = up_ptr + (slots_of_ks * MAX_RANK + block * RANKS + ks % RANKS)[:, None].to(tl.int64) * num_out
-                there = (places_of_ks < end)[:, None] & (columns < num_out)[None, :]
+                there = (places_of_ks <= last)[:, None] & (columns < num_out)[None, :]
                 values = tl.load(up + columns[None, :], mask=there, other=0.0)
                 if PARTS > 1:
-                    values = tl.where(inside[None, :], values, tl.zeros_like(values))
+                    values = tl.where((parts == part)[None, :], values, tl.zeros_like(values))
                 own = places[:, None] == (place + tl.arange(0, SIDE_BY_SIDE))[None, :]
                 own_low = tl.where(own[:, :, None], scaled[:, None, :], tl.zeros_like(scaled)[:, None, :])
                 acc = tl.dot(tl.reshape(own_low, (ROWS, SIDE_BY_SIDE * RANKS)), values, acc)
@@ -202,7 +211,8 @@ def add_low_rank(
 
 class Lists(Protocol):
     """The lists of a step with so many tokens: their order, those without an adapter last; tiles as slot + 1 (-1: without), first
-    and count, zeros after the last. And the place of each token's slot among those of the step, or NO_SLOT; and these slots."""
+    and count, zeros after the last. And the place of each token's slot among those of the step, or NO_SLOT; and
+    the most blocks of ranks that one of these slots has, then the slots."""
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
     def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...

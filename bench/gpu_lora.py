@@ -128,9 +128,10 @@ def check_matmul(
     for num_rows in (1, 16, 32, 64, 128, 256, 300):
         tile = tile_with_adapters(num_rows, num_out, num_in)
         assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), tile
-    usual, lora._MOST_IN_STRETCHES = lora._MOST_IN_STRETCHES, 1
+    usual = lora._MOST_IN_STRETCHES, lora._FEW
+    lora._MOST_IN_STRETCHES = lora._FEW = 1
     assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), "one pass"
-    lora._MOST_IN_STRETCHES = usual
+    lora._MOST_IN_STRETCHES, lora._FEW = usual
     for row in range(0, 300, 7):
         lists.write(slots[row : row + 1], 1)
         alone = x[row : row + 1].contiguous()

@@ -157,6 +157,7 @@ def test_a_matmul_on_a_gpu_adds_adapters(is_gated, tile, monkeypatch):
     plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
     assert torch.equal(out[plain], gemm(x, stored, tile, act=act)[plain])
     monkeypatch.setattr(cuda, "_MOST_IN_STRETCHES", 1)
+    monkeypatch.setattr(cuda, "_FEW", 1)  # one adapter after the other
     assert torch.equal(gemm(x, stored, tile, act=act, low_rank=made.low_rank(x)), out)
     for row in (4, SLOTS.size - 1):
         made._lists = Lists(SLOTS[row : row + 1], 1)

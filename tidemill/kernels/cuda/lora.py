@@ -8,8 +8,9 @@ adapter has is read. A token's bits depend on the token and its adapter alone.
 
 The matmul of a bfloat16 weight (gemm.py) is the second kernel itself: it adds the product to its sums before they are rounded
 (`add_low_rank`), so that outputs are not read and written again. It begins beside the first kernel, whose results it needs last.
-A tile of the matmul may have rows of several adapters. Four adapters at a time are multiplied side by side, as if their blocks of
-ranks were one block of 64 inputs, in which a row has zeros but for its own adapter's.
+A tile of the matmul may have rows of several adapters. In a step of few tokens four adapters at a time are multiplied side by
+side, as if their blocks of ranks were one block of 64 inputs, in which a row has zeros but for its own adapter's. In a step of
+many tokens a tile has mostly one adapter, and is so large that registers are few.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROWS: Final = 16  # of a tile
 RANKS: Final = 16  # of a block
 NO_SLOT: Final = 1 << 30  # of tokens without an adapter
 _STRETCH, _INS, _OUTS = 1024, 128, 128
-SIDE_BY_SIDE: Final = 4  # adapters
+_SIDE_BY_SIDE, _FEW = 4, 256  # adapters, in steps of so many tokens. One of `gemm.CHOICES`, at which kernels may change
 _MOST_IN_STRETCHES = 512  # tokens; with more there is work enough without. One of `gemm.CHOICES`, at which kernels may change
 _NO_SLOT = tl.constexpr(NO_SLOT)
 
@@ -226,7 +227,7 @@ class LowRank:
     constants: dict[str, Any]
 
 
-NO_LOW_RANK: Final = {"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": RANKS, "SIDE_BY_SIDE": SIDE_BY_SIDE}
+NO_LOW_RANK: Final = {"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": RANKS, "SIDE_BY_SIDE": 1}
 
 
 class CudaLora(LinearLora):
@@ -292,7 +293,7 @@ class CudaLora(LinearLora):
         low = self._shrunk(x_TK, num_tokens > _MOST_IN_STRETCHES, EARLY)
         tensors = (*self._lists.places(num_tokens), low, self._up, self._blocks, self._scales, self._ends)
         constants = {"PARTS": len(self._outs), "STRETCHES": low.shape[0], "MAX_RANK": self._max_rank, "RANKS": RANKS}
-        return LowRank(tensors, constants | {"SIDE_BY_SIDE": SIDE_BY_SIDE})
+        return LowRank(tensors, constants | {"SIDE_BY_SIDE": _SIDE_BY_SIDE if num_tokens <= _FEW else 1})
 
     def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor | None:
         num_tokens, num_out = y_TN.shape

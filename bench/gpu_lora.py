@@ -25,7 +25,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.elementwise import glu
-from tidemill.kernels.cuda.gemm import Tile, gemm, tile_with_adapters
+from tidemill.kernels.cuda.gemm import Tile, gemm, matmul, tile_with_adapters
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.sampling import SamplingParams
@@ -62,6 +62,7 @@ def check_kernels() -> None:
                 if rank != 8 or name != "k"
             }
             made.put(len(adapters), pairs)
+            lists.set_rank(len(adapters), rank)
             adapters.append(pairs)
         slots = np.random.default_rng(0).integers(-1, len(adapters), 300)
         x = torch.randn(300, num_in, device=device, dtype=torch.bfloat16)
@@ -127,15 +128,62 @@ def check_matmul(
     for num_rows in (1, 16, 32, 64, 128, 256, 300):
         tile = tile_with_adapters(num_rows, num_out, num_in)
         assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), tile
-    usual, lora._MOST_IN_STRETCHES = lora._MOST_IN_STRETCHES, 1
+    usual = lora._MOST_IN_STRETCHES, lora._FEW
+    lora._MOST_IN_STRETCHES = lora._FEW = 1
     assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), "one pass"
-    lora._MOST_IN_STRETCHES = usual
+    lora._MOST_IN_STRETCHES, lora._FEW = usual
     for row in range(0, 300, 7):
         lists.write(slots[row : row + 1], 1)
         alone = x[row : row + 1].contiguous()
         tile = tile_with_adapters(1, num_out, num_in)
         assert torch.equal(gemm(alone, weight, tile, act=act, low_rank=made.low_rank(alone))[0], together[row]), row
     print(f"matmul {num_in} -> {num_out} with adapters: largest error {error:.1e} of the largest value", flush=True)
+
+
+def time_matmuls(num_adapters: int, rank: int) -> None:
+    """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters in turn, as requests that
+    decode, or in stretches of 256, as prompts."""
+    device = torch.device("cuda")
+    for num_in, outs, act in (
+        (4096, {"q": 4096, "k": 1024, "v": 1024}, ""), (4096, {"o": 4096}, ""), (4096, {"gate": 14336, "up": 14336}, "silu"),
+        (14336, {"down": 4096}, ""),
+    ):  # fmt: skip
+        num_out = sum(outs.values())
+        weights = [torch.randn(num_out, num_in, device=device, dtype=torch.bfloat16) for _ in range(4)]
+        for num_rows in (1, 16, 64, 256, 2048):
+            lists = _Lists(num_adapters, num_rows)
+            made = CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16)
+            for slot in range(num_adapters):
+                lists.set_rank(slot, rank)
+                made.put(slot, {n: LoraPair(torch.randn(rank, num_in), torch.randn(k, rank), 1.0) for n, k in outs.items()})
+            lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
+            x = torch.randn(num_rows, num_in, device=device, dtype=torch.bfloat16)
+            tile = tile_with_adapters(num_rows, num_out, num_in)
+            without = _microseconds(lambda w, x=x, act=act: matmul(x, w, None, act), weights)
+            same = _microseconds(lambda w, x=x, tile=tile, act=act: gemm(x, w, tile, act=act), weights)
+            with_them = _microseconds(
+                lambda w, x=x, tile=tile, made=made, act=act: gemm(x, w, tile, act=act, low_rank=made.low_rank(x)), weights
+            )
+            taken = f"{without:.1f} without, {same:.1f} in the same tiles, {with_them:.1f} with adapters"
+            print(f"{num_in} -> {num_out}, {num_rows} rows: {taken}", flush=True)
+
+
+def _microseconds(work: Any, weights: list[torch.Tensor]) -> float:
+    """For one of the weights, which a CUDA graph takes in turn."""
+    work(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            work(weight)
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 100 / len(weights)
 
 
 def answers(core: EngineCore, requests: list[tuple[list[int], int, int]]) -> list[list[Any]]:
@@ -190,8 +238,18 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--parts", default="checks,kernels,workloads", help="separated by commas")
     given = parser.parse_args()
-    check_kernels()
+    parts = given.parts.split(",")
+    if "checks" in parts:
+        check_kernels()
+    if "kernels" in parts:
+        time_matmuls(given.adapters, given.rank)
+    if "workloads" in parts:
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[given.model]))
     options = EngineOptions(

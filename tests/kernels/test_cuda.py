@@ -485,9 +485,10 @@ how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
-types |= dict(slots_ptr=I, low_ptr=F, up_ptr=B, blocks_ptr=I, scales_ptr=F, ends_ptr=I)
+types |= dict(places_ptr=I, slots_ptr=I, low_ptr=F, up_ptr=B, blocks_ptr=I, scales_ptr=F, ends_ptr=I)
 for parts in (0, 2):
-    how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh", PARTS=parts, STRETCHES=4 * (parts > 0), MAX_RANK=64, RANKS=16)
+    how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh", PARTS=parts, STRETCHES=4 * (parts > 0), MAX_RANK=64, RANKS=16,
+               SIDE_BY_SIDE=4)
     build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
     build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 for kind, rows, outs, swap in (("fp8e4nv", 16, 64, 1), ("i8", 128, 128, 0)):

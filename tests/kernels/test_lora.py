@@ -93,7 +93,10 @@ class Lists:
     def __init__(self, slots: np.ndarray, size: int) -> None:
         self.made = object.__new__(cuda_lora.CudaLoras)
         self.made._num_slots, self.made._turn = len(ADAPTERS), 0
-        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + size
+        words = cuda_lora._end_of_tiles(size, len(ADAPTERS)) + cuda_lora.padded(size) + 1 + len(ADAPTERS)
+        self.made._num_blocks = np.zeros(len(ADAPTERS), np.int32)
+        for slot, (rank, _, _) in enumerate(ADAPTERS):
+            self.made.set_rank(slot, rank)
         self.made._words = torch.full((words,), 77, dtype=torch.int32)
         self.made._staging = [torch.full((words,), 77, dtype=torch.int32)]
         self.made.write(slots, size)
@@ -101,8 +104,8 @@ class Lists:
     def lists(self, num_tokens: int):
         return self.made.lists(num_tokens)
 
-    def slots(self, num_tokens: int):
-        return self.made.slots(num_tokens)
+    def places(self, num_tokens: int):
+        return self.made.places(num_tokens)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -154,6 +157,7 @@ def test_a_matmul_on_a_gpu_adds_adapters(is_gated, tile, monkeypatch):
     plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
     assert torch.equal(out[plain], gemm(x, stored, tile, act=act)[plain])
     monkeypatch.setattr(cuda, "_MOST_IN_STRETCHES", 1)
+    monkeypatch.setattr(cuda, "_FEW", 1)  # one adapter after the other
     assert torch.equal(gemm(x, stored, tile, act=act, low_rank=made.low_rank(x)), out)
     for row in (4, SLOTS.size - 1):
         made._lists = Lists(SLOTS[row : row + 1], 1)

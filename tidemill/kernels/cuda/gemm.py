@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
-from tidemill.kernels.cuda.lora import LowRank, add_low_rank
+from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank, find_low_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,21 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
-    x_ptr, w_ptr, bias_ptr, out_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, num_rows, num_out, num_in,
+    x_ptr, w_ptr, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
+    num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """PARTS: of the adapters' pairs that are added (lora.py), 0: there are none. What the kernel before has written is then read
     last, since x was there before it."""
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     if PARTS == 0:
         begin(AHEAD)
-    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
+    else:
+        found = find_low_rank(
+            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
+        )  # fmt: skip
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
@@ -89,8 +94,8 @@ def _gemm(
     if PARTS:
         begin(AHEAD)
         acc = add_low_rank(
-            acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, ACT != "",
+            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
         )  # fmt: skip
     acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
@@ -102,23 +107,27 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, bias_ptr, out_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
+    x_desc, w_desc, out_desc, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
     num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     if PARTS == 0:
         begin(AHEAD)
-    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
+    else:
+        found = find_low_rank(
+            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
+        )  # fmt: skip
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
     if PARTS:
         begin(AHEAD)
         acc = add_low_rank(
-            acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, ACT != "",
+            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
+            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
         )  # fmt: skip
     acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
@@ -256,9 +265,9 @@ def gemm(
     options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
         "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
-        **({"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": 16} if low_rank is None else low_rank.constants),
+        **(NO_LOW_RANK if low_rank is None else low_rank.constants),
     }  # fmt: skip
-    added = (weight_NK,) * 6 if low_rank is None else low_rank.tensors
+    added = (weight_NK,) * 7 if low_rank is None else low_rank.tensors
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
         launch(

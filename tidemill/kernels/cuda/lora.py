@@ -8,6 +8,9 @@ adapter has is read. A token's bits depend on the token and its adapter alone.
 
 The matmul of a bfloat16 weight (gemm.py) is the second kernel itself: it adds the product to its sums before they are rounded
 (`add_low_rank`), so that outputs are not read and written again. It begins beside the first kernel, whose results it needs last.
+A tile of the matmul may have rows of several adapters. In a step of few tokens four adapters at a time are multiplied side by
+side, as if their blocks of ranks were one block of 64 inputs, in which a row has zeros but for its own adapter's. In a step of
+many tokens a tile has mostly one adapter, and is so large that registers are few.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ ROWS: Final = 16  # of a tile
 RANKS: Final = 16  # of a block
 NO_SLOT: Final = 1 << 30  # of tokens without an adapter
 _STRETCH, _INS, _OUTS = 1024, 128, 128
+_SIDE_BY_SIDE, _FEW = 4, 256  # adapters, in steps of so many tokens. One of `gemm.CHOICES`, at which kernels may change
 _MOST_IN_STRETCHES = 512  # tokens; with more there is work enough without. One of `gemm.CHOICES`, at which kernels may change
 _NO_SLOT = tl.constexpr(NO_SLOT)
 
@@ -68,10 +72,10 @@ def _shrink(
 def _raised(
     low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, part, source, num_tokens, num_out,
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr,
-    OUTS: tl.constexpr,
+    OUTS: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     """up low of a tile, for columns of one part, from `source` on. Zeros where there is no adapter."""
-    ranks, outs = tl.arange(0, RANKS), tl.arange(0, OUTS)
+    ranks, outs, pairs = tl.arange(0, RANKS), tl.arange(0, OUTS), tl.arange(0, 2 * OUTS)
     num_blocks = tl.load(blocks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
     scale = tl.load(scales_ptr + slot * PARTS + part, mask=slot >= 0, other=0.0)
     acc = tl.zeros((ROWS, OUTS), tl.float32)
@@ -80,8 +84,13 @@ def _raised(
         for stretch in tl.static_range(STRETCHES):
             where = ((stretch * num_tokens + tokens) * PARTS + part) * MAX_RANK + block * RANKS
             low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=there[:, None], other=0.0)
-        up = up_ptr + (slot * MAX_RANK + block * RANKS + ranks)[:, None] * num_out + source + outs[None, :]
-        b = tl.load(up, mask=inside[None, :], other=0.0)
+        up = up_ptr + (slot * MAX_RANK + block * RANKS + ranks)[:, None] * num_out
+        if IS_GATED:
+            both = tl.load(up + 2 * source + pairs[None, :], mask=(2 * source + pairs < num_out)[None, :], other=0.0)
+            gate, other = tl.split(tl.reshape(both, (RANKS, OUTS, 2)))
+            b = gate if part == 0 else other
+        else:
+            b = tl.load(up + source + outs[None, :], mask=inside[None, :], other=0.0)
         acc = tl.dot((low * scale).to(b.dtype), b, acc)
     return acc
 
@@ -105,7 +114,7 @@ def _expand(
             tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
             acc = _raised(
                 low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, part, source, num_tokens, num_out,
-                ROWS, RANKS, MAX_RANK, PARTS, STRETCHES, OUTS,
+                ROWS, RANKS, MAX_RANK, PARTS, STRETCHES, OUTS, False,
             )  # fmt: skip
             at = out_ptr + tokens[:, None] * num_out + source + outs[None, :]
             mask = there[:, None] & inside[None, :]
@@ -130,11 +139,11 @@ def _expand_gated(
         tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
         of_gate = _raised(
             low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, 0, source, num_tokens, 2 * width,
-            ROWS, RANKS, MAX_RANK, 2, STRETCHES, OUTS,
+            ROWS, RANKS, MAX_RANK, 2, STRETCHES, OUTS, True,
         )  # fmt: skip
         of_up = _raised(
-            low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, 1, width + source, num_tokens, 2 * width,
-            ROWS, RANKS, MAX_RANK, 2, STRETCHES, OUTS,
+            low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, 1, source, num_tokens, 2 * width,
+            ROWS, RANKS, MAX_RANK, 2, STRETCHES, OUTS, True,
         )  # fmt: skip
         at = both_ptr + tokens[:, None] * 2 * width + (2 * source + pairs)[None, :]
         both = tl.load(at, mask=there[:, None] & (2 * source + pairs < 2 * width)[None, :], other=0.0)
@@ -147,45 +156,67 @@ def _expand_gated(
 
 
 @triton.jit
-def add_low_rank(
-    acc, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr, m, n, num_rows, num_out,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
-    STRETCHES: tl.constexpr, IS_GATED: tl.constexpr,
+def find_low_rank(
+    places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, PARTS: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """acc += up low of each row's adapter, for a tile of a matmul; one adapter after the other. What is added to rows of another
-    is zero, which changes no sum."""
-    rows, ranks, columns = m * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS), n * OUTS + tl.arange(0, OUTS)
-    slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=_NO_SLOT)
-    slot = tl.min(slots, 0)
-    while slot < _NO_SLOT:
-        here = (slots == slot)[:, None]
-        for part in tl.static_range(PARTS):
-            num_blocks = tl.load(blocks_ptr + slot * PARTS + part)
-            scale = tl.load(scales_ptr + slot * PARTS + part)
-            if IS_GATED:  # columns of gate and up in turn
-                source, inside = part * (num_out // 2) + columns // 2, (columns % 2 == part) & (columns < num_out)
-            else:
-                first, end = tl.load(ends_ptr + part), tl.load(ends_ptr + part + 1)
-                source, inside = columns, (columns >= first) & (columns < end)
-                num_blocks = tl.where((n * OUTS < end) & (n * OUTS + OUTS > first), num_blocks, 0)
-            for block in tl.range(0, num_blocks, num_stages=1):
-                low = tl.zeros((ROWS, RANKS), tl.float32)
-                for stretch in tl.static_range(STRETCHES):
-                    where = ((stretch * num_rows + rows).to(tl.int64) * PARTS + part) * MAX_RANK + block * RANKS
-                    low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=here, other=0.0)
-                up = up_ptr + (slot * MAX_RANK + block * RANKS + ranks)[:, None].to(tl.int64) * num_out + source[None, :]
-                values = tl.load(up, mask=inside[None, :], other=0.0)
-                acc = tl.dot((low * scale).to(values.dtype), values, acc)
-        slot = tl.min(tl.where(slots > slot, slots, _NO_SLOT), 0)
+    """What `add_low_rank` needs and the host has written, so that it is there before the products are: of each row of a tile the
+    place of its slot and its slot, of each column its part; and blocks of ranks, the first and the last place and part."""
+    rows, columns = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
+    places = tl.load(places_ptr + rows, mask=rows < num_rows, other=_NO_SLOT)
+    has_one = places < _NO_SLOT
+    slots = tl.load(slots_ptr + 1 + places, mask=has_one, other=0)
+    parts = columns % PARTS
+    if not IS_GATED:
+        parts = tl.zeros_like(columns)
+        for part in tl.static_range(1, PARTS):
+            parts += (columns >= tl.load(ends_ptr + part)).to(tl.int32)
+    first, last = tl.min(places, 0), tl.max(tl.where(has_one, places, -1), 0)
+    return places, slots, parts, tl.load(slots_ptr), first, last, tl.min(parts, 0), tl.max(parts, 0)
+
+
+@triton.jit
+def add_low_rank(
+    acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
+    STRETCHES: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
+):  # fmt: skip
+    """acc += up low of each row's adapter, for a tile of a matmul. What is added to rows of another adapter is zero, which
+    changes no sum."""
+    places, slots, parts, num_blocks, first, last, first_part, last_part = found
+    rows, columns = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
+    ranks, ks = tl.arange(0, RANKS), tl.arange(0, SIDE_BY_SIDE * RANKS)
+    has_one = places < _NO_SLOT
+    for part in tl.range(first_part, last_part + 1, num_stages=1):
+        blocks = tl.load(blocks_ptr + slots * PARTS + part, mask=has_one, other=0)
+        scales = tl.load(scales_ptr + slots * PARTS + part, mask=has_one, other=0.0)
+        for block in tl.range(0, num_blocks, num_stages=1):
+            low = tl.zeros((ROWS, RANKS), tl.float32)
+            for stretch in tl.static_range(STRETCHES):
+                where = ((stretch * num_rows + rows).to(tl.int64) * PARTS + part) * MAX_RANK + block * RANKS
+                low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=has_one[:, None], other=0.0)
+            scaled = tl.where((block < blocks)[:, None], low * scales[:, None], 0.0).to(up_ptr.dtype.element_ty)
+            for place in tl.range(first, last + 1, SIDE_BY_SIDE, num_stages=2):
+                places_of_ks = place + ks // RANKS
+                slots_of_ks = tl.load(slots_ptr + 1 + places_of_ks, mask=places_of_ks <= last, other=0)
+                up = up_ptr + (slots_of_ks * MAX_RANK + block * RANKS + ks % RANKS)[:, None].to(tl.int64) * num_out
+                there = (places_of_ks <= last)[:, None] & (columns < num_out)[None, :]
+                values = tl.load(up + columns[None, :], mask=there, other=0.0)
+                if PARTS > 1:
+                    values = tl.where((parts == part)[None, :], values, tl.zeros_like(values))
+                own = places[:, None] == (place + tl.arange(0, SIDE_BY_SIDE))[None, :]
+                own_low = tl.where(own[:, :, None], scaled[:, None, :], tl.zeros_like(scaled)[:, None, :])
+                acc = tl.dot(tl.reshape(own_low, (ROWS, SIDE_BY_SIDE * RANKS)), values, acc)
     return acc
 
 
 class Lists(Protocol):
     """The lists of a step with so many tokens: their order, those without an adapter last; tiles as slot + 1 (-1: without), first
-    and count, zeros after the last. And each token's slot, or NO_SLOT."""
+    and count, zeros after the last. And the place of each token's slot among those of the step, or NO_SLOT; and
+    the most blocks of ranks that one of these slots has, then the slots."""
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def slots(self, num_tokens: int) -> torch.Tensor: ...
+    def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +225,9 @@ class LowRank:
 
     tensors: tuple[torch.Tensor, ...]
     constants: dict[str, Any]
+
+
+NO_LOW_RANK: Final = {"PARTS": 0, "STRETCHES": 0, "MAX_RANK": 0, "RANKS": RANKS, "SIDE_BY_SIDE": 1}
 
 
 class CudaLora(LinearLora):
@@ -207,14 +241,16 @@ class CudaLora(LinearLora):
         self._max_rank = triton.cdiv(max_rank, RANKS) * RANKS
         ends = list(accumulate(outs.values()))
         self._columns_of = {name: slice(end - outs[name], end) for name, end in zip(outs, ends, strict=True)}
+        if act:
+            self._columns_of = {name: slice(part, None, 2) for part, name in enumerate(outs)}
         self._down = torch.zeros(num_slots, len(outs), self._max_rank, num_in, dtype=dtype, device=device)
         self._up = torch.zeros(num_slots, self._max_rank, ends[-1], dtype=dtype, device=device)
         self._blocks = torch.zeros(num_slots, len(outs), dtype=torch.int32, device=device)
         self._scales = torch.zeros(num_slots, len(outs), dtype=torch.float32, device=device)
         columns = [
-            [part, first, min(_OUTS, of_part.stop - first)]
-            for part, of_part in enumerate(self._columns_of.values())
-            for first in range(of_part.start, of_part.stop, _OUTS)
+            [part, first, min(_OUTS, end - first)]
+            for part, end in enumerate(ends)
+            for first in range(end - list(outs.values())[part], end, _OUTS)
         ]
         self._columns = torch.tensor(columns, dtype=torch.int32, device=device)
         self._ends = torch.tensor([0, *ends], dtype=torch.int32, device=device)
@@ -255,9 +291,9 @@ class CudaLora(LinearLora):
         """For the matmul that is launched next: it begins beside the kernel that is launched here, which has waited for x."""
         num_tokens = x_TK.shape[0]
         low = self._shrunk(x_TK, num_tokens > _MOST_IN_STRETCHES, EARLY)
-        tensors = self._lists.slots(num_tokens), low, self._up, self._blocks, self._scales, self._ends
-        shape = {"PARTS": len(self._outs), "STRETCHES": low.shape[0], "MAX_RANK": self._max_rank, "RANKS": RANKS}
-        return LowRank(tensors, shape)
+        tensors = (*self._lists.places(num_tokens), low, self._up, self._blocks, self._scales, self._ends)
+        constants = {"PARTS": len(self._outs), "STRETCHES": low.shape[0], "MAX_RANK": self._max_rank, "RANKS": RANKS}
+        return LowRank(tensors, constants | {"SIDE_BY_SIDE": _SIDE_BY_SIDE if num_tokens <= _FEW else 1})
 
     def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor | None:
         num_tokens, num_out = y_TN.shape

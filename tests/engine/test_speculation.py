@@ -103,7 +103,7 @@ def test_what_repeats_is_guessed_from_the_prompt(model):
 
 
 def test_drafts_that_are_never_right_are_given_up(model):
-    """A drafter that is always wrong is compared, not verified."""
+    """A drafter that is always wrong is compared, not verified, and only every fourth step asks it."""
     core = make_core(model, speculate="ngram")
     drafter = Guesser({}, 0.0)
     core.drafting = Drafting([drafter], 5, 0.3, core._clock, core._events)
@@ -111,8 +111,26 @@ def test_drafts_that_are_never_right_are_given_up(model):
     drafted = []
     while core.has_work:
         drafted += [event.num_drafts for event in core.step()[0].events if isinstance(event, events.StepPlanned)]
-    assert drafter.num_asked > 100
+    assert 170 // 5 < drafter.num_asked < 170 // 3
     assert sum(drafted[20:]) == 0
+
+
+def test_a_right_guess_ends_the_rest_of_a_drafter(model):
+    """From then on it is asked for every token that no step has verified as a draft."""
+    answer = run(make_core(model, speculate="off"), {"x": (PROMPT, greedy(60))})["x"]
+    core = make_core(model, speculate="ngram")
+    drafter = Guesser({}, 0.0)
+    core.drafting = Drafting([drafter], 1, 10.0, core._clock, core._events)  # no draft is worth its step
+    core.submit(Submit("x", PROMPT, greedy(60)))
+    asked = []
+    for number in range(60):
+        if number == 30:  # wrong so far, right from now on
+            drafter.answers, drafter.chance = {tuple(PROMPT): answer.tokens}, 1.0
+        before = drafter.num_asked
+        core.step()
+        asked.append(drafter.num_asked - before)
+    assert sum(asked[:30]) < 12
+    assert asked[35:59] == [1] * 24
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])

@@ -21,6 +21,7 @@ from tidemill.sched.tree import Tree, depths_of, right_path
 
 _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried
+_LONGEST_REST = 3  # steps in which free drafters are not asked about a request for which they had no right guess
 
 
 @dataclass(slots=True)
@@ -49,7 +50,8 @@ class Drafting:
     """`drafters`: the first that has a guess for a request makes it. `slope`: see StepTimes.
 
     Free drafters guess for every request, and a guess that is not verified is compared with the token drawn all the same, so it
-    is known how good they are. Another is asked only for drafts that will be verified.
+    is known how good they are. To ask them takes the host a few dozen microseconds: where they had no right guess, they are not
+    asked for one step, then for three, until a guess is right. Another drafter is asked only for drafts that will be verified.
 
     Where the runner works ahead, a step can be planned while drafts are being verified, as if all were right: with what a free
     drafter guesses to come after them. If one is not, that step counts for nothing, so it is done where all are nearly sure."""
@@ -75,6 +77,7 @@ class Drafting:
         self._times, self._trust = StepTimes(slope), Trust()
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
         self._guesses: dict[int, _Guess] = {}  # by seq
+        self._rests: dict[int, tuple[int, int]] = {}  # by seq: steps until free drafters are asked again, and of the whole rest
         self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
 
@@ -93,7 +96,7 @@ class Drafting:
             for request in left:
                 request.had_drafts = True  # early exits write to its pages
             nums = {r.seq: min(given[r.seq], r.max_tokens - r.num_output - 1) for r in left if given.get(r.seq)}
-            self._ask(self._dear, [request for request in left if nums.get(request.seq)], nums)
+            self._ask(self._dear, [_ask_for(request, num) for request in left if (num := nums.get(request.seq))])
         drafted_by = {}
         for request in ready:
             num, first, guess = given.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
@@ -135,35 +138,38 @@ class Drafting:
 
     def _guess(self, requests: Sequence[Request]) -> None:
         """What free drafters have for each. One that was asked since its last token came is asked again only for more."""
-        nums = {request.seq: self._max_drafts + request.num_in_flight for request in requests}
-        left = [one for one in requests if one.seq not in self._guesses or self._guesses[one.seq].most < nums[one.seq]]
-        for request in left:
-            self._guesses[request.seq] = _Guess("", (), nums[request.seq])
+        asks = []
+        for request in requests:
+            known, most = self._guesses.get(request.seq), self._max_drafts + request.num_in_flight
+            if known is None or known.most < most:
+                self._guesses[request.seq] = _Guess("", (), most)
+                if request.seq not in self._rests or not self._rests[request.seq][0] or request.params.has_masks:
+                    asks.append(_ask_for(request, most))
         for drafter in self._free:
-            left = self._ask(drafter, left, nums)
+            asks = self._ask(drafter, asks)
 
-    def _ask(self, drafter: Drafter, requests: Sequence[Request], nums: Mapping[int, int]) -> list[Request]:
-        """Those that it has no guess for. `nums`: tokens of a guess, by seq."""
-        asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, nums[r.seq], r.salt) for r in requests]
-        left = []
-        for request, tokens in zip(requests, self._propose(drafter, asks), strict=True):
+    def _ask(self, drafter: Drafter, asks: list[Ask]) -> list[Ask]:
+        """Those that it has no guess for."""
+        made = self._propose(drafter, asks)
+        if not any(made):
+            return asks
+        for ask, tokens in zip(asks, made, strict=True):
             if tokens:
-                self._guesses[request.seq] = _Guess(drafter.name, tokens, nums[request.seq])
-            else:
-                left.append(request)
-        return left
+                self._guesses[ask.seq] = _Guess(drafter.name, tokens, ask.most)
+        return [ask for ask, tokens in zip(asks, made, strict=True) if not tokens]
 
     def _propose(self, drafter: Drafter, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
         """A drafter that fails has no guess; after three times in a row it is not asked any more."""
-        if not asks or self._num_failures[drafter.name] >= _MAX_FAILURES:
-            return [()] * len(asks)
+        if not asks or (self._num_failures and self._num_failures[drafter.name] >= _MAX_FAILURES):
+            return ()
         try:
             made = drafter.propose(asks)
         except Exception:
             self._num_failures[drafter.name] += 1
             traceback.print_exc()
-            return [()] * len(asks)
-        self._num_failures[drafter.name] = 0
+            return ()
+        if self._num_failures:
+            self._num_failures.pop(drafter.name, None)
         return made
 
     def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
@@ -197,11 +203,11 @@ class Drafting:
         """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
         and its time says nothing about those that are. `goes_on`: the next follows at once."""
         now = self._clock.now()
-        if all(item.count == item.num_draws for item in plan.items) and (plan.drafts or is_ahead):
+        if (plan.drafts or is_ahead) and all(item.count == item.num_draws for item in plan.items):
             self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
         self._last_s = now if goes_on else None
         verified: dict[str, list[tuple[str, int, int]]] = {}  # by drafter
-        drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts}
+        drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts} if plan.drafts else {}
         for done in progress:
             seq = done.request.seq
             guess = self._guesses.pop(seq, _NO_GUESS)
@@ -210,8 +216,10 @@ class Drafting:
                 name, tokens = drafted.by[seq], drafts_of[seq]
             if not tokens:
                 self._acceptance[self._drafters[-1].name].fade(seq)
+                self._rest(seq, False)
                 continue
             num_right, num_compared = _compare(tokens, done.token_ids)
+            self._rest(seq, num_right > 0)
             self._acceptance[name].add(seq, num_compared, num_right)
             if done.num_drafts:
                 num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
@@ -223,12 +231,30 @@ class Drafting:
         for name, of in verified.items():
             self._emit(events.DraftsVerified(now, plan.step, name, tuple(of)))
 
+    def _rest(self, seq: int, is_right: bool) -> None:
+        """After a step of a request; `is_right`: there was a guess, and it was."""
+        if not self._adaptive:
+            return
+        left, whole = self._rests.get(seq, (0, 0))
+        if is_right:
+            self._rests.pop(seq, None)
+        elif left:
+            self._rests[seq] = left - 1, whole
+        else:
+            whole = min(2 * whole + 1, _LONGEST_REST)
+            self._rests[seq] = whole, whole
+
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._guesses.pop(request.seq, None)
+        self._rests.pop(request.seq, None)
         for drafter in self._drafters:
             drafter.forget(request.seq, request.tokens, request.salt)
             self._acceptance[drafter.name].forget(request.seq)
+
+
+def _ask_for(request: Request, most: int) -> Ask:
+    return Ask(request.seq, request.row, request.tokens, request.num_prompt, request.params, most, request.salt)
 
 
 def _drafts_in(plan: StepPlan, row: int) -> Sequence[int]:

@@ -83,7 +83,8 @@ class StepTimes:
 
     def add(self, num_tokens: int, drafted: bool, seconds: float) -> None:
         key = drafted, _bucket(num_tokens)
-        expected = self._relative(num_tokens, drafted)
+        found = self._shape.get(key)
+        expected = self._relative(num_tokens, drafted) if drafted or found is None else found
         if not self._scale:
             self._scale = seconds / expected
         elif seconds > 8 * self._scale * expected:
@@ -96,9 +97,8 @@ class StepTimes:
             if self._num_without == _FORGET_AFTER:  # they may have been slow for another reason
                 self._shape = {known: value for known, value in self._shape.items() if not known[0]}
                 self._num_seen, self._num_with = Counter(), 0
-        if self._num_with <= _FIRST or key not in self._shape:
+        if self._nearest and (self._num_with <= _FIRST or found is None):
             self._nearest = {}
-        found = self._shape.get(key)
         self._num_seen[key] += 1
         if found is None or self._num_seen[key] <= _FIRST:  # the first ones may be slow: something is done for the first time
             self._shape[key] = min(seconds / self._scale, math.inf if found is None else found)

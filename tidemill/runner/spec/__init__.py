@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload, runtime_checkable
+from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from tidemill.sampling import SamplingParams
 SLOPES = {"cpu": 0.35, "cuda": 0.005}
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A request that may have drafts."""
 
     seq: int

@@ -20,7 +20,9 @@ class NgramDrafter:
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         made, room = [], _AT_ONCE
         for ask in asks:
-            index = self._indexes.setdefault(ask.seq, _Index())
+            index = self._indexes.get(ask.seq)
+            if index is None:
+                index = self._indexes[ask.seq] = _Index()
             room -= index.add(ask.tokens, room)
             made.append(index.propose(ask.tokens, ask.most))
         return made
@@ -39,8 +41,9 @@ class _Index:
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         if self._num_seen < len(tokens) - 1:
             return ()
-        for n in range(_LONGEST, _SHORTEST - 1, -1):
-            end = self._ends.get(tuple(tokens[-n:])) if len(tokens) > n else None
+        last = tuple(tokens[-_LONGEST:])
+        for n in range(len(last), _SHORTEST - 1, -1):
+            end = self._ends.get(last[-n:])
             if end is not None:
                 return _follow(tokens, end, most)
         return ()
@@ -50,8 +53,9 @@ class _Index:
         Returns of how many."""
         first, until = self._num_seen, min(len(tokens) - 1, self._num_seen + most)
         for end in range(max(first, _SHORTEST - 1) + 1, until + 1):
-            for n in range(_SHORTEST, min(_LONGEST, end) + 1):
-                self._ends[tuple(tokens[end - n : end])] = end
+            last = tuple(tokens[max(end - _LONGEST, 0) : end])
+            for n in range(_SHORTEST, len(last) + 1):
+                self._ends[last[-n:]] = end
         self._num_seen = max(first, until)
         return self._num_seen - first
 

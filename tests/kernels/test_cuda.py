@@ -567,6 +567,7 @@ types = dict(x_ptr=B, out_ptr=B, table_ptr=L, turns_ptr=L, live_ptr=L, starts_pt
 how = dict(RANK=1, SIZE=2, BLOCK=8192, PROGRAMS=128, PIECE=16384)
 build(collectives._all_reduce, types, 8, **how)
 build(collectives._all_gather, types, 8, **how)
+build(collectives._add_parts, dict(parts_ptr=B, out_ptr=B), SIZE=2, BLOCK=1024)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource

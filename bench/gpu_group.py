@@ -80,6 +80,7 @@ def measure(path: Path, rank: int, size: int) -> None:
     from tidemill.parallel.shared import SharedGroup
 
     os.environ |= as_host(rank)
+    faulthandler.dump_traceback_later(50, exit=True)  # it hangs
     host = SharedGroup(path, rank, size)
     groups: dict[str, Any] = {"IPC": CudaGroup(host)}
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
@@ -102,6 +103,7 @@ def measure(path: Path, rank: int, size: int) -> None:
             print(f"{name}: all_gather of 17 x 128k logits: right", flush=True)
     host.barrier()
     groups["NCCL"].close()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def measure_sums(groups: dict[str, Any], rows: int, width: int) -> None:

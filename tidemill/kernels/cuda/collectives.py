@@ -141,7 +141,8 @@ def _all_gather(
 
 
 @triton.jit
-def _add_parts(parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts(parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    begin(AHEAD)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num
     total = tl.zeros([BLOCK], tl.float32)
@@ -155,7 +156,8 @@ def add_parts(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The sum that `Exchange.all_reduce` computes, bit for bit, of parts that are here already: [ranks, ...]. Launched after a
     library's kernel, so as an ordinary dependent."""
     block = 1024
-    launch(_add_parts, (triton.cdiv(out.numel(), block),), parts, out, out.numel(), SIZE=parts.shape[0], BLOCK=block)
+    grid = (triton.cdiv(out.numel(), block),)
+    launch(_add_parts, grid, parts, out, out.numel(), SIZE=parts.shape[0], BLOCK=block, AHEAD=0)
     return out
 
 

@@ -33,6 +33,9 @@ class Gloo:
             raise WorkerLost("gone")
         self._group._allgather_base(out.view(-1).view(torch.uint8), x.view(torch.uint8)).wait()
 
+    def all_to_all(self, x, out):
+        self._group.alltoall_base(out.view(-1).view(torch.uint8), x.view(torch.uint8), [], []).wait()
+
     def end(self):
         self._is_ended = True
 
@@ -90,6 +93,20 @@ def test_every_collective_as_by_sockets(make_group):
         return True
 
     assert run(size, make_group(size), work) == [True] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_sums_are_shared_out_and_the_same(dtype, make_group, monkeypatch):
+    monkeypatch.setattr(gathers, "_LARGE_BYTES", 1)
+    xs = [(torch.randn(7, 31) * 10**rank).to(dtype) for rank in range(3)]  # 217 values: ranks have 73, 73 and 71
+    total = (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
+
+    def work(group):
+        own = xs[group.rank].clone()
+        assert group.all_reduce(own) is own
+        return torch.equal(own, total)
+
+    assert run(3, make_group(3), work) == [True] * 3
 
 
 def test_before_all_begin_nobody_is_waited_for():
@@ -248,7 +265,10 @@ class Nccl:
 
         self.code = 0
         self.ncclGetVersion = lambda number: setattr(number._obj, "value", 22907) or 0
-        self.ncclAllGather = lambda *rest: 0
+        for name in ("AllGather", "Send", "Recv"):
+            setattr(self, f"nccl{name}", lambda *rest: 0)
+        for name in ("GroupStart", "GroupEnd"):
+            setattr(self, f"nccl{name}", lambda: 0)
         self.ncclCommAbort = lambda comm: self.aborted.set() or 0
         self.ncclGetErrorString = lambda code: b"invalid usage" if code == 5 else b"remote process exited"
         self.ncclGetLastError = lambda comm: b"Duplicate GPU detected"

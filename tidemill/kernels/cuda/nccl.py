@@ -1,4 +1,4 @@
-"""NCCL, as far as it is used here: a communicator of ranks, and all-gathers of bytes on a stream. The library is torch's own.
+"""NCCL, as far as it is used here: a communicator of ranks, and copies of bytes between them on a stream. The library is torch's.
 
 Its sums are not used: their order depends on sizes and topology.
 """
@@ -38,6 +38,10 @@ class Library:
             "ncclGetUniqueId": [ctypes.POINTER(_Id)],
             "ncclCommInitRank": [ctypes.POINTER(pointer), number, _Id, number],
             "ncclAllGather": [pointer, pointer, ctypes.c_size_t, number, pointer, pointer],
+            "ncclSend": [pointer, ctypes.c_size_t, number, number, pointer, pointer],
+            "ncclRecv": [pointer, ctypes.c_size_t, number, number, pointer, pointer],
+            "ncclGroupStart": [],
+            "ncclGroupEnd": [],
             "ncclCommGetAsyncError": [pointer, ctypes.POINTER(number)],
             "ncclCommAbort": [pointer],
         }.items():
@@ -67,6 +71,16 @@ class Library:
 
     def all_gather(self, comm: ctypes.c_void_p, x: int, out: int, num_bytes: int, stream: int) -> None:
         self.call("ncclAllGather", x, out, num_bytes, _UINT8, comm, stream)
+
+    def all_to_all(self, comm: ctypes.c_void_p, x: int, out: int, num_bytes: int, size: int, stream: int) -> None:
+        """`num_bytes`: for each rank."""
+        self.call("ncclGroupStart")
+        try:
+            for rank in range(size):
+                self.call("ncclSend", x + rank * num_bytes, num_bytes, _UINT8, rank, comm, stream)
+                self.call("ncclRecv", out + rank * num_bytes, num_bytes, _UINT8, rank, comm, stream)
+        finally:
+            self.call("ncclGroupEnd")
 
     def error_of(self, comm: ctypes.c_void_p) -> str:
         """What went wrong meanwhile; empty: nothing."""
@@ -102,6 +116,10 @@ def _found() -> ctypes.CDLL:
     raise ConfigError(what, fix="Install a torch with CUDA, or nvidia-nccl-cu12.", param="collectives")
 
 
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
 def _wait(done: threading.Event, check: Callable[[], None], within_s: float) -> None:
     until = time.monotonic() + within_s
     while not done.wait(_LOOK_S):
@@ -122,7 +140,7 @@ class Communicator:
     ) -> None:
         """`check`: called again and again until all ranks are there; raises if there is no point in waiting."""
         self._library = library or Library()
-        self._lock, self._is_ended = threading.Lock(), False
+        self._size, self._lock, self._is_ended = size, threading.Lock(), False
         made, failed, done = list[ctypes.c_void_p](), list[Exception](), threading.Event()
         device = torch.cuda.current_device()
 
@@ -156,22 +174,33 @@ class Communicator:
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """`out`: what all ranks have, one after the other."""
+        with self._lock:
+            self._check(x, out)
+            self._library.all_gather(self._comm, x.data_ptr(), out.data_ptr(), x.nbytes, _stream())
+
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As many parts as there are ranks: part r of x goes to rank r, part r of `out` came from there."""
+        with self._lock:
+            self._check(x, out)
+            assert x.nbytes == out.nbytes
+            each = x.nbytes // self._size
+            self._library.all_to_all(self._comm, x.data_ptr(), out.data_ptr(), each, self._size, _stream())
+
+    def _check(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._is_ended:
+            raise WorkerLost("The engine cannot go on: a worker of the group is gone.")
         assert x.is_contiguous()
         assert out.is_contiguous()
-        with self._lock:
-            if self._is_ended:
-                raise WorkerLost("The engine cannot go on: a worker of the group is gone.")
-            stream = torch.cuda.current_stream().cuda_stream
-            self._library.all_gather(self._comm, x.data_ptr(), out.data_ptr(), x.nbytes, stream)
 
     def _warm_up(self, comm: ctypes.c_void_p, size: int) -> None:
         """Connections are made when a kind of message first needs them, which must not be while a graph is captured."""
-        num, stream = _WARM_UP_BYTES // size, torch.cuda.current_stream()
-        x, out = (torch.zeros(many * num, dtype=torch.uint8, device="cuda") for many in (1, size))
+        num = _WARM_UP_BYTES // size
+        x, out = (torch.zeros(num * size, dtype=torch.uint8, device="cuda") for _ in range(2))
         while num:
-            self._library.all_gather(comm, x.data_ptr(), out.data_ptr(), num, stream.cuda_stream)
+            self._library.all_gather(comm, x.data_ptr(), out.data_ptr(), num, _stream())
+            self._library.all_to_all(comm, x.data_ptr(), out.data_ptr(), num, size, _stream())
             num //= 4
-        stream.synchronize()
+        torch.cuda.current_stream().synchronize()
 
     def end(self) -> None:
         """From any thread, also amid a call that waits. The rest of it goes once no graph has it any more."""

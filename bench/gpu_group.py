@@ -245,8 +245,8 @@ def check_hosts(num_ranks: int, kind: str = "llama") -> None:
         for is_remote in (False, True):
             say(f"{kind}, {layout}, {'one of another host' if is_remote else 'one host'}: starts")
             given = workers.enter_context(other_host(Path(folder)))[0] if is_remote else {}
-            core = small_core(folder, **layout, **given)
-            say(f"is ready: {core_groups(core)}")
+            core = small_core(folder, max_requests=64, token_budget=1024, **layout, **given)  # steps in halves are tried
+            say(f"is ready: {core_groups(core)}; {'; '.join(str(one) for one in core.runner.own.nano)}")
             answers.append(ask(core, requests))
             say("has answered all")
             for name in ("r0", "r3"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch.distributed as dist
 
 from tests.helpers import LONG_S
 from tests.parallel.test_group import KEY, run
-from tidemill.config import EngineOptions
+from tests.test_config import LARGE, SMOLLM2
+from tidemill.config import EngineOptions, resolve
 from tidemill.config.parallel import decide_collectives
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels.cuda import nccl
@@ -239,6 +241,13 @@ def test_what_cannot_be_is_refused(given, device, problem):
     with pytest.raises(ConfigError) as refused:
         decide_collectives(EngineOptions(model="x", **given), device)
     assert problem in str(refused.value)
+
+
+def test_gpus_of_two_hosts_may_share_layers():
+    gpu = replace(LARGE, gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36, num_gpus=1)
+    away = {"remote_workers": 1, "workers_address": "10.0.0.1:29500", "workers_key_file": "key"}
+    config = resolve(EngineOptions(device="cuda", tensor_parallel=2, **away), SMOLLM2, gpu)
+    assert (config.collectives, config.reasons["collectives"]) == ("auto", "CUDA IPC on one host, NCCL between hosts")
 
 
 # ---- NCCL's own end, with a library of the test's

@@ -140,7 +140,7 @@ class Communicator:
     ) -> None:
         """`check`: called again and again until all ranks are there; raises if there is no point in waiting."""
         self._library = library or Library()
-        self._size, self._lock, self._is_ended = size, threading.Lock(), False
+        self._size, self._lock, self._ending, self._is_ended = size, threading.Lock(), threading.Lock(), False
         made, failed, done = list[ctypes.c_void_p](), list[Exception](), threading.Event()
         device = torch.cuda.current_device()
 
@@ -204,7 +204,7 @@ class Communicator:
 
     def end(self) -> None:
         """From any thread, also amid a call that waits. The rest of it goes once no graph has it any more."""
-        if not self._is_ended:
+        if self._ending.acquire(blocking=False):  # by the first who calls
             self._is_ended = True
             threading.Thread(target=self._abort, name="NCCL ends", daemon=True).start()
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,13 +75,15 @@ def measure(path: Path, rank: int, size: int) -> None:
     import torch
 
     from tidemill.kernels.cuda.nccl import Library
+    from tidemill.parallel.channel import Door
     from tidemill.parallel.cuda import CudaGroup
-    from tidemill.parallel.peers import Devices, on_devices
-    from tidemill.parallel.shared import SharedGroup
+    from tidemill.parallel.peers import Devices, meet_peers, on_devices
+    from tidemill.parallel.sockets import SocketGroup
 
     os.environ |= as_host(rank)
     faulthandler.dump_traceback_later(50, exit=True)  # it hangs
-    host = SharedGroup(path, rank, size)
+    key, addresses = b"a key of this bench", [str(path / f"{one}.sock") for one in range(size)]
+    host = SocketGroup(rank, meet_peers(rank, set(range(size)) - {rank}, addresses, Door(addresses[rank], key), key))
     groups: dict[str, Any] = {"IPC": CudaGroup(host)}
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
     groups["NCCL"] = on_devices(host, Devices("cuda", "nccl"))
@@ -245,7 +247,8 @@ def check_hosts(num_ranks: int, kind: str = "llama") -> None:
         for is_remote in (False, True):
             say(f"{kind}, {layout}, {'one of another host' if is_remote else 'one host'}: starts")
             given = workers.enter_context(other_host(Path(folder)))[0] if is_remote else {}
-            core = small_core(folder, max_requests=64, token_budget=1024, **layout, **given)  # steps in halves are tried
+            halves = {"max_requests": 64, "nano_batching": "auto"}  # they are tried before the ranks begin
+            core = small_core(folder, **halves, **layout, **given)
             say(f"is ready: {core_groups(core)}; {'; '.join(str(one) for one in core.runner.own.nano)}")
             answers.append(ask(core, requests))
             say("has answered all")
@@ -293,7 +296,9 @@ def check_ends(num_ranks: int) -> None:
         command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(num_ranks), "--run", folder, json.dumps(given)]
         engine = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert engine.stdout is not None
-        say(f"an engine {engine.stdout.readline().decode().strip()}")
+        while engine.stdout.readline() != b"computes\n":
+            assert engine.poll() is None
+        say("an engine computes")
         rank = children(worker.pid)
         assert len(rank) == 1
         engine.kill()
@@ -409,18 +414,19 @@ def check_quantized(kind: str, num_ranks: int) -> None:
         assert errors[1] < 1.3 * errors[0] + 0.005
 
 
-def time_engine(num_ranks: int) -> None:
-    """Decode steps of the 8B shape: one process, and ranks that share the GPU."""
+def time_engine(num_ranks: int, is_remote: bool = False) -> None:
+    """Decode steps of the 8B shape: one process, and ranks that share the GPU. `is_remote`: the last one as of another host."""
     from bench.gpu_workloads import MODELS
     from tidemill.config import EngineOptions
     from tidemill.engine.load import load_core
     from tidemill.sampling import SamplingParams
     from tidemill.wire import Submit
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as workers:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS["llama8b"]))
-        for ranks in (1, num_ranks):
+        for ranks in [num_ranks] if is_remote else [1, num_ranks]:
             given = {"kv_memory_bytes": 2**32, "max_requests": 64, "max_context": 2048, "tensor_parallel": ranks}
+            given |= workers.enter_context(other_host(Path(folder)))[0] if is_remote else {}
             core = load_core(EngineOptions(model=folder, load_format="dummy", **given))  # type: ignore[arg-type]
             for num in (1, 64):
                 for i in range(num):
@@ -438,9 +444,10 @@ def time_engine(num_ranks: int) -> None:
 
 
 SUMS = "sums"  # the collectives themselves
-CHECKS = {
+CHECKS: dict[str, Callable[[int], None]] = {
     "check": check_engine, "pipeline": check_pipeline, "experts": check_experts, "time": time_engine,
     "hosts": check_hosts, "hosts-experts": partial(check_hosts, kind="experts"), "hosts-ends": check_ends,
+    "hosts-time": partial(time_engine, is_remote=True),
     **{kind: partial(check_quantized, kind) for kind in ("fp8", "int4", "int8")},
 }  # fmt: skip
 
@@ -471,7 +478,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
         asked = given.engine or [SUMS, *CHECKS]
         if SUMS in asked:
-            measure_all(command, Path(folder) / "group", given.ranks)
+            measure_all(command, Path(folder), given.ranks)
         for what in [one for one in asked if one != SUMS]:
             codes[what] = subprocess.run([*command, "--engine", what], timeout=240, check=False).returncode
     print("exit codes", codes, flush=True)
@@ -480,9 +487,6 @@ def main() -> None:
 
 def measure_all(command: list[str], path: Path, num_ranks: int) -> None:
     """The collectives, each rank in a process."""
-    from tidemill.parallel.shared import make_shared
-
-    make_shared(path, num_ranks)
     ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(num_ranks)]
     try:
         print("exit codes", [rank.wait(timeout=60) for rank in ranks], flush=True)

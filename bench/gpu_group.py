@@ -1,5 +1,8 @@
 """Collectives on a GPU: ranks as processes that share one. `python -m bench.gpu_group [--ranks 2]`
 
+NCCL does not let ranks of one host share a GPU. So here each gives itself another name of its host (NCCL_HOSTID), and they talk
+by sockets of the loopback interface: what it shows is that all is right, and what NCCL costs at least, not what a network does.
+
 Without the multi-process service, a GPU runs kernels of several processes in turns of about a millisecond, and a rank that waits
 for another waits for its turn. So it is started, if it can be; the table says if it was.
 
@@ -21,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +56,7 @@ class Progress:
         """Workers show theirs as they end: a group without them is of no use, so this process ends as well."""
         print(f"nothing happened for {self.still_s:.0f} s", flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        for child in {int(one) for children in found for one in children.read_text().split()}:
+        for child in children(os.getpid()):
             with contextlib.suppress(OSError):
                 if b"tidemill.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                     os.kill(child, signal.SIGABRT)
@@ -63,51 +65,88 @@ class Progress:
 say = Progress()
 
 
+def as_host(number: int) -> dict[str, str]:
+    """The environment of a rank that is to be seen as one of another host."""
+    off = {f"NCCL_{what}": "0" for what in ("NVLS_ENABLE", "MNNVL_ENABLE")}
+    return {"NCCL_HOSTID": f"host-{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **off}
+
+
 def measure(path: Path, rank: int, size: int) -> None:
     import torch
 
-    from tidemill.kernels.cuda.collectives import all_reduce_reference
+    from tidemill.kernels.cuda.nccl import Library
+    from tidemill.parallel.channel import Door
     from tidemill.parallel.cuda import CudaGroup
-    from tidemill.parallel.shared import SharedGroup
+    from tidemill.parallel.peers import Devices, meet_peers, on_devices
+    from tidemill.parallel.sockets import SocketGroup
 
-    group = CudaGroup(SharedGroup(path, rank, size))
-    group.begin()
+    os.environ |= as_host(rank)
+    faulthandler.dump_traceback_later(50, exit=True)  # it hangs
+    key, addresses = b"a key of this bench", [str(path / f"{one}.sock") for one in range(size)]
+    host = SocketGroup(rank, meet_peers(rank, set(range(size)) - {rank}, addresses, Door(addresses[rank], key), key))
+    groups: dict[str, Any] = {"IPC": CudaGroup(host)}
+    before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
+    groups["NCCL"] = on_devices(host, Devices("cuda", "nccl"))
+    taken, seconds = (before - torch.cuda.mem_get_info()[0]) / 2**20, time.perf_counter() - began
+    if rank == 0:
+        print(f"NCCL {Library().version}: started in {seconds:.1f} s, {taken:.0f} MiB of both ranks", flush=True)
+    for group in groups.values():
+        group.begin()
     for rows, width in SIZES:
-        parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + i)).bfloat16() for i in range(size)]
-        own = parts[rank].cuda()
-        wanted = all_reduce_reference(parts)
-        for _ in range(20):
+        measure_sums(groups, rows, width)
+    widths = [64128 + 128 * i for i in range(size)]
+    logits = [torch.randn(17, width, generator=torch.Generator().manual_seed(i)) for i, width in enumerate(widths)]
+    for name, group in groups.items():
+        for _ in range(5):
+            assert torch.equal(group.all_gather(logits[rank].cuda(), 1, widths).cpu(), torch.cat(logits, 1)), "wrong gather"
+        long = [one.T.contiguous() for one in logits]
+        assert torch.equal(group.all_gather(long[rank].cuda(), 0, widths).cpu(), torch.cat(long)), "wrong gather of rows"
+        if rank == 0:
+            print(f"{name}: all_gather of 17 x 128k logits: right", flush=True)
+    host.barrier()
+    groups["NCCL"].close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def measure_sums(groups: dict[str, Any], rows: int, width: int) -> None:
+    """Right, the same bits by both, eager and captured; and times."""
+    import torch
+
+    from tidemill.kernels.cuda.collectives import all_reduce_reference
+
+    rank, size = groups["IPC"].rank, groups["IPC"].size
+    parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + i)).bfloat16() for i in range(size)]
+    own, wanted, times = parts[rank].cuda(), all_reduce_reference(parts), dict[str, float]()
+    for name, group in groups.items():
+        for _ in range(20 if name == "IPC" else 3):
             made = group.all_reduce(own.clone())
-            assert torch.equal(made.cpu(), wanted), "wrong sum"
-        x = torch.zeros_like(own)
+            assert torch.equal(made.cpu(), wanted), f"{name}: wrong sum"
+        num, x = 50 if name == "IPC" else 10, torch.zeros_like(own)
         graph = torch.cuda.CUDAGraph()
-        group.all_reduce(x)
-        torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            for _ in range(50):
+            for _ in range(num):
                 group.all_reduce(x)
-        times = []
-        for _ in range(20):
+        x.copy_(own)
+        graph.replay()
+        summed = wanted
+        for _ in range(num - 1):
+            summed = all_reduce_reference([summed] * size)
+        assert torch.equal(x.cpu(), summed), f"{name}: wrong sum in a graph"
+        x.zero_()
+        seen = list[float]()
+        for _ in range(20 if name == "IPC" else 7):
             group.barrier()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / 50)
-        if rank == 0:
-            moved = (2 + size) * own.nbytes / 4.0e12 * 1e6
-            print(
-                f"all_reduce {rows:5d} x {width} bf16: {sorted(times)[10]:8.1f} us, best {min(times):.1f}, floor {moved:.1f}",
-                flush=True,
-            )
-    widths = [64128 + 128 * i for i in range(size)]
-    logits = [torch.randn(17, width, generator=torch.Generator().manual_seed(i)) for i, width in enumerate(widths)]
-    for _ in range(5):
-        assert torch.equal(group.all_gather(logits[rank].cuda(), 1, widths).cpu(), torch.cat(logits, 1)), "wrong gather"
+            seen.append(start.elapsed_time(end) * 1000 / num)
+        times[name] = sorted(seen)[len(seen) // 2]
     if rank == 0:
-        print("all_gather of 17 x 128k logits: right")
-    group.barrier()
+        moved = (2 + size) * own.nbytes / 4.0e12 * 1e6
+        told = ", ".join(f"{name} {us:8.1f} us" for name, us in times.items())
+        print(f"all_reduce {rows:5d} x {width} bf16: {told}, floor {moved:.1f}; bits equal", flush=True)
 
 
 def check_engine(num_ranks: int) -> None:
@@ -155,17 +194,18 @@ def some_requests() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def other_host(folder: Path) -> Iterator[dict[str, Any]]:
-    """A worker that comes by TCP, as one of another host would."""
+def other_host(folder: Path) -> Iterator[tuple[dict[str, Any], subprocess.Popen[bytes]]]:
+    """A worker that comes by TCP, as one of another host would. Options of the engine, and the worker."""
     key = folder / "key"
     key.write_text(secrets.token_hex(32))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = ["worker", "--join", address, "--key-file", str(key)]
-    worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command])
+    os.environ |= as_host(0)
+    worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command], env=os.environ | as_host(1))
     try:
-        yield {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}
+        yield {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}, worker
     finally:
         worker.kill()
         worker.wait()
@@ -182,7 +222,7 @@ def check_pipeline(num_ranks: int) -> None:
             say(f"{layout or 'one process'}: starts")
             given = dict(layout)
             if given.pop("remote", False):
-                given |= workers.enter_context(other_host(Path(folder)))
+                given |= workers.enter_context(other_host(Path(folder)))[0]
             core = small_core(folder, **given)
             say("is ready")
             answers.append(ask(core, requests))
@@ -193,6 +233,100 @@ def check_pipeline(num_ranks: int) -> None:
             assert alone == answers[-1]["r3"], "alone and among others differ"
             assert answers[0] == answers[-1], "stages and one process differ"
         say(f"pipeline of {num_ranks} stages: the bits of one process")
+
+
+def check_hosts(num_ranks: int, kind: str = "llama") -> None:
+    """Ranks that share each layer, the last one as of another host, by NCCL: bit for bit what they compute by CUDA IPC, alone and
+    among others."""
+    from bench.gpu_engine_checks import ask, random_llama
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as workers:
+        (random_llama if kind == "llama" else random_moe)(Path(folder))
+        layout = {"tensor_parallel": num_ranks} | ({} if kind == "llama" else {"expert_parallel": True})
+        requests, answers = some_requests(), []
+        for is_remote in (False, True):
+            say(f"{kind}, {layout}, {'one of another host' if is_remote else 'one host'}: starts")
+            given = workers.enter_context(other_host(Path(folder)))[0] if is_remote else {}
+            halves = {"max_requests": 64, "nano_batching": "auto"}  # they are tried before the ranks begin
+            core = small_core(folder, **halves, **layout, **given)
+            say(f"is ready: {core_groups(core)}; {'; '.join(str(one) for one in core.runner.own.nano)}")
+            answers.append(ask(core, requests))
+            say("has answered all")
+            for name in ("r0", "r3"):
+                assert ask(core, {name: requests[name]})[name] == answers[-1][name], "alone and among others differ"
+            say("the same bits alone and among others")
+            core.close()
+        assert answers[0] == answers[1], "NCCL and CUDA IPC differ"
+        say(f"{kind} on {num_ranks} ranks of two hosts: the bits of CUDA IPC")
+
+
+def core_groups(core: Any) -> str:
+    """By which groups the layers of an engine exchange."""
+    from tidemill.parallel.group import group_of
+    from tidemill.parallel.shard import Shard
+
+    return type(group_of(Shard(0, core.runner.team.world.tensor))).__name__
+
+
+def check_ends(num_ranks: int) -> None:
+    """A worker of another host that is killed amid a step ends the engine, with one error; so does an engine its worker."""
+    from bench.gpu_engine_checks import random_llama
+    from tidemill.errors import WorkerLost
+    from tidemill.sampling import SamplingParams
+    from tidemill.wire import Submit
+
+    with tempfile.TemporaryDirectory() as folder, other_host(Path(folder)) as (given, worker):
+        random_llama(Path(folder))
+        core = small_core(folder, tensor_parallel=num_ranks, **given)
+        core.submit(Submit("x", list(range(2, 100)), SamplingParams(max_tokens=400, ignore_eos=True)))
+        for _ in range(20):
+            core.step()
+        say("computes; the worker is killed")
+        worker.kill()
+        began = time.monotonic()
+        try:
+            while core.has_work:
+                core.step()
+            raise AssertionError("went on without a rank")
+        except WorkerLost as error:
+            say(f"{time.monotonic() - began:.1f} s later: {error.message}")
+        core.close()
+    with tempfile.TemporaryDirectory() as folder, other_host(Path(folder)) as (given, worker):
+        random_llama(Path(folder))
+        command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(num_ranks), "--run", folder, json.dumps(given)]
+        engine = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        while engine.stdout.readline() != b"computes\n":
+            assert engine.poll() is None
+        say("an engine computes")
+        rank = children(worker.pid)
+        assert len(rank) == 1
+        engine.kill()
+        engine.wait()
+        say("was killed")
+        began = time.monotonic()
+        while children(worker.pid) == rank:
+            assert time.monotonic() < began + 40.0, "its worker waits for it"
+            time.sleep(0.1)
+        say("its worker has ended, and waits for another")
+
+
+def children(pid: int) -> set[int]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return {int(one) for each in found for one in each.read_text().split()}
+
+
+def run_for_ever(folder: str, num_ranks: int, given: dict[str, Any]) -> None:
+    from tidemill.sampling import SamplingParams
+    from tidemill.wire import Submit
+
+    core = small_core(folder, tensor_parallel=num_ranks, **given)
+    for turn in range(10**6):
+        core.submit(Submit(f"x{turn}", list(range(2, 100)), SamplingParams(max_tokens=400, ignore_eos=True)))
+        while core.has_work:
+            core.step()
+            if turn == 0:
+                print("computes", flush=True)
 
 
 def random_moe(folder: Path) -> Any:
@@ -280,18 +414,19 @@ def check_quantized(kind: str, num_ranks: int) -> None:
         assert errors[1] < 1.3 * errors[0] + 0.005
 
 
-def time_engine(num_ranks: int) -> None:
-    """Decode steps of the 8B shape: one process, and ranks that share the GPU."""
+def time_engine(num_ranks: int, is_remote: bool = False) -> None:
+    """Decode steps of the 8B shape: one process, and ranks that share the GPU. `is_remote`: the last one as of another host."""
     from bench.gpu_workloads import MODELS
     from tidemill.config import EngineOptions
     from tidemill.engine.load import load_core
     from tidemill.sampling import SamplingParams
     from tidemill.wire import Submit
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as workers:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS["llama8b"]))
-        for ranks in (1, num_ranks):
+        for ranks in [num_ranks] if is_remote else [1, num_ranks]:
             given = {"kv_memory_bytes": 2**32, "max_requests": 64, "max_context": 2048, "tensor_parallel": ranks}
+            given |= workers.enter_context(other_host(Path(folder)))[0] if is_remote else {}
             core = load_core(EngineOptions(model=folder, load_format="dummy", **given))  # type: ignore[arg-type]
             for num in (1, 64):
                 for i in range(num):
@@ -308,8 +443,11 @@ def time_engine(num_ranks: int) -> None:
             del core
 
 
-CHECKS = {
+SUMS = "sums"  # the collectives themselves
+CHECKS: dict[str, Callable[[int], None]] = {
     "check": check_engine, "pipeline": check_pipeline, "experts": check_experts, "time": time_engine,
+    "hosts": check_hosts, "hosts-experts": partial(check_hosts, kind="experts"), "hosts-ends": check_ends,
+    "hosts-time": partial(time_engine, is_remote=True),
     **{kind: partial(check_quantized, kind) for kind in ("fp8", "int4", "int8")},
 }  # fmt: skip
 
@@ -319,12 +457,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--path", type=Path)
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--engine", nargs="+", choices=list(CHECKS), help="only these checks")
+    parser.add_argument("--run", nargs=2, metavar=("MODEL", "OPTIONS"), help="an engine that computes until it is killed")
+    parser.add_argument("--engine", nargs="+", choices=[SUMS, *CHECKS], help="only these checks")
     parser.add_argument("--still", type=float, default=60.0, help="seconds without progress after which tracebacks are shown")
     given = parser.parse_args()
     if given.rank is not None:
         measure(given.path, given.rank, given.ranks)
         return
+    if given.run:
+        run_for_ever(given.run[0], given.ranks, json.loads(given.run[1]))
     if given.engine and _SERVICE in os.environ:
         os.environ["PYTHONFAULTHANDLER"] = "1"  # of workers
         faulthandler.enable()
@@ -335,9 +476,10 @@ def main() -> None:
         return
     command, codes = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks), "--still", str(given.still)], {}
     with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
-        if not given.engine:
-            measure_all(command, Path(folder) / "group", given.ranks)
-        for what in given.engine or CHECKS:
+        asked = given.engine or [SUMS, *CHECKS]
+        if SUMS in asked:
+            measure_all(command, Path(folder), given.ranks)
+        for what in [one for one in asked if one != SUMS]:
             codes[what] = subprocess.run([*command, "--engine", what], timeout=240, check=False).returncode
     print("exit codes", codes, flush=True)
     sys.exit(any(codes.values()))
@@ -345,9 +487,6 @@ def main() -> None:
 
 def measure_all(command: list[str], path: Path, num_ranks: int) -> None:
     """The collectives, each rank in a process."""
-    from tidemill.parallel.shared import make_shared
-
-    make_shared(path, num_ranks)
     ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(num_ranks)]
     try:
         print("exit codes", [rank.wait(timeout=60) for rank in ranks], flush=True)

@@ -568,6 +568,7 @@ types = dict(x_ptr=B, out_ptr=B, table_ptr=L, turns_ptr=L, live_ptr=L, starts_pt
 how = dict(RANK=1, SIZE=2, BLOCK=8192, PROGRAMS=128, PIECE=16384)
 build(collectives._all_reduce, types, 8, **how)
 build(collectives._all_gather, types, 8, **how)
+build(collectives._add_parts, dict(parts_ptr=B, out_ptr=B), SIZE=2, BLOCK=1024)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -626,7 +627,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles",
         "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_all_reduce", "_all_gather", "_weigh_slots", "_add_to_slots", "_bound_pages",
+        "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
         "_gemm_packed_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip

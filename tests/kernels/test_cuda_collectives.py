@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tidemill.kernels.cuda.collectives import MOST_PROGRAMS, Exchange, all_reduce_reference, flags_offset, memory_bytes
+from tidemill.kernels.cuda.collectives import (
+    MOST_PROGRAMS,
+    Exchange,
+    add_parts,
+    all_reduce_reference,
+    flags_offset,
+    memory_bytes,
+)
 
 
 def ranks(size):
@@ -18,7 +25,9 @@ def test_sums_are_in_the_order_of_ranks(shape):
     parts = [torch.randn(shape) * 10.0**rank for rank in range(3)]
     for one, part in zip(group[1:], parts[1:], strict=True):
         one.all_reduce(part.clone())  # nobody waits before all begin
-    assert torch.equal(group[0].all_reduce(parts[0].clone()), all_reduce_reference(parts))
+    made = group[0].all_reduce(parts[0].clone())
+    assert torch.equal(made, all_reduce_reference(parts))
+    assert torch.equal(add_parts(torch.stack(parts), torch.empty(shape)).view(torch.int32), made.view(torch.int32))
     assert not torch.equal(all_reduce_reference(parts), all_reduce_reference(parts[::-1]))
     assert all(memory[flags_offset() :].eq(0).all() for memory in memories)
 

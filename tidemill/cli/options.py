@@ -20,7 +20,7 @@ from tidemill.config import (
     fmt_bytes,
     parse_bytes,
 )
-from tidemill.config.parallel import MAX_RANKS, TENSOR_LAYOUTS
+from tidemill.config.parallel import COLLECTIVES, MAX_RANKS, TENSOR_LAYOUTS
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -267,6 +267,9 @@ OPTIONS = (
     Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
            help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
            "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
+    Option("collectives", "text", ENGINE, field="collectives", choices=COLLECTIVES,
+           help="How GPUs that share layers exchange: ipc, through each other's memory, on one host; nccl, also between hosts. "
+           "The bits are the same. auto: ipc if all are on one host."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own. Multiplies with --tensor-parallel."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",

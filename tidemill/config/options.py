@@ -54,6 +54,7 @@ class EngineOptions:
     threads: int | None = None
     tensor_parallel: int = 1  # ranks that share each layer
     tensor_layout: str = "1d"  # how they do: 1d, 2d, gathered, or auto
+    collectives: str = "auto"  # how GPUs that share layers exchange: auto, ipc, nccl
     pipeline_parallel: int = 1  # stages of layers
     expert_parallel: bool = False  # ranks that share layers have some experts each, not some of each expert
     remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key

@@ -10,6 +10,7 @@ from tidemill.model_config import ModelConfig
 
 MAX_RANKS = 64
 TENSOR_LAYOUTS = ("1d", "2d", "gathered", "auto")
+COLLECTIVES = ("auto", "ipc", "nccl")
 
 
 def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:
@@ -46,12 +47,11 @@ def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
-    stages, is_shared = (device == "cuda" and one > 1 for one in (options.pipeline_parallel, options.tensor_parallel))
+    stages = device == "cuda" and options.pipeline_parallel > 1
     is_there = {
         "device cuda and --quantization sparse24": device == "cuda" and options.quantization == "sparse24",
         "device cuda, --pipeline-parallel and --nano-batching": stages and options.nano_batching == "on",
         "device cuda, --pipeline-parallel and states": stages and bool(model.state_layers),
-        "device cuda, --tensor-parallel and workers of other hosts": is_shared and options.remote_workers > 0,
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,
@@ -106,6 +106,20 @@ def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, 
     else:
         is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
     return [what for what, is_asked in is_wrong.items() if is_asked]
+
+
+def decide_collectives(options: EngineOptions, device: str) -> Decision[str]:
+    """`auto` is settled where ranks know which hosts they are on (parallel/peers.py)."""
+    given = options.collectives
+    if given not in COLLECTIVES:
+        raise ConfigError(f"collectives is {given!r}.", fix=f"Choose one of {', '.join(COLLECTIVES)}.", param="collectives")
+    if given == "auto":
+        is_used = device == "cuda" and options.tensor_parallel > 1
+        return given, "CUDA IPC on one host, NCCL between hosts" if is_used else "no GPUs that share layers"
+    if device != "cuda" or options.tensor_parallel == 1:
+        fix = "Leave it out, or give --device cuda and --tensor-parallel."
+        raise ConfigError(f"collectives {given} is for GPUs that share layers.", fix=fix, param="collectives")
+    return given, "given"
 
 
 def _check_remote(options: EngineOptions) -> None:

@@ -38,7 +38,7 @@ from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.neurons import HotNeurons, decide_hot_neurons
 from tidemill.config.options import Decision, EngineOptions, T
-from tidemill.config.parallel import decide_ranks, decide_tensor_layout
+from tidemill.config.parallel import decide_collectives, decide_ranks, decide_tensor_layout
 from tidemill.config.policies import (
     beside_a_page,
     check_kv_policy,
@@ -123,6 +123,7 @@ class EngineConfig:
     contextual_sparsity: str | None = None
     tensor_parallel: int = 1
     tensor_layout: str = "1d"
+    collectives: str = "auto"
     pipeline_parallel: int = 1
     expert_parallel: bool = False
     nano_batching: str = "off"
@@ -201,6 +202,7 @@ def resolve(
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
     tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
     tensor_layout = settle("tensor_layout", decide_tensor_layout(options, device, model, machine))
+    collectives = settle("collectives", decide_collectives(options, device))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))
@@ -336,6 +338,7 @@ def resolve(
         nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
         tensor_layout=tensor_layout,
+        collectives=collectives,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,
         reasons=reasons,
@@ -364,7 +367,7 @@ def _draft(
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
-        tensor_layout="1d", remote_workers=0,
+        tensor_layout="1d", remote_workers=0, collectives="auto",
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

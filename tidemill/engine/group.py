@@ -8,7 +8,7 @@ from tidemill.config.parallel import workers_address
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
-from tidemill.parallel.peers import meet_peers, peers_of, take_device, use_groups
+from tidemill.parallel.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.rank import load_rank, make_rank_runner, world_of
 from tidemill.runner.team import Team
 from tidemill.runner.worker_group import WorkerGroup
@@ -40,8 +40,10 @@ def start_group(
         peers = peers_of(0, world, by_sockets=world.tensor > 1 and not shared[0])
         channels = meet_peers(0, peers, team.addresses, team.door, team.key, team.check)
         take_device(0, config.device)
-        groups, group = use_groups(0, world, shared[0], channels, config.device)
+        devices = Devices(config.device, config.collectives, team.check, team.fail)
+        groups, group = use_groups(0, world, shared[0], channels, devices)
         team.on_lost += [*(one.fail for one in groups), *(channel.abort for channel in channels.values())]
+        team.on_closed += [one.close for one in groups]
         random = options.load_format == "dummy"
         model = load_rank(architecture, checkpoint, model_config, config, world, 0, progress, random, shared[0])
         loaded = team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))

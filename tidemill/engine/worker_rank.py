@@ -17,7 +17,7 @@ from tidemill.kernels import machine
 from tidemill.kv.tiers import Moved
 from tidemill.layers.lora import Loras
 from tidemill.parallel.channel import Address, Door, connect
-from tidemill.parallel.peers import meet_peers, peers_of, take_device, use_groups
+from tidemill.parallel.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.base import StepResult
 from tidemill.runner.group_loras import put_own, received
 from tidemill.runner.make import make_mover
@@ -69,7 +69,7 @@ class Worker:
             self._run()
             return 0
         except TidemillError as error:
-            self._send(Failed(type(error).__name__, error.message, error.fix, error.param))
+            self._tell(error)
             if is_remote:  # others are told by rank 0
                 print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, ConfigError) else 1
@@ -82,6 +82,9 @@ class Worker:
 
     def _send(self, message: FromWorker) -> None:
         self._channel.send(encode(message))
+
+    def _tell(self, error: TidemillError) -> None:
+        self._send(Failed(type(error).__name__, error.message, error.fix, error.param))
 
     def _receive(self) -> ToWorker:
         return decode_to_worker(self._channel.receive())
@@ -116,7 +119,11 @@ class Worker:
         peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
         channels = meet_peers(rank, peers, addresses, self._door, self._key)
         take_device(rank, config.device)
-        _, group = use_groups(rank, world, join.shared, channels, config.device)
+        devices = Devices(config.device, config.collectives, self._channel.check, self._tell)
+        groups, group = use_groups(rank, world, join.shared, channels, devices)
+        if config.device == "cuda":  # whose kernels would wait for ranks that are gone
+            for one in groups:
+                self._channel.when_gone(one.fail)
         random = join.options.load_format == "dummy"
         model = load_rank(
             architecture,

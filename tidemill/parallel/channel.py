@@ -6,10 +6,11 @@ Both ends prove first that they know the key of the group (HMAC, as multiprocess
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -21,6 +22,8 @@ from tidemill.errors import ConfigError, WorkerLost
 MAX_BYTES = 2**30  # of a message
 _HANDSHAKE_S = 10.0
 _PAUSE_S = 0.05  # if nobody can be let in
+_LOOK_MS = 1000
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # without the first, only once both ends are closed
 Address = str | tuple[str, int]  # a path, or host and port
 
 
@@ -58,6 +61,23 @@ class Channel:
             return self._connection.poll(wait_s)
         except (EOFError, OSError):
             return True
+
+    def check(self) -> None:
+        """Raises if the other end is gone, whatever it has sent before."""
+        if _is_gone(self.fileno(), 0):
+            raise WorkerLost(f"The engine cannot go on: {self.peer} is gone.")
+
+    def when_gone(self, call: Callable[[], object]) -> None:
+        """From a thread, once the other end is, also while nobody reads here."""
+
+        def watch() -> None:
+            while not _is_gone(own, _LOOK_MS):
+                pass
+            os.close(own)
+            call()
+
+        own = os.dup(self.fileno())
+        Thread(target=watch, name=f"watches {self.peer}", daemon=True).start()
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -168,6 +188,13 @@ def connect(address: Address, key: bytes, peer: str, within_s: float) -> Channel
             what = f"Cannot reach {peer} at {_words(address)}: {why}."
             raise ConfigError(what, fix="Is it started, and can this host reach it?")
         time.sleep(0.05)
+
+
+def _is_gone(handle: int, wait_ms: int) -> bool:
+    """What was sent before is still to be read."""
+    poll = select.poll()
+    poll.register(handle, _GONE)
+    return any(events & _GONE for _, events in poll.poll(wait_ms))
 
 
 def _limit(own: socket.socket, seconds: float) -> None:

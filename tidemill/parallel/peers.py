@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tidemill.errors import WorkerLost
+from tidemill.errors import ConfigError, WorkerLost
+from tidemill.kernels.cuda.nccl import Communicator, Library
 from tidemill.parallel.channel import Address, Channel, Door, connect
 from tidemill.parallel.cuda import CudaGroup
+from tidemill.parallel.gathers import GatherGroup
 from tidemill.parallel.group import Alone, Group, use
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.shared import SharedGroup, shared_bytes
@@ -56,9 +62,42 @@ def meet_peers(
     return channels
 
 
-def on_device(host: Group, device: str) -> Group:
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What ranks compute on, and how these exchange: `collectives` is auto, ipc or nccl."""
+
+    kind: str = "cpu"
+    collectives: str = "auto"
+    check: Callable[[], None] = lambda: None  # raises if there is no point in waiting for others
+    on_error: Callable[[WorkerLost], None] = lambda error: None  # the network between them has failed
+
+
+def on_devices(host: Group, devices: Devices) -> Group:
     """The group of the same ranks, for what is on their devices."""
-    return CudaGroup(host) if device == "cuda" and host.size > 1 else host
+    if devices.kind != "cuda" or host.size == 1:
+        return host
+    num_hosts = len({host.broadcast_bytes(own_host(), rank) for rank in range(host.size)})
+    if devices.collectives == "ipc" and num_hosts > 1:
+        raise ConfigError(
+            f"Ranks that share layers are on {num_hosts} hosts, and CUDA IPC is for those of one host.",
+            fix="Leave --collectives out, or give nccl.",
+            param="collectives",
+        )
+    if devices.collectives != "nccl" and num_hosts == 1:
+        return CudaGroup(host)
+    shared_id = host.broadcast_bytes(Library().new_id() if host.rank == 0 else b"")
+    return GatherGroup(host, Communicator(shared_id, host.rank, host.size, devices.check, CONNECT_S), devices.on_error)
+
+
+def own_host() -> bytes:
+    """Processes with the same can open each other's GPU memory. NCCL_HOSTID says otherwise, to NCCL and here."""
+    if given := os.environ.get("NCCL_HOSTID"):
+        return given.encode()
+    name = platform.node()
+    with suppress(OSError):  # on Linux: not the name, which containers of one host have of their own
+        spaces = [os.readlink(f"/proc/self/ns/{one}") for one in ("pid", "ipc")]
+        name = " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
+    return name.encode()
 
 
 def take_device(rank: int, device: str) -> None:
@@ -82,10 +121,10 @@ def groups_for(rank: int, world: World, shared: str, channels: dict[int, Channel
     return groups
 
 
-def use_groups(rank: int, world: World, shared: str, channels: dict[int, Channel], device: str) -> tuple[list[Group], Group]:
+def use_groups(rank: int, world: World, shared: str, channels: dict[int, Channel], devices: Devices) -> tuple[list[Group], Group]:
     """Those of the ranks that share the layers of this one, which its layers use from now on: on hosts, and for its device."""
     hosts = groups_for(rank, world, shared, channels)
-    groups = {shard: on_device(host, device) for shard, host in hosts.items()}
+    groups = {shard: on_devices(host, devices) for shard, host in hosts.items()}
     for shard, group in groups.items():
         use(shard, group)
     return list({id(one): one for one in (*hosts.values(), *groups.values())}.values()), groups[world.shard(rank)]

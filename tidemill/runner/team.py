@@ -72,6 +72,7 @@ class Team:
         self.lost: TidemillError | None = None
         self.on_moved: Callable[[Moved], None] = lambda moved: None  # a worker has moved a page
         self.on_lost: list[Callable[[], None]] = []
+        self.on_closed: list[Callable[[], None]] = []
         self.addresses: list[Address] = []
         self.read_bytes: list[int] = []  # of the checkpoint, by each rank
         try:
@@ -289,6 +290,9 @@ class Team:
                     process.stdin.close()
         for channel in self._channels.values():
             channel.close()
+        for tell in self.on_closed:
+            with contextlib.suppress(Exception):
+                tell()
         self.all_are_here()
 
 

@@ -140,6 +140,27 @@ def _all_gather(
     tl.store(turns_ptr + pid, turn)
 
 
+@triton.jit
+def _add_parts(parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    begin(AHEAD)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < num
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in tl.static_range(SIZE):
+        total += tl.load(parts_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        parts_ptr += num
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_parts(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The sum that `Exchange.all_reduce` computes, bit for bit, of parts that are here already: [ranks, ...]. Launched after a
+    library's kernel, so as an ordinary dependent."""
+    block = 1024
+    grid = (triton.cdiv(out.numel(), block),)
+    launch(_add_parts, grid, parts, out, out.numel(), SIZE=parts.shape[0], BLOCK=block, AHEAD=0)
+    return out
+
+
 class Exchange:
     """A rank's end. `table`: the address of each rank's memory (see `memory_bytes`), on the device, all zeros at first."""
 

@@ -90,6 +90,13 @@ class KernelsFellBack(_Event, frozen=True):
     reason: str
 
 
+class LayersDivided(_Event, frozen=True):
+    """At start: how many layers each stage of a pipeline has, and by what they were divided."""
+
+    layers: tuple[int, ...]
+    reason: str
+
+
 class NanoBatchingTried(_Event, frozen=True):
     """At start: a step of so many tokens was timed whole and in two halves."""
 
@@ -382,6 +389,7 @@ Event: TypeAlias = (
     | StepLost
     | EngineRestarted
     | KernelsFellBack
+    | LayersDivided
     | NanoBatchingTried
     | ModelLoading
     | ModelLoaded

@@ -269,6 +269,9 @@ OPTIONS = (
            "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own. Multiplies with --tensor-parallel."),
+    Option("pipeline-layers", "text", ENGINE, field="pipeline_layers", automatic="by the weights that a token is multiplied by",
+           help="How many layers each stage has, like 12,18; or a file that measure-layers has written, by whose times stages "
+           "take equally long."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",
            help="With --tensor-parallel: each process has some of the experts, instead of a part of each."),
     Option("remote-workers", "integer", ENGINE, field="remote_workers", low=0, high=MAX_RANKS - 1,

@@ -55,6 +55,7 @@ class EngineOptions:
     tensor_parallel: int = 1  # ranks that share each layer
     tensor_layout: str = "1d"  # how they do: 1d, 2d, gathered, or auto
     pipeline_parallel: int = 1  # stages of layers
+    pipeline_layers: str | None = None  # how many each has, or a file that measure-layers has written
     expert_parallel: bool = False  # ranks that share layers have some experts each, not some of each expert
     remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key
     workers_address: str | None = None  # HOST:PORT

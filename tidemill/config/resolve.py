@@ -124,6 +124,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     tensor_layout: str = "1d"
     pipeline_parallel: int = 1
+    pipeline_layers: tuple[int, ...] = ()  # of each stage
     expert_parallel: bool = False
     nano_batching: str = "off"
     reasons: dict[str, str] = field(default_factory=dict)
@@ -364,7 +365,7 @@ def _draft(
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
-        tensor_layout="1d", remote_workers=0,
+        tensor_layout="1d", pipeline_layers=None, remote_workers=0,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
@@ -387,6 +388,7 @@ def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
         token_budget=config.token_budget,
         kv_memory_bytes=config.kv_bytes,
         threads=config.threads,
+        pipeline_layers=",".join(map(str, config.pipeline_layers)) if config.pipeline_parallel > 1 else None,
         max_loras=config.max_loras or None,
         max_lora_rank=config.max_lora_rank or None,
     )

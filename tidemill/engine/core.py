@@ -87,6 +87,9 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
+        if config.pipeline_parallel > 1:
+            why = config.reasons["pipeline_layers"]
+            self._events(events.LayersDivided(self._clock.now(), config.pipeline_layers, why))
         for one in getattr(self.runner, "nano", ()):
             tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
             self._events(events.NanoBatchingTried(self._clock.now(), *tried))

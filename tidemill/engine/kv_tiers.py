@@ -100,4 +100,6 @@ def _identity(config: EngineConfig, weights: bytes, rank: int) -> dict[str, str]
     }
     if config.num_ranks > 1:
         parts["rank"] = (rank, config.tensor_parallel, config.pipeline_parallel, config.tensor_layout, config.expert_parallel)
+    if config.pipeline_parallel > 1:
+        parts["division of layers"] = "+".join(map(str, config.pipeline_layers))
     return {name: str(part) for name, part in parts.items()}

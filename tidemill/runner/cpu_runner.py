@@ -23,6 +23,7 @@ from tidemill.runner.base import StepResult, accept, broken_rows, draws, right_d
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.first_layers import FirstLayers
 from tidemill.runner.graphs import record_forward
+from tidemill.runner.layer_timer import LayerTimer
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import look_at_prompt
 from tidemill.runner.sampler import Sampler, score
@@ -62,6 +63,11 @@ class CpuRunner:
         self.mover: PageMover | None = None  # if there are tiers
         self._groups = config.layout.groups
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
+
+    def time_layers(self) -> LayerTimer:
+        """From now on a forward pass runs op by op, and its layers are timed."""
+        self._program = self._lora_program = None
+        return LayerTimer(self)
 
     @property
     def takes_trees(self) -> bool:

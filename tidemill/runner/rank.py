@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
@@ -17,7 +19,7 @@ from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import part_config
 from tidemill.parallel.layouts import DEVICES, Phase, cost, layouts
 from tidemill.parallel.shared import WEIGHTS_SUFFIX
-from tidemill.parallel.world import Stage, World, split_layers
+from tidemill.parallel.world import Stage, World
 from tidemill.quant import WeightPlan
 from tidemill.runner.make import make_runner
 from tidemill.runner.stage_runner import StageRunner
@@ -25,7 +27,6 @@ from tidemill.runner.worker_group import RankRunner
 from tidemill.weights.checkpoint import Checkpoint
 
 _PROMPT, _OUTPUT, _BATCH = 512, 256, 8  # the load that `auto` takes a layout for
-_MOST_HELD = 1.05  # times an even share
 
 
 def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
@@ -59,46 +60,15 @@ def layout_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> tupl
     return layout, grid_of(size) if layout == "2d" else 1
 
 
-def world_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> World:
-    """Stages cost about the same: what a token reads of their weights, and of the head. Where that is possible, none holds more
-    than its share and a twentieth of all weights."""
-    num, table = options.pipeline_parallel, model.vocab_size * model.hidden_size
-    sizes, costs = _layer_sizes(model, is_active=False), _layer_sizes(model, is_active=True)
-    most = _MOST_HELD * (sum(sizes) + table * (1 if model.tie_embeddings else 2)) / num
-
-    def fits(begin: int, end: int) -> bool:
-        return sum(sizes[begin:end]) + table * ((begin == 0) + (end == model.num_layers)) <= most
-
-    ends = split_layers(costs, num, table, fits) or split_layers(costs, num, table)
-    assert ends is not None
-    return World(options.tensor_parallel, ends, *layout_of(options, model))
-
-
-def stages_of(options: EngineOptions, model: ModelConfig) -> list[list[int]]:
-    """Of each stage, its layers with keys and values. None: there is one, or there cannot be so many."""
-    if not 1 < options.pipeline_parallel <= model.num_layers:
-        return []
-    world = World(1, world_of(options, model).stage_ends)
-    return [kv_layers(model, stage) for stage in map(world.stage, range(world.size)) if stage is not None]
+def world_of(options: EngineOptions | EngineConfig, model: ModelConfig, layers: Sequence[int]) -> World:
+    """`layers`: how many each stage has."""
+    return World(options.tensor_parallel, tuple(accumulate(layers)), *layout_of(options, model))
 
 
 def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
     """Of the layers with keys and values, those of a stage."""
     with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
     return [number for number, layer in enumerate(with_kv) if layer in stage]
-
-
-def _layer_sizes(model: ModelConfig, is_active: bool) -> list[int]:
-    """Weights of each layer. `is_active`: those that a token is multiplied by."""
-
-    def size(one: ModelConfig) -> int:
-        return one.num_active_parameters if is_active else one.num_parameters
-
-    rest = replace(model, layers=model.layers[:1], experts=model.experts[:1], stored={})
-    small = replace(rest, vocab_size=1, num_positions=0, num_token_types=0)
-    embeddings = size(rest) - size(small) + model.hidden_size * (1 if model.tie_embeddings else 2)
-    ones = [replace(rest, layers=(spec,), experts=model.experts[at : at + 1]) for at, spec in enumerate(model.layers)]
-    return [size(one) - embeddings for one in ones]
 
 
 def load_rank(

@@ -322,6 +322,7 @@ class StepDone(_Event, frozen=True):
     step: int
     duration_s: float
     num_sampled: int
+    layout: str = ""  # of ranks that share layers, where it is chosen for each step
 
 
 class ExpertsUsed(_Event, frozen=True):

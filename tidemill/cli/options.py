@@ -266,7 +266,8 @@ OPTIONS = (
            help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
     Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
            help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
-           "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
+           "gathered, each computes some of a step's tokens with weights that it gathers from all; phased, 1d for steps of few "
+           "tokens, and like gathered for others, with the bits of 1d; auto: as `plan-layout` says."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own. Multiplies with --tensor-parallel."),
     Option("pipeline-layers", "text", ENGINE, field="pipeline_layers", automatic="by the weights that a token is multiplied by",

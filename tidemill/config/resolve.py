@@ -123,6 +123,7 @@ class EngineConfig:
     contextual_sparsity: str | None = None
     tensor_parallel: int = 1
     tensor_layout: str = "1d"
+    gather_tokens: int = 0  # of a step, from which on the layout phased computes it by rows; 0: never
     pipeline_parallel: int = 1
     pipeline_layers: tuple[int, ...] = ()  # of each stage
     expert_parallel: bool = False
@@ -140,6 +141,12 @@ class EngineConfig:
         """Prompt and output of such a request, at most."""
         policy = self.policy_of(params)
         return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
+
+    def step_layout(self, num_tokens: int) -> str:
+        """How ranks share a step of so many tokens, where that is not the same for all."""
+        if self.tensor_layout != "phased":
+            return ""
+        return "gathered" if 0 < self.gather_tokens <= num_tokens else "1d"
 
     @property
     def num_ranks(self) -> int:

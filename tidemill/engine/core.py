@@ -412,7 +412,7 @@ class EngineCore:
             is_ahead = step.is_ahead or not self.runner.steps_ahead
             self.drafting.observe(done, step.drafted, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
-        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled))
+        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled, self.config.step_layout(done.num_tokens)))
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
         self._collected_s = now

@@ -26,6 +26,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
+from tidemill.parallel.layouts import DEVICES, gather_from
 from tidemill.parallel.stages import decide_stages, stages_of
 from tidemill.quant import WeightPlan
 from tidemill.quant.streamed import Store
@@ -118,6 +119,8 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     stages = [kv_layers(model_config, stage) for stage in stages_of(layers)] if len(layers) > 1 else []
     config = replace(resolve(given, shape, here, None if draft is None else draft[2], stages), pipeline_layers=layers)
     config.reasons["pipeline_layers"] = reason
+    if config.tensor_layout == "phased":
+        config = replace(config, gather_tokens=gather_from(model_config, config.tensor_parallel, DEVICES[config.device]))
     config.reasons["tensor_layout"] = why or config.reasons["tensor_layout"]
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):

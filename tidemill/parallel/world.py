@@ -52,7 +52,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden size), or gathered."""
+    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden size), gathered,
+    or phased (parts as 1d has them)."""
 
     tensor: int
     stage_ends: tuple[int, ...]  # of each stage: the number of the layer after its last

@@ -12,12 +12,14 @@ from tidemill.config.options import Decision
 from tidemill.config.parallel import decide_tensor_layout, grid_of, unfit
 from tidemill.errors import ConfigError
 from tidemill.layers.gathered import GatheredStreaming
+from tidemill.layers.phased import PhasedWeights
+from tidemill.layers.streamed import Streaming
 from tidemill.machine import Machine
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model, ProgressFn
 from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import part_config
-from tidemill.parallel.layouts import DEVICES, Phase, cost, layouts
+from tidemill.parallel.layouts import DEVICES, Phase, engine_seconds
 from tidemill.parallel.shared import WEIGHTS_SUFFIX
 from tidemill.parallel.world import Stage, World
 from tidemill.quant import WeightPlan
@@ -37,18 +39,17 @@ def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
 
 def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
-    """How ranks share layers. `auto`: by the cost of a prompt and an output. One layout for both: a token's bits must not depend
-    on what else is in its step, and layouts sum in different orders. By rates that are written down, not measured, so that every
-    start chooses the same."""
+    """How ranks share layers. `auto`: by the cost of a prompt and an output. Only the layout phased computes some steps in
+    another way than others: a token's bits must not depend on what else is in its step, and the other layouts sum in different
+    orders. By rates that are written down, not measured, so that every start chooses the same."""
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
         return decide_tensor_layout(options, device, model, machine)
     size, rates, seconds = options.tensor_parallel, DEVICES["h200" if device == "cuda" else "cpu"], dict[str, float]()
     prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
-    for one in layouts(size):
-        name = one.name_of(size)
-        if name and not unfit(name, options, device, model, machine):
-            costs = [cost(model, one, size, phase, rates).seconds for phase in (prefill, decode)]
-            seconds[name] = costs[0] + costs[1] * _OUTPUT / _BATCH
+    of_prompt, of_step = (engine_seconds(model, size, phase, rates) for phase in (prefill, decode))
+    for name, spent in of_prompt.items():
+        if not unfit(name, options, device, model, machine):
+            seconds[name] = spent + of_step[name] * _OUTPUT / _BATCH
     best, *_ = order = sorted(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {1000 * seconds[name]:.0f} ms" for name in order)
     return best, f"estimated for a prompt of {_PROMPT} tokens and {_OUTPUT} more: {told}"
@@ -85,7 +86,11 @@ def load_rank(
     """`shared`: the file of shared memory of the ranks that share its layers, if there is one."""
     part = world.part(rank)
     plan = WeightPlan(config.scheme, config.device, config.fast_math, part.shard, config.expert_parallel, part.hidden, part.rows)
-    streaming = GatheredStreaming(part.rows, shared and shared + WEIGHTS_SUFFIX) if part.rows.size > 1 else None
+    streaming: Streaming | None = None
+    if part.rows.size > 1:
+        streaming = GatheredStreaming(part.rows, shared and shared + WEIGHTS_SUFFIX)
+    elif world.layout == "phased":
+        streaming = PhasedWeights(part.shard, shared + WEIGHTS_SUFFIX)
     return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank), streaming)
 
 

@@ -121,6 +121,7 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     config.reasons["pipeline_layers"] = reason
     if config.tensor_layout == "phased":
         config = replace(config, gather_tokens=gather_from(model_config, config.tensor_parallel, DEVICES[config.device]))
+        config.reasons["gather_tokens"] = "estimated, as `tidemill plan-layout` does"
     config.reasons["tensor_layout"] = why or config.reasons["tensor_layout"]
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):

@@ -133,9 +133,9 @@ def decode(core: EngineCore, given: argparse.Namespace, name: str) -> tuple[floa
     params = SamplingParams(temperature=0.0, max_tokens=given.steps + 1, ignore_eos=True)
     for i in range(given.requests):
         core.submit(Submit(f"{name}-{i}", [100 + (7919 * i + 31 * k) % 8_000 for k in range(given.prompt_len)], params))
-    begin, waiting = time.perf_counter(), given.requests
+    begin, waiting = time.perf_counter(), {f"{name}-{i}" for i in range(given.requests)}
     while waiting:
-        waiting -= sum(1 for delta in core.step()[0].deltas if delta.token_ids)
+        waiting -= {delta.request_id for delta in core.step()[0].deltas if delta.token_ids}
     prefill, times = time.perf_counter() - begin, []
     while core.has_work:
         begin = time.perf_counter()

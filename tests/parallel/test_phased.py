@@ -111,6 +111,14 @@ def test_a_layer_whose_bits_would_differ_is_found_at_the_start(folder, monkeypat
         phased(folder, monkeypatch, 20)
 
 
+@pytest.mark.usefixtures("as_threads")
+@pytest.mark.parametrize("name", ["Olmo2", "BitNet"])
+def test_norms_over_all_heads_are_refused(tmp_path, monkeypatch, name):
+    test_families.make(name).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="exchanges something of its own"):
+        phased(tmp_path, monkeypatch, 20)
+
+
 def test_what_it_is_not_for(tmp_path, folder):
     test_moe.make("Qwen2Moe").save_pretrained(tmp_path)
     for model, options, what in [

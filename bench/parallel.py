@@ -3,7 +3,8 @@
 .venv/bin/python bench/parallel.py --model smollm2 --layouts 1x1 2x1 1x2
 .venv/bin/python bench/parallel.py --random dense --threads 8 --layouts 1x1 2x1 2x1:gathered 4x1 4x1:2d 1x2 2x2
 
-A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:2d, TENSORxSTAGES:experts. Every layout has as many threads in all as
+A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:phased, TENSORx1:2d, TENSORxSTAGES:experts, or with the layers of each
+stage, like 1x2:12,18. Every layout has as many threads in all as
 --threads says, or each rank as many as --rank-threads. Layouts take turns, so that what else the machine does meets all of them;
 figures are medians. Beside them: what `tidemill plan-layout --hardware here` estimates, and if both name the same layout.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 
 from tidemill.config import EngineOptions
+from tidemill.config.parallel import TENSOR_LAYOUTS
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, load_core
 from tidemill.kernels import machine
@@ -30,7 +32,7 @@ from tidemill.kernels.rates import measure_rates
 from tidemill.model_config import ModelConfig
 from tidemill.parallel.channel import Door
 from tidemill.parallel.group import Group
-from tidemill.parallel.layouts import Phase, cost, layouts, rank_of_host
+from tidemill.parallel.layouts import Phase, engine_seconds, rank_of_host
 from tidemill.parallel.peers import meet_peers
 from tidemill.parallel.shared import SharedGroup, make_shared
 from tidemill.parallel.sockets import SocketGroup
@@ -105,9 +107,9 @@ def start(given: argparse.Namespace, layout: str) -> EngineCore:
     core = load_core(
         EngineOptions(
             model=given.model, dtype=given.dtype, device="cpu", threads=threads, max_requests=given.requests,
-            tensor_parallel=tensor, tensor_layout="1d" if how == "experts" else how, expert_parallel=how == "experts",
-            pipeline_parallel=stages, kv_memory_bytes=2**28, speculate="off", prefix_caching=False,
-            load_format="dummy" if given.random else "auto",
+            tensor_parallel=tensor, tensor_layout=how if how in TENSOR_LAYOUTS else "1d", expert_parallel=how == "experts",
+            pipeline_parallel=stages, pipeline_layers=how if "," in how else None, kv_memory_bytes=2**28, speculate="off",
+            prefix_caching=False, load_format="dummy" if given.random else "auto",
         )
     )  # fmt: skip
     if isinstance(core.runner, WorkerGroup) and not given.random:
@@ -131,9 +133,9 @@ def decode(core: EngineCore, given: argparse.Namespace, name: str) -> tuple[floa
     params = SamplingParams(temperature=0.0, max_tokens=given.steps + 1, ignore_eos=True)
     for i in range(given.requests):
         core.submit(Submit(f"{name}-{i}", [100 + (7919 * i + 31 * k) % 8_000 for k in range(given.prompt_len)], params))
-    begin, waiting = time.perf_counter(), given.requests
+    begin, waiting = time.perf_counter(), {f"{name}-{i}" for i in range(given.requests)}
     while waiting:
-        waiting -= sum(1 for delta in core.step()[0].deltas if delta.token_ids)
+        waiting -= {delta.request_id for delta in core.step()[0].deltas if delta.token_ids}
     prefill, times = time.perf_counter() - begin, []
     while core.has_work:
         begin = time.perf_counter()
@@ -160,12 +162,8 @@ def compare(given: argparse.Namespace, took: dict[str, tuple[float, float]]) -> 
         print(f"estimates, by {flops:.0f} GFLOP/s, {read:.1f} GB/s read and {copied:.1f} GB/s copied by {threads} threads:")
         device = rank_of_host(rates.flops, rates.memory, rates.copies, size)
         for place, phase in enumerate((Phase("prefill", num * context, num, context), Phase("decode", num, num, context))):
-            estimated = {
-                how: cost(model, one, size, phase, device).seconds
-                for one in layouts(size)
-                for how in [one.name_of(size)]
-                if how in measured
-            }
+            seconds = engine_seconds(model, size, phase, device)
+            estimated = {how: spent for how, spent in seconds.items() if how in measured}
             if len(estimated) < 2:
                 continue
             clock = {how: measured[how][place] for how in estimated}

@@ -41,6 +41,7 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
+    "test_no_threshold_changes_a_bit[4]",
     "test_the_torch_fallbacks_first_large_calls_are_accurate",
     "test_flash_attention_is_tried_first[True-20.0]",
     "test_every_kernel_compiles_for_hopper",

@@ -90,6 +90,13 @@ class KernelsFellBack(_Event, frozen=True):
     reason: str
 
 
+class LayersDivided(_Event, frozen=True):
+    """At start: how many layers each stage of a pipeline has, and by what they were divided."""
+
+    layers: tuple[int, ...]
+    reason: str
+
+
 class NanoBatchingTried(_Event, frozen=True):
     """At start: a step of so many tokens was timed whole and in two halves."""
 
@@ -315,6 +322,7 @@ class StepDone(_Event, frozen=True):
     step: int
     duration_s: float
     num_sampled: int
+    layout: str = ""  # of ranks that share layers, where it is chosen for each step
 
 
 class ExpertsUsed(_Event, frozen=True):
@@ -382,6 +390,7 @@ Event: TypeAlias = (
     | StepLost
     | EngineRestarted
     | KernelsFellBack
+    | LayersDivided
     | NanoBatchingTried
     | ModelLoading
     | ModelLoaded

@@ -7,7 +7,7 @@ import pytest
 from tests.parallel.test_cuts import config, spec
 from tidemill.config import EngineOptions
 from tidemill.machine import Machine
-from tidemill.parallel.layouts import DEVICES, Layout, Phase, choose, cost, layouts, rank_costs
+from tidemill.parallel.layouts import DEVICES, Layout, Phase, choose, cost, engine_seconds, gather_from, layouts, rank_costs
 from tidemill.runner.rank import settle_layout
 
 # A dense model with F = 4 E, all of whose weights are in its layers, on devices whose links are all that counts.
@@ -57,7 +57,7 @@ def test_auto_takes_the_fastest_that_the_model_and_options_allow():
     options = EngineOptions(tensor_parallel=4, tensor_layout="auto")
     name, why = settle_layout(options, "cpu", MODEL, here)
     assert why.startswith(f"estimated for a prompt of 512 tokens and 256 more: {name} ")
-    assert all(f"{other} " in why for other in ("1d", "2d", "gathered"))
+    assert all(f"{other} " in why for other in ("1d", "2d", "gathered", "phased"))
     assert "2d" not in settle_layout(replace(options, tensor_parallel=3), "cpu", MODEL, here)[1]  # no grid
     assert "gathered" not in settle_layout(options, "cpu", MODEL, replace(here, kernels=""))[1]
     assert settle_layout(options, "cuda", MODEL, here)[0] == "1d"
@@ -73,3 +73,17 @@ def test_more_of_the_prompt_makes_gathering_cheaper():
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[0] > 10
     assert ratios[-1] < 1
+
+
+def test_steps_are_computed_by_rows_from_where_that_is_faster():
+    device = DEVICES["cpu"]
+    begin = gather_from(MODEL, 4, device)
+    for num_tokens, best in ((begin - 1, False), (begin, True), (8 * begin, True)):
+        phase = Phase("x", num_tokens, 1, 0)
+        one_d, shared = (cost(MODEL, one, 4, phase, device) for one in (Layout(), Layout(gathered=4, in_place=True)))
+        assert (shared.seconds < one_d.seconds) == best
+        assert engine_seconds(MODEL, 4, phase, device)["phased"] == min(one_d.seconds, shared.seconds)
+        assert shared.sent_bytes < one_d.sent_bytes
+    assert gather_from(MODEL, 4, replace(device, memory=1.0)) == 0  # never: reading all weights would take too long
+    assert gather_from(MODEL, 4, replace(device, memory=1e30)) == 4  # a row for each rank
+    assert "phased" not in engine_seconds(MODEL, 4, phase, DEVICES["h200"])

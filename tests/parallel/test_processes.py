@@ -58,6 +58,8 @@ LAYOUTS = {
     "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "gathered2": {"tensor_parallel": 2, "tensor_layout": "gathered"},
     "gathered4": {"tensor_parallel": 4, "tensor_layout": "gathered"},
+    "phased2": {"tensor_parallel": 2, "tensor_layout": "phased"},
+    "phased4": {"tensor_parallel": 4, "tensor_layout": "phased"},
     "2d": {"tensor_parallel": 4, "tensor_layout": "2d"},
     "ep2": {"tensor_parallel": 2, "expert_parallel": True},
     "ep4": {"tensor_parallel": 4, "expert_parallel": True},
@@ -82,7 +84,7 @@ def test_every_layout(model, layout):
     folder, asked, expected = model
     options = EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, **LAYOUTS[layout])
     kind = folder.name[:-1]
-    refused = {"2d": kind in ("moe", "state"), "ep": kind != "moe"}.get(layout[:2], False)
+    refused = {"2d": kind in ("moe", "state"), "ph": kind in ("moe", "state"), "ep": kind != "moe"}.get(layout[:2], False)
     if refused:
         with pytest.raises(ConfigError, match=r"cannot be combined with (experts|states)|the model has no experts"):
             load_core(options)

@@ -12,9 +12,11 @@ from tests.parallel.threads import run_ranks
 from tests.weights.test_gguf import write_gguf
 from tidemill.config import EngineOptions
 from tidemill.kernels import native
+from tidemill.kernels.machine import detect
 from tidemill.kernels.quantized_linear import QuantizedPanels
 from tidemill.models.registry import model_class
 from tidemill.parallel.shard import Shard
+from tidemill.parallel.stages import decide_stages
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.rank import world_of
@@ -114,7 +116,8 @@ def test_a_stage_reads_and_holds_its_share(tied, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 768, "num_hidden_layers": 8}
     make_llama(tmp_path, **sizes, tie_word_embeddings=tied)
     whole, table = load_model(tmp_path), 4 * 768 * 128
-    world = world_of(EngineOptions(model=str(tmp_path), pipeline_parallel=2), whole.whole)
+    options = EngineOptions(model=str(tmp_path), pipeline_parallel=2)
+    world = world_of(options, whole.whole, decide_stages(options, whole.whole, detect())[0])
     checkpoint = open_checkpoint(tmp_path)
     models = [
         type(whole).load(checkpoint, whole.whole, WeightPlan(SCHEMES["float32"]), stage=world.stage(rank)) for rank in range(2)

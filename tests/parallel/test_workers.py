@@ -48,6 +48,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def as_threads(monkeypatch):
+    start_threads(monkeypatch)
+
+
+def start_threads(monkeypatch):
     """A recording belongs to the process, and a replay holds its kernels: ranks that are threads compute op by op."""
     monkeypatch.setattr(CpuRunner, "_record", lambda runner: None)
     monkeypatch.setattr(Team, "_spawn", lambda team, rank: threading.Thread(target=work, args=(team, rank)).start())

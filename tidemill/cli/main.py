@@ -20,7 +20,7 @@ from tidemill.version import __version__
 _COMMANDS = (
     "serve", "route", "chat", "generate", "batch", "pull", "worker", "models", "memory", "plan", "plan-layout", "explain",
     "calibrate", "simulate", "calibrate-kv", "quantize", "train-draft", "evaluate", "prune", "train-predictors",
-    "measure-neurons", "distill", "convert", "bench", "prompt-cache", "completion",
+    "measure-neurons", "measure-layers", "distill", "convert", "bench", "prompt-cache", "completion",
 )  # fmt: skip
 _ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
 _GROUPS = frozenset({"bench", "prompt-cache"})
@@ -28,7 +28,7 @@ VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
 _OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}  # of other programs' users
 _WITH_FILE = frozenset({
     "serve", "route", "chat", "run", "generate", "batch", "memory", "calibrate", "simulate", "calibrate-kv", "quantize",
-    "train-draft", "evaluate", "train-predictors", "measure-neurons",
+    "train-draft", "evaluate", "train-predictors", "measure-neurons", "measure-layers",
 })  # fmt: skip
 
 

@@ -266,12 +266,16 @@ OPTIONS = (
            help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
     Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
            help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
-           "gathered, each computes some of a step's tokens with weights that it gathers from all; auto: as `plan-layout` says."),
+           "gathered, each computes some of a step's tokens with weights that it gathers from all; phased, 1d for steps of few "
+           "tokens, and like gathered for others, with the bits of 1d; auto: as `plan-layout` says."),
     Option("collectives", "text", ENGINE, field="collectives", choices=COLLECTIVES,
            help="How GPUs that share layers exchange: ipc, through each other's memory, on one host; nccl, also between hosts. "
            "The bits are the same. auto: ipc if all are on one host."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own. Multiplies with --tensor-parallel."),
+    Option("pipeline-layers", "text", ENGINE, field="pipeline_layers", automatic="by the weights that a token is multiplied by",
+           help="How many layers each stage has, like 12,18; or a file that measure-layers has written, by whose times stages "
+           "take equally long."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",
            help="With --tensor-parallel: each process has some of the experts, instead of a part of each."),
     Option("remote-workers", "integer", ENGINE, field="remote_workers", low=0, high=MAX_RANKS - 1,

@@ -13,7 +13,7 @@ from tidemill.cli.settings import Settings, takes
 from tidemill.config import fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.parallel.layouts import DEVICES, Device, Phase, choose, rank_costs, rank_of_host
+from tidemill.parallel.layouts import DEVICES, Device, Phase, choose, gather_from, rank_costs, rank_of_host
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)
@@ -43,6 +43,10 @@ def plan_layout(
     model = model_class(checkpoint).read_config(checkpoint)
     for phase in (Phase("prefill", prompt, 1, context), Phase("decode", batch, batch, context)):
         console.print(_table(model, ranks, phase, device))
+    if ranks > 1 and device.shares_memory:
+        begin = gather_from(model, ranks, device)
+        others = f"; steps of {begin:,} tokens and more with weights of all ranks in shared memory" if begin else ""
+        console.print(f"--tensor-layout phased: 1D{others}", soft_wrap=True)
 
 
 def _device(name: str, link: str | None, num_ranks: int) -> Device:

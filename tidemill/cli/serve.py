@@ -257,6 +257,11 @@ def budget_table(name: str, ready: Ready) -> Table:
     if config.num_ranks > 1:
         parts = f"{config.tensor_parallel} share each layer, {config.pipeline_parallel} stages"
         table.add_row("ranks", str(config.num_ranks), f"{parts}; weights and KV cache below are of each that shares layers")
+    if config.tensor_layout == "phased":
+        begin = f"1D; from {config.gather_tokens} tokens on gathered" if config.gather_tokens else "1D"
+        table.add_row("layout of a step", begin, f"{why['gather_tokens']}; the bits are the same")
+    if config.pipeline_parallel > 1:
+        table.add_row("stages", " + ".join(map(str, config.pipeline_layers)) + " layers", why["pipeline_layers"])
     streamed = f"; {why['weight_memory']}" if config.weight_memory else ""
     table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}{streamed}")
     table.add_row(

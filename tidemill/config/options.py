@@ -53,9 +53,10 @@ class EngineOptions:
     session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
     tensor_parallel: int = 1  # ranks that share each layer
-    tensor_layout: str = "1d"  # how they do: 1d, 2d, gathered, or auto
+    tensor_layout: str = "1d"  # how they do: 1d, 2d, gathered, phased, or auto
     collectives: str = "auto"  # how GPUs that share layers exchange: auto, ipc, nccl
     pipeline_parallel: int = 1  # stages of layers
+    pipeline_layers: str | None = None  # how many each has, or a file that measure-layers has written
     expert_parallel: bool = False  # ranks that share layers have some experts each, not some of each expert
     remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key
     workers_address: str | None = None  # HOST:PORT

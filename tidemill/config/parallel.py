@@ -9,7 +9,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 MAX_RANKS = 64
-TENSOR_LAYOUTS = ("1d", "2d", "gathered", "auto")
+TENSOR_LAYOUTS = ("1d", "2d", "gathered", "phased", "auto")
 COLLECTIVES = ("auto", "ipc", "nccl")
 
 
@@ -105,6 +105,9 @@ def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, 
         is_wrong |= {f"{options.tensor_parallel} ranks, which make no grid": grid_of(options.tensor_parallel) == 1}
     else:
         is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
+    if layout == "phased":
+        is_wrong |= {"experts": any(model.experts), "states": bool(model.state_layers)}
+        is_wrong |= {"workers of other hosts": options.remote_workers > 0}
     return [what for what, is_asked in is_wrong.items() if is_asked]
 
 

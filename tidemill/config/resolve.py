@@ -124,7 +124,9 @@ class EngineConfig:
     tensor_parallel: int = 1
     tensor_layout: str = "1d"
     collectives: str = "auto"
+    gather_tokens: int = 0  # of a step, from which on the layout phased computes it by rows; 0: never
     pipeline_parallel: int = 1
+    pipeline_layers: tuple[int, ...] = ()  # of each stage
     expert_parallel: bool = False
     nano_batching: str = "off"
     reasons: dict[str, str] = field(default_factory=dict)
@@ -140,6 +142,12 @@ class EngineConfig:
         """Prompt and output of such a request, at most."""
         policy = self.policy_of(params)
         return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
+
+    def step_layout(self, num_tokens: int) -> str:
+        """How ranks share a step of so many tokens, where that is not the same for all."""
+        if self.tensor_layout != "phased":
+            return ""
+        return "gathered" if 0 < self.gather_tokens <= num_tokens else "1d"
 
     @property
     def num_ranks(self) -> int:
@@ -367,7 +375,7 @@ def _draft(
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
-        tensor_layout="1d", remote_workers=0, collectives="auto",
+        tensor_layout="1d", pipeline_layers=None, remote_workers=0, collectives="auto",
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
@@ -390,6 +398,7 @@ def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
         token_budget=config.token_budget,
         kv_memory_bytes=config.kv_bytes,
         threads=config.threads,
+        pipeline_layers=",".join(map(str, config.pipeline_layers)) if config.pipeline_parallel > 1 else None,
         max_loras=config.max_loras or None,
         max_lora_rank=config.max_lora_rank or None,
     )

@@ -87,6 +87,9 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
+        if config.pipeline_parallel > 1:
+            why = config.reasons["pipeline_layers"]
+            self._events(events.LayersDivided(self._clock.now(), config.pipeline_layers, why))
         for one in getattr(self.runner, "nano", ()):
             tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
             self._events(events.NanoBatchingTried(self._clock.now(), *tried))
@@ -409,7 +412,7 @@ class EngineCore:
             is_ahead = step.is_ahead or not self.runner.steps_ahead
             self.drafting.observe(done, step.drafted, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
-        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled))
+        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled, self.config.step_layout(done.num_tokens)))
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
         self._collected_s = now

@@ -27,7 +27,7 @@ def start_group(
     weights: bytes = b"",
 ) -> tuple[Model, WorkerGroup]:
     """Rank 0's part of the model, and the group. `weights`: a digest of them, if KV pages are compared with those of others."""
-    world = world_of(config, model_config)
+    world = world_of(config, model_config, config.pipeline_layers)
     key = read_key(options.workers_key_file) if options.remote_workers and options.workers_key_file else b""
     team = Team(world, options.remote_workers, workers_address(options), key)
     tell = progress or (lambda name, done, total: None)

@@ -99,5 +99,8 @@ def _identity(config: EngineConfig, weights: bytes, rank: int) -> dict[str, str]
         "calibration": hashlib.sha256(calibration).hexdigest(),
     }
     if config.num_ranks > 1:
-        parts["rank"] = (rank, config.tensor_parallel, config.pipeline_parallel, config.tensor_layout, config.expert_parallel)
+        layout = "1d" if config.tensor_layout == "phased" else config.tensor_layout  # whose pages have the same bits
+        parts["rank"] = (rank, config.tensor_parallel, config.pipeline_parallel, layout, config.expert_parallel)
+    if config.pipeline_parallel > 1:
+        parts["division of layers"] = "+".join(map(str, config.pipeline_layers))
     return {name: str(part) for name, part in parts.items()}

@@ -26,11 +26,13 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
+from tidemill.parallel.layouts import DEVICES, gather_from
+from tidemill.parallel.stages import decide_stages, stages_of
 from tidemill.quant import WeightPlan
 from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
-from tidemill.runner.rank import largest_part, settle_layout, stages_of
+from tidemill.runner.rank import kv_layers, largest_part, settle_layout
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -109,11 +111,17 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     checkpoint, architecture, model_config = inspect(options.model)
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
     shape, here, given, why = model_config, machine.detect(), options, ""
+    layers, reason = decide_stages(options, model_config, here)
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
         layout, why = settle_layout(options, decide_device(options, here)[0], model_config, here)
         given = replace(options, tensor_layout=layout)
         shape, here = largest_part(given, shape), share_of(here, options.tensor_parallel)
-    config = resolve(given, shape, here, None if draft is None else draft[2], stages_of(options, model_config))
+    stages = [kv_layers(model_config, stage) for stage in stages_of(layers)] if len(layers) > 1 else []
+    config = replace(resolve(given, shape, here, None if draft is None else draft[2], stages), pipeline_layers=layers)
+    config.reasons["pipeline_layers"] = reason
+    if config.tensor_layout == "phased":
+        config = replace(config, gather_tokens=gather_from(model_config, config.tensor_parallel, DEVICES[config.device]))
+        config.reasons["gather_tokens"] = "estimated, as `tidemill plan-layout` does"
     config.reasons["tensor_layout"] = why or config.reasons["tensor_layout"]
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):

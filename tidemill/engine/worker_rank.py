@@ -19,7 +19,9 @@ from tidemill.layers.lora import Loras
 from tidemill.parallel.channel import Address, Door, connect
 from tidemill.parallel.peers import Devices, meet_peers, peers_of, take_device, use_groups
 from tidemill.runner.base import StepResult
+from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.group_loras import put_own, received
+from tidemill.runner.layer_timer import LayerTimer
 from tidemill.runner.make import make_mover
 from tidemill.runner.page_moves import Outside, PageMover
 from tidemill.runner.rank import load_rank, make_rank_runner
@@ -40,6 +42,8 @@ from tidemill.runner.worker_messages import (
     PutAdapter,
     Result,
     Step,
+    TakeTimes,
+    TookTimes,
     ToWorker,
     decode_to_worker,
     encode,
@@ -166,6 +170,7 @@ class Worker:
     def _compute(self, runner: RankRunner, join: Join) -> None:
         samples, is_heard = join.rank >= join.world.sampler, join.rank == join.world.sampler
         flying, drawn = deque[Launched](), dict[int, list[Drawn]]()
+        timer: LayerTimer | None = None
         while True:
             message = self._receive()
             if isinstance(message, Step):
@@ -184,6 +189,10 @@ class Worker:
             elif isinstance(message, PutAdapter):
                 assert isinstance(runner.loras, Loras)
                 put_own(runner.loras, message.slot, received(message))
+            elif isinstance(message, TakeTimes):
+                assert isinstance(runner, CpuRunner)
+                timer = timer or runner.time_layers()
+                self._send(TookTimes(timer.take()))
             elif isinstance(message, Change):
                 runner.change_pages(message.plan)
             else:

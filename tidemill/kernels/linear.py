@@ -125,9 +125,9 @@ class PlacedMatrix(Weight):
         self._lib, self.kind, self.num_in, self.num_out, self._bias = native.lib, kind, num_in, num_out, bias_N
         self._addresses: tuple[int, int | None, int | None] = (0, None, None)
 
-    def place(self, codes: int, scales: int | None) -> None:
-        """Addresses."""
-        self._addresses = (codes, scales, None if self._bias is None else self._bias.data_ptr())
+    def place(self, codes: int, scales: int | None, bias: int | None = None) -> None:
+        """Addresses. `bias`: where it is in such memory as well."""
+        self._addresses = (codes, scales, bias if self._bias is None else self._bias.data_ptr())
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._lib.linear(self.kind, x_TK, *self._addresses, self.num_out)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.kernels import native
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.parts import side_by_side
 
 
 @dataclass(slots=True)
@@ -57,12 +57,7 @@ class SideBySide(Weight):
         self.parts = parts
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        made = [part(x_TK) for part in self.parts]
-        if native.lib is None:
-            return torch.cat(made, 1)
-        while len(made) > 1:
-            made = [native.lib.concat(made[:3]), *made[3:]]
-        return made[0]
+        return side_by_side([part(x_TK) for part in self.parts])
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         raise AssertionError("not a table")

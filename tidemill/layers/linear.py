@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -63,6 +63,18 @@ class Linear(Layer):
         self._weight: Weight | None = None
         self.loras: Loras | None = None  # adapters of the model, and those of this layer
         self.lora: LinearLora | None = None
+        self.all_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None  # computes it with the parts of all ranks
+        self.by_rows = False  # now it does
+
+    @property
+    def is_cut(self) -> bool:
+        """Other ranks have other parts of it."""
+        return any(cut is not None for name in self._names for cut in self._cuts[name])
+
+    @property
+    def adds_up(self) -> bool:
+        """Ranks have some of the inputs each, and add up what they compute."""
+        return self._group is not None
 
     def _cut_hidden(self, num_in: Size, outs: Mapping[str, Size], weights: WeightPlan) -> tuple[Size, Mapping[str, Size]]:
         """Also by the hidden size, which is the input of some linears and the output of others."""
@@ -125,6 +137,9 @@ class Linear(Layer):
         return _OwnPair(down, up, pair.scale)
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        if self.by_rows:
+            assert self.all_ranks is not None
+            return self.all_ranks(x_TK)
         if self._group is None:
             return self._multiply(x_TK)
         if self._columns is not None:

@@ -20,9 +20,10 @@ from tidemill.parallel.shared import SharedGroup
 
 class RowSplit:
     """Of the rows of any step, those of this rank, and what it exchanges with others. `config`: of the whole model, whose layers
-    all have attention with the same heads."""
+    all have attention with the same heads. `by_rank`: q, k and v of a row are those of rank 0, then those of rank 1, and so on,
+    as parts of weights give them; else q of all heads, then k, then v."""
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
+    def __init__(self, config: ModelConfig, group: Group, by_rank: bool = False) -> None:
         self._group, self._shard = group, Shard(group.rank, group.size)
         spec, dim = config.attention_layers[0], config.head_dim
         heads = [attention_heads(spec, Shard(rank, group.size)) for rank in range(group.size)]
@@ -36,15 +37,19 @@ class RowSplit:
             ]
             for one in heads
         ]
-        self._widths = [one.heads.num * dim for one in heads]
+        width = sum(nums) * dim
+        if by_rank:
+            own = [(one.heads.num + 2 * one.groups.num) * dim for one in heads]
+            width, self._runs = sum(own), [[(sum(own[:rank]), num)] for rank, num in enumerate(own)]
+        self._by_rank, self._widths = by_rank, [one.heads.num * dim for one in heads]
         (self._own_heads,) = heads[group.rank].heads.runs
         self._sinks: dict[int, torch.Tensor] = {}
         self._by_kernel = None
         if isinstance(group, SharedGroup):
-            own, width, sizes = self._runs[group.rank], sum(nums) * dim, [config.hidden_size] * group.size
+            runs, sizes = self._runs[group.rank], [config.hidden_size] * group.size
             self._by_kernel = (
-                Exchange(group.address, group.rank, own, self._widths, width),
-                Exchange(group.address, group.rank, own, self._widths, sum(self._widths)),
+                Exchange(group.address, group.rank, runs, self._widths, width),
+                Exchange(group.address, group.rank, runs, self._widths, sum(self._widths)),
                 Exchange(group.address, group.rank, [(0, config.hidden_size)], sizes, config.hidden_size),
             )
 
@@ -92,7 +97,7 @@ class RowSplit:
         return [Shard(rank, self._shard.size).range(num_rows) for rank in range(self._shard.size)]
 
     def own_heads(self, layer: int, learned: HeadWeights) -> HeadWeights:
-        if learned.sinks is None:
+        if learned.sinks is None or self._by_rank:
             return learned
         if layer not in self._sinks:
             self._sinks[layer] = learned.sinks[self._own_heads.start : self._own_heads.stop].clone()

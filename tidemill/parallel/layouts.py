@@ -7,6 +7,8 @@ T tokens go through a layer of hidden size E, whose blocks (attention, feed-forw
   keys and values, are divided by Y alone.
 - weights gathered from N ranks before their use (N = n: activations stay where they are): W N / n weights, and of activations
   what 1D sends for T / N tokens. With N = n, attention is by heads, for which T / n tokens are exchanged.
+- the same with N = n on one host, where a rank multiplies by all ranks' weights as they lie in shared memory: it reads W weights,
+  and none are sent. The engine's layout phased has this and 1D, whichever is faster for a step.
 
 A step takes the longer of computing and reading memory, and what it sends. Ints and floats only.
 """
@@ -19,6 +21,8 @@ from dataclasses import dataclass, replace
 from tidemill.config.parallel import grid_of
 from tidemill.model_config import AttentionSpec, ModelConfig, StateSpec
 
+_MOST_TOKENS = 2**16  # of a step
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -30,10 +34,11 @@ class Device:
     latency: float
     weight_bytes: float  # of a value
     activation_bytes: float
+    shares_memory: bool = False  # ranks read each other's weights where they are
 
 
 DEVICES = {
-    "cpu": Device(100e9, 20e9, 8e9, 20e-6, 4, 4),
+    "cpu": Device(100e9, 20e9, 8e9, 20e-6, 4, 4, shares_memory=True),
     "a100": Device(200e12, 1.6e12, 250e9, 8e-6, 2, 2),
     "h200": Device(600e12, 4.0e12, 380e9, 6e-6, 2, 2),
 }
@@ -48,17 +53,18 @@ def rank_of_host(flops: float, memory: float, copies: float, num_ranks: int) -> 
 class Layout:
     grid: int = 1  # X: parts of the hidden size
     gathered: int = 1  # N: ranks from which weights are gathered before their use
+    in_place: bool = False  # they are in memory that all ranks read
 
     @property
     def name(self) -> str:
         if self.gathered > 1:
-            return f"weights gathered from {self.gathered}"
+            return "weights of all ranks in shared memory" if self.in_place else f"weights gathered from {self.gathered}"
         return "1D weight-stationary" if self.grid == 1 else f"2D weight-stationary, X = {self.grid}"
 
     def name_of(self, size: int) -> str:
         """That --tensor-layout has for it; empty: the engine does not have it."""
         if self.gathered > 1:
-            return "gathered" if self.gathered == size else ""
+            return "phased" if self.in_place else "gathered" if self.gathered == size else ""
         return "1d" if self.grid == 1 else "2d" if self.grid == grid_of(size) else ""
 
     def is_there(self, size: int) -> bool:
@@ -91,10 +97,12 @@ class Cost:
         return max(self.compute_s, self.memory_s) + self.sent_s
 
 
-def layouts(size: int) -> list[Layout]:
+def layouts(size: int, shares_memory: bool = True) -> list[Layout]:
     """Those of so many ranks."""
     divisors = [num for num in range(2, size + 1) if size % num == 0]
-    return [Layout(), *(Layout(grid=num) for num in divisors if num < size), *(Layout(gathered=num) for num in divisors)]
+    stationary = [Layout(), *(Layout(grid=num) for num in divisors if num < size)]
+    shared = [Layout(gathered=size, in_place=True)] if size > 1 and shares_memory else []
+    return [*stationary, *(Layout(gathered=num) for num in divisors), *shared]
 
 
 def cost(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: Device) -> Cost:
@@ -137,7 +145,7 @@ def _sent(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: D
             num += layout.gathered > 1
         if layout.gathered == size:  # rows for heads, and back
             total += tokens * _exchanged(model, layer) * device.activation_bytes
-    if layout.gathered > 1:
+    if layout.gathered > 1 and not layout.in_place:
         total += model.num_parameters * device.weight_bytes * (layout.gathered - 1) / size
     return total, num
 
@@ -159,7 +167,35 @@ def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
 
 def rank_costs(model: ModelConfig, size: int, phase: Phase, device: Device) -> list[Cost]:
     """Of all layouts, the fastest first."""
-    return sorted((cost(model, one, size, phase, device) for one in layouts(size)), key=lambda one: one.seconds)
+    return sorted(
+        (cost(model, one, size, phase, device) for one in layouts(size, device.shares_memory)), key=lambda one: one.seconds
+    )
+
+
+def engine_seconds(model: ModelConfig, size: int, phase: Phase, device: Device) -> dict[str, float]:
+    """What a step takes in each layout that the engine has, by its name."""
+    seconds = {one.name_of(size): cost(model, one, size, phase, device).seconds for one in layouts(size, device.shares_memory)}
+    seconds.pop("", None)
+    if "phased" in seconds:
+        seconds["phased"] = min(seconds["phased"], seconds["1d"])
+    return seconds
+
+
+def gather_from(model: ModelConfig, size: int, device: Device) -> int:
+    """Tokens of a step from which on weights in shared memory are faster than 1D; 0: they never are. Bits do not depend on it."""
+
+    def is_faster(num_tokens: int) -> bool:
+        phase = Phase("", num_tokens, 1, 0)
+        stationary, shared = Layout(), Layout(gathered=size, in_place=True)
+        return cost(model, shared, size, phase, device).seconds < cost(model, stationary, size, phase, device).seconds
+
+    few, many = size - 1, _MOST_TOKENS  # a rank has at least one row
+    if not is_faster(many):
+        return 0
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if is_faster(middle) else (middle, many)
+    return many
 
 
 def choose(costs: Sequence[Cost], size: int) -> Cost:

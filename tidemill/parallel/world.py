@@ -52,7 +52,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden size), or gathered."""
+    """`layout`: how ranks that share layers do: 1d, 2d (by a grid of `grid` parts of the hidden size), gathered,
+    or phased (parts as 1d has them)."""
 
     tensor: int
     stage_ends: tuple[int, ...]  # of each stage: the number of the layer after its last
@@ -116,16 +117,20 @@ class World:
 
 
 def split_layers(
-    costs: list[int], num_stages: int, last: int = 0, fits: Callable[[int, int], bool] = lambda begin, end: True
+    costs: list[int],
+    num_stages: int,
+    last: int = 0,
+    fits: Callable[[int, int], bool] = lambda begin, end: True,
+    first: int = 0,
 ) -> tuple[int, ...] | None:
-    """Ends of stages such that the most expensive costs least. `last`: what the last stage computes besides its layers. `fits`:
-    whether a stage may have the layers from `begin` to `end`; None: so they cannot be divided."""
-    num, never = len(costs), sum(costs) + last + 1
+    """Ends of stages such that the most expensive costs least. `first`, `last`: what these stages compute besides their layers.
+    `fits`: whether a stage may have the layers from `begin` to `end`; None: so they cannot be divided."""
+    num, never = len(costs), sum(costs) + first + last + 1
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
     # Of one stage that ends there.
-    best: list[tuple[int, tuple[int, ...]]] = [(sums[end] if fits(0, end) else never, (end,)) for end in range(num + 1)]
+    best: list[tuple[int, tuple[int, ...]]] = [(first + sums[end] if fits(0, end) else never, (end,)) for end in range(num + 1)]
     for stage in range(1, num_stages):
         extra = last if stage == num_stages - 1 else 0
         best = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,8 @@ class Stored:
     offsets: list[int]
     num_bytes: list[int]
     panel_bytes: list[int]
+    shape: tuple[int, int] = (0, 0)  # of one matrix that others use as it is: in and out
+    bias: int = -1  # of that one: where in the file, or -1
 
 
 class SharedWeights:
@@ -69,6 +72,21 @@ class SharedWeights:
                 self._write(data.data)
         self.own[name] = Stored(kind, offsets, sizes, panels)
 
+    def put_whole(self, name: str, matrix: Held, bias: torch.Tensor | None) -> None:
+        """A matrix that others multiply by where it lies."""
+        self.put(name, [matrix], matrix.kind)
+        at = self._end if bias is not None else -1
+        if bias is not None:
+            self._write(bias.contiguous().view(torch.uint8).numpy().data)
+        self.own[name] = replace(self.own[name], shape=(matrix.num_in, matrix.num_out), bias=at)
+
+    def map(self, rank: int) -> np.ndarray:
+        """What a rank holds, in memory. Only if all are on one host, after `finish`."""
+        ends = [one.offsets[-1] + one.num_bytes[-1] for one in self.of_ranks[rank].values()]
+        ends += [one.bias + 4 * one.shape[1] for one in self.of_ranks[rank].values() if one.bias >= 0]
+        first = rank * _APART
+        return np.frombuffer(mmap.mmap(self.fd, max(ends) - first, prot=mmap.PROT_READ, offset=first), np.uint8)
+
     def _write(self, data: memoryview) -> None:
         done = 0
         try:
@@ -94,6 +112,10 @@ class SharedWeights:
         group.barrier()
         status = os.fstat(self.fd)
         self.file_bytes, self.changed_ns = status.st_size, status.st_mtime_ns
+
+    @property
+    def rank(self) -> int:
+        return self._shard.rank
 
     @staticmethod
     def rank_of(offsets: np.ndarray) -> np.ndarray:
@@ -163,6 +185,46 @@ class Gathered(LinearMethod[Any]):
                     end += panels * panel
             end += -end % _ALIGN
         return np.array(pieces, np.int64), starts, end
+
+
+class Shown(LinearMethod[Any]):
+    """Another method's matrices, as a rank has them, in memory that other ranks multiply by as well."""
+
+    def __init__(self, inner: LinearMethod[Any], store: SharedWeights, name: str) -> None:
+        super().__init__()
+        self._inner, self._store, self.name = inner, store, name
+        self.matrix: PlacedMatrix | None = None
+
+    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
+        return self._inner.read(tensor, row_order)
+
+    def join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
+        made = self._inner.join(parts, bias)
+        if not isinstance(made, Panels | QuantizedPanels):
+            raise ConfigError(
+                f"Weights as those of {self.name} cannot be used by several ranks.",
+                fix="Use --tensor-layout 1d.",
+                param="tensor_layout",
+            )
+        self._store.put_whole(self.name, made.held, bias)
+        self.matrix = PlacedMatrix(made.held.kind, made.held.num_in, made.held.num_out, None)
+        return self.matrix
+
+    def join_experts(self, parts: ExpertParts[Any], spec: MoESpec) -> ExpertWeights:
+        raise AssertionError("not for experts")
+
+    def matrices(self, regions: Sequence[np.ndarray]) -> list[PlacedMatrix]:
+        """Of each rank, in the memory where that has its own. This rank's own is placed, too."""
+        made = []
+        for rank, region in enumerate(regions):
+            stored, base = self._store.of_ranks[rank][self.name], int(region.ctypes.data) - rank * _APART
+            codes, *scales = (base + offset for offset in stored.offsets)
+            made.append(PlacedMatrix(stored.kind, *stored.shape, None))
+            bias = None if stored.bias < 0 else base + stored.bias
+            for matrix in (made[-1], self.matrix) if rank == self._store.rank else (made[-1],):
+                assert matrix is not None
+                matrix.place(codes, scales[0] if scales else None, bias)
+        return made
 
 
 class GatheredExperts(LinearMethod[Any]):

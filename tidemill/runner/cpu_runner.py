@@ -17,12 +17,14 @@ from tidemill.kernels.policies import Policies
 from tidemill.kernels.state import PagedStates
 from tidemill.kernels.trees import move_tokens
 from tidemill.layers.lora import Loras
+from tidemill.layers.phased import PhasedWeights
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, accept, broken_rows, draws, right_drafts
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.first_layers import FirstLayers
-from tidemill.runner.graphs import record_forward
+from tidemill.runner.graphs import check_phases, record_forward
+from tidemill.runner.layer_timer import LayerTimer
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import look_at_prompt
 from tidemill.runner.sampler import Sampler, score
@@ -58,10 +60,22 @@ class CpuRunner:
         if self.loras is not None and self._program is not None:
             with self.loras.on():
                 self._lora_program = self._record()
+        self._phased = model.streaming if isinstance(model.streaming, PhasedWeights) else None
+        self._gather_tokens, self._rows_program = config.gather_tokens, None  # for steps of so many tokens
+        if self._phased is not None:
+            check_phases(model, self.mixers, self.cache, self._phased)
+        if self._phased is not None and self._program is not None:
+            with self._phased.by_rows():
+                self._rows_program = self._record()
         self.fallback = self._find_fallback()
         self.mover: PageMover | None = None  # if there are tiers
         self._groups = config.layout.groups
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
+
+    def time_layers(self) -> LayerTimer:
+        """From now on a forward pass runs op by op, and its layers are timed."""
+        self._program = self._lora_program = self._rows_program = None
+        return LayerTimer(self)
 
     @property
     def takes_trees(self) -> bool:
@@ -111,7 +125,7 @@ class CpuRunner:
                 self.mixers.why_not
                 or "the compiled kernels do not cover this model's states; torch computes their layers, several times slower"
             )
-        if self._program is None:
+        if self._program is None or (self._phased is not None and self._rows_program is None):
             return "a replay of the recorded forward pass does not give the model's bits; its ops run one by one, slower"
         return ""
 
@@ -156,6 +170,9 @@ class CpuRunner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         adapters = self.state.adapters[batch.rows]
+        if self._phased is not None and 0 < self._gather_tokens <= batch.ids_T.numel():
+            with self._phased.by_rows():
+                return self._forward(batch, self._rows_program)
         if self.loras is None or adapters.max() < 0:
             return self._forward(batch, self._program)
         with self.loras.on(np.repeat(adapters, batch.counts)):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
+from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.mixers import MixedStep, Mixers
 from tidemill.kernels.native.program import Program
+from tidemill.layers.phased import PhasedWeights
 from tidemill.models.base import Model
 
 # Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
@@ -19,24 +24,52 @@ _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 def record_forward(model: Model, mixers: Mixers, cache: torch.Tensor) -> Program | None:
     """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
     many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them."""
-    try:
+    with _clearing(mixers, cache):
         return _record(model, mixers, cache.shape[0])
+
+
+@contextmanager
+def _clearing(mixers: Mixers, cache: torch.Tensor) -> Iterator[None]:
+    try:
+        yield
     finally:
         for table, _ in mixers.tables:
             cache[table[0].unique()] = 0  # what a broken embedding left there must not reach a sequence
             table[0] = 0
 
 
+@torch.inference_mode()
+def check_phases(model: Model, mixers: Mixers, cache: torch.Tensor, phased: PhasedWeights) -> None:
+    """That a step has the same bits in both ways of the layout phased. Uses pages, and clears them."""
+    with _clearing(mixers, cache):
+        step, embedded = _sequence(model, mixers, cache.shape[0], _wide(model))
+        by_heads = model(embedded.clone(), step)
+        with phased.by_rows():
+            by_rows = model(embedded.clone(), step)
+    if not _same_bits(by_heads, by_rows):
+        raise ConfigError(
+            "tensor_layout phased is not for this model: the bits of a token would depend on how many are in its step.",
+            fix="Use --tensor-layout 1d.",
+            param="tensor_layout",
+        )
+
+
+def _wide(model: Model) -> int:
+    """Tokens with which every rank reaches all paths of the kernels, also with its own rows."""
+    return model.weight_plan.part.tables.size * max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2)
+
+
 def _record(model: Model, mixers: Mixers, num_pages: int) -> Program | None:
     assert native.lib is not None
-    step, embedded = _sequence(model, mixers, num_pages, max(2, model.weight_plan.rows.size))  # each rank notes rows of its own
+    num_ranks = model.weight_plan.part.tables.size
+    step, embedded = _sequence(model, mixers, num_pages, max(2, num_ranks))  # each rank notes rows of its own
     with native.lib.recording() as recording:
         given = embedded.clone()
         result = model(given, step)
     program = recording.compile(given, result)
     if program is None or not _same_bits(step.replay(program, embedded), result):
         return None
-    step, embedded = _sequence(model, mixers, num_pages, max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2))
+    step, embedded = _sequence(model, mixers, num_pages, _wide(model))
     result = model(embedded.clone(), step)
     return program if _same_bits(step.replay(program, embedded), result) else None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
@@ -10,14 +12,16 @@ from tidemill.config.options import Decision
 from tidemill.config.parallel import decide_tensor_layout, grid_of, unfit
 from tidemill.errors import ConfigError
 from tidemill.layers.gathered import GatheredStreaming
+from tidemill.layers.phased import PhasedWeights
+from tidemill.layers.streamed import Streaming
 from tidemill.machine import Machine
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model, ProgressFn
 from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import part_config
-from tidemill.parallel.layouts import DEVICES, Phase, cost, layouts
+from tidemill.parallel.layouts import DEVICES, Phase, engine_seconds
 from tidemill.parallel.shared import WEIGHTS_SUFFIX
-from tidemill.parallel.world import Stage, World, split_layers
+from tidemill.parallel.world import Stage, World
 from tidemill.quant import WeightPlan
 from tidemill.runner.make import make_runner
 from tidemill.runner.stage_runner import StageRunner
@@ -25,7 +29,6 @@ from tidemill.runner.worker_group import RankRunner
 from tidemill.weights.checkpoint import Checkpoint
 
 _PROMPT, _OUTPUT, _BATCH = 512, 256, 8  # the load that `auto` takes a layout for
-_MOST_HELD = 1.05  # times an even share
 
 
 def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
@@ -36,18 +39,17 @@ def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
 
 def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
-    """How ranks share layers. `auto`: by the cost of a prompt and an output. One layout for both: a token's bits must not depend
-    on what else is in its step, and layouts sum in different orders. By rates that are written down, not measured, so that every
-    start chooses the same."""
+    """How ranks share layers. `auto`: by the cost of a prompt and an output. Only the layout phased computes some steps in
+    another way than others: a token's bits must not depend on what else is in its step, and the other layouts sum in different
+    orders. By rates that are written down, not measured, so that every start chooses the same."""
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
         return decide_tensor_layout(options, device, model, machine)
     size, rates, seconds = options.tensor_parallel, DEVICES["h200" if device == "cuda" else "cpu"], dict[str, float]()
     prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
-    for one in layouts(size):
-        name = one.name_of(size)
-        if name and not unfit(name, options, device, model, machine):
-            costs = [cost(model, one, size, phase, rates).seconds for phase in (prefill, decode)]
-            seconds[name] = costs[0] + costs[1] * _OUTPUT / _BATCH
+    of_prompt, of_step = (engine_seconds(model, size, phase, rates) for phase in (prefill, decode))
+    for name, spent in of_prompt.items():
+        if not unfit(name, options, device, model, machine):
+            seconds[name] = spent + of_step[name] * _OUTPUT / _BATCH
     best, *_ = order = sorted(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {1000 * seconds[name]:.0f} ms" for name in order)
     return best, f"estimated for a prompt of {_PROMPT} tokens and {_OUTPUT} more: {told}"
@@ -59,46 +61,15 @@ def layout_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> tupl
     return layout, grid_of(size) if layout == "2d" else 1
 
 
-def world_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> World:
-    """Stages cost about the same: what a token reads of their weights, and of the head. Where that is possible, none holds more
-    than its share and a twentieth of all weights."""
-    num, table = options.pipeline_parallel, model.vocab_size * model.hidden_size
-    sizes, costs = _layer_sizes(model, is_active=False), _layer_sizes(model, is_active=True)
-    most = _MOST_HELD * (sum(sizes) + table * (1 if model.tie_embeddings else 2)) / num
-
-    def fits(begin: int, end: int) -> bool:
-        return sum(sizes[begin:end]) + table * ((begin == 0) + (end == model.num_layers)) <= most
-
-    ends = split_layers(costs, num, table, fits) or split_layers(costs, num, table)
-    assert ends is not None
-    return World(options.tensor_parallel, ends, *layout_of(options, model))
-
-
-def stages_of(options: EngineOptions, model: ModelConfig) -> list[list[int]]:
-    """Of each stage, its layers with keys and values. None: there is one, or there cannot be so many."""
-    if not 1 < options.pipeline_parallel <= model.num_layers:
-        return []
-    world = World(1, world_of(options, model).stage_ends)
-    return [kv_layers(model, stage) for stage in map(world.stage, range(world.size)) if stage is not None]
+def world_of(options: EngineOptions | EngineConfig, model: ModelConfig, layers: Sequence[int]) -> World:
+    """`layers`: how many each stage has."""
+    return World(options.tensor_parallel, tuple(accumulate(layers)), *layout_of(options, model))
 
 
 def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
     """Of the layers with keys and values, those of a stage."""
     with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
     return [number for number, layer in enumerate(with_kv) if layer in stage]
-
-
-def _layer_sizes(model: ModelConfig, is_active: bool) -> list[int]:
-    """Weights of each layer. `is_active`: those that a token is multiplied by."""
-
-    def size(one: ModelConfig) -> int:
-        return one.num_active_parameters if is_active else one.num_parameters
-
-    rest = replace(model, layers=model.layers[:1], experts=model.experts[:1], stored={})
-    small = replace(rest, vocab_size=1, num_positions=0, num_token_types=0)
-    embeddings = size(rest) - size(small) + model.hidden_size * (1 if model.tie_embeddings else 2)
-    ones = [replace(rest, layers=(spec,), experts=model.experts[at : at + 1]) for at, spec in enumerate(model.layers)]
-    return [size(one) - embeddings for one in ones]
 
 
 def load_rank(
@@ -115,7 +86,11 @@ def load_rank(
     """`shared`: the file of shared memory of the ranks that share its layers, if there is one."""
     part = world.part(rank)
     plan = WeightPlan(config.scheme, config.device, config.fast_math, part.shard, config.expert_parallel, part.hidden, part.rows)
-    streaming = GatheredStreaming(part.rows, shared and shared + WEIGHTS_SUFFIX) if part.rows.size > 1 else None
+    streaming: Streaming | None = None
+    if part.rows.size > 1:
+        streaming = GatheredStreaming(part.rows, shared and shared + WEIGHTS_SUFFIX)
+    elif world.layout == "phased":
+        streaming = PhasedWeights(part.shard, shared + WEIGHTS_SUFFIX)
     return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank), streaming)
 
 

@@ -167,7 +167,7 @@ class Team:
         if path not in self._shared:  # one that somebody else made there is refused
             make_shared(path, *(shard.size for shard, _ in self.world.axes(rank)))
             self._shared.append(path)
-            if self.world.layout == "gathered":
+            if self.world.layout in ("gathered", "phased"):
                 weights = path.with_name(path.name + WEIGHTS_SUFFIX)
                 self._shared.append(weights)
                 os.close(os.open(weights, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))

@@ -12,12 +12,14 @@ import torch
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.layers.lora import Loras
 from tidemill.runner.base import AdapterSlots, Runner, StepResult
+from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.group_loras import GroupLoras
 from tidemill.runner.group_moves import GroupMover
+from tidemill.runner.layer_timer import EMBEDDING, LayerTimer
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.state import RowState
 from tidemill.runner.team import Team
-from tidemill.runner.worker_messages import Change, Drawn, Step
+from tidemill.runner.worker_messages import Change, Drawn, Step, TakeTimes, TookTimes
 from tidemill.sched.plan import StepItem, StepPlan
 
 
@@ -65,6 +67,7 @@ class WorkerGroup:
             self._loras = GroupLoras(own.loras, team, own.loras.shapes | (lora_shapes or {}))
         self._samples = team.world.sampler == 0
         self._drawn_in, self._drawn = -1, list[Drawn]()
+        self._timer: LayerTimer | None = None
 
     @property
     def mover(self) -> PageMover | None:
@@ -116,6 +119,19 @@ class WorkerGroup:
             self.own.change_pages(plan)
         except BaseException as error:
             self._give_up(error)
+
+    def take_times(self) -> dict[int, float]:
+        """Seconds that layers took on a CPU since the last call, by number or as `layer_timer` has it. From the first call on
+        they are measured."""
+        assert isinstance(self.own, CpuRunner)
+        self.team.send_all(TakeTimes())
+        self._timer = self._timer or self.own.time_layers()
+        seconds = self._timer.take()
+        for took in self.team.wait(TookTimes).values():
+            for unit, spent in took.seconds.items():
+                if unit != EMBEDDING:  # where others wait for hidden states
+                    seconds[unit] = max(spent, seconds.get(unit, 0.0))  # of ranks that share it
+        return seconds
 
     def check(self) -> None:
         """Raises if a worker is lost."""

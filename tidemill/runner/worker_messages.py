@@ -117,6 +117,14 @@ class Result(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         return StepResult(self.tokens, self.logprobs, self.prompt_logprobs, pooled, self.paths, set(self.broken))
 
 
+class TakeTimes(msgspec.Struct, frozen=True, tag=True):
+    """How long have your layers taken since I last asked? The first time: begin to measure it."""
+
+
+class TookTimes(msgspec.Struct, frozen=True, tag=True):
+    seconds: dict[int, float]  # by the number of a layer, or as runner/layer_timer.py has it
+
+
 class PageMoved(msgspec.Struct, frozen=True, tag=True):
     moved: Moved
 
@@ -134,8 +142,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The group ends in good order."""
 
 
-FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | PageMoved | Failed
-ToWorker: TypeAlias = Join | Prepare | PutAdapter | Step | Change | Stop | Failed
+FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | TookTimes | PageMoved | Failed
+ToWorker: TypeAlias = Join | Prepare | PutAdapter | Step | Change | TakeTimes | Stop | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -1,0 +1,50 @@
+"""LayerTimer: how long the layers of a rank take, while it computes steps."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from tidemill.runner.cpu_runner import CpuRunner
+
+EMBEDDING, HEAD = -1, -2  # beside the numbers of layers
+
+
+class LayerTimer:
+    def __init__(self, runner: CpuRunner) -> None:
+        """Of a runner whose forward pass is not recorded."""
+        self._seconds, self._began_s = defaultdict[int, float](float), 0.0
+        for number in range(runner.model.config.num_layers):
+            block = runner.model.blocks[number]
+            if not isinstance(block, nn.Identity):  # which other stages have
+                block.register_forward_pre_hook(self._begin)
+                block.register_forward_hook(lambda *_, number=number: self._end(number))
+        for name, unit in (("_embed", EMBEDDING), ("_draw", HEAD)):
+            setattr(runner, name, self._timed(getattr(runner, name), unit))
+
+    def take(self) -> dict[int, float]:
+        """Seconds of each since the last call."""
+        taken, self._seconds = dict(self._seconds), defaultdict(float)
+        return taken
+
+    def _begin(self, *_: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def _end(self, unit: int) -> None:
+        self._seconds[unit] += time.perf_counter() - self._began_s
+
+    def _timed(self, call: Callable[..., Any], unit: int) -> Callable[..., Any]:
+        @wraps(call)
+        def timed(*args: Any) -> Any:
+            self._begin()
+            result = call(*args)
+            self._end(unit)
+            return result
+
+        return timed

@@ -1,7 +1,7 @@
 """The experts' kernels on the GPU at hand, at the shape of Qwen3-30B-A3B: held against torch, and bit for bit against themselves
 in other batches, timed beside what memory and tensor cores allow, and searched for the fastest tiles.
 
-    python -m bench.gpu_moe [--only check,overlap,time,router,search] [--seconds 70]
+    python -m bench.gpu_moe [--only check,overlap,time,router,stream,search] [--seconds 70]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs. The search prints lines for tiles.json.
 """
@@ -31,6 +31,8 @@ if importlib.util.find_spec("msgspec") is None:  # the kernels do not need it, o
 
 import torch
 import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda import compile_server, launch, moe
 from tidemill.kernels.cuda.gemm import Tile, gemm
@@ -271,14 +273,43 @@ def time_router() -> None:
             print(f"router T={num} {tile}: {took:.2f} us", flush=True)
 
 
+@triton.jit
+def _stream(weight, out_ptr, num_steps, OUTS: tl.constexpr, INS: tl.constexpr, IN_ONE_PIECE: tl.constexpr):
+    tile, x = tl.program_id(0), tl.full((16, INS), 1.0, tl.bfloat16)
+    acc = tl.zeros((16, OUTS), tl.float32)
+    for k in range(num_steps):
+        if IN_ONE_PIECE:
+            values = weight.load([(tile * num_steps + k) * OUTS, 0])
+        else:
+            values = weight.load([tile * OUTS, k * INS])
+        acc = tl.dot(x, values.T, acc)
+    tl.store(out_ptr + tile * OUTS + tl.arange(0, OUTS)[None, :] + tl.arange(0, 16)[:, None] * 0, acc)
+
+
+def time_stream() -> None:
+    """How fast memory gives the weights of each product, tile by tile as a matmul takes them, or as if each tile were one piece
+    of memory: nothing else is read."""
+    for weights in ([w[0].flatten(0, 1) for w in all_weights()], [w[1].flatten(0, 1) for w in all_weights()]):
+        (num_out, num_in), out = weights[0].shape, torch.empty(len(weights[0]), device="cuda")
+        for outs, ins, stages in ((128, 128, 3), (128, 128, 4), (64, 128, 4), (64, 256, 3), (256, 64, 4)):
+            took = []
+            for in_one in (False, True):
+                given = [TensorDescriptor.from_tensor(w.view(-1, ins) if in_one else w, [outs, ins]) for w in weights]
+                run_one = _stream[(num_out // outs,)]
+                options = {"OUTS": outs, "INS": ins, "IN_ONE_PIECE": in_one, "num_stages": stages, "num_warps": 4}
+                took.append(time_us([partial(run_one, w, out, num_in // ins, **options) for w in given], 4))
+            rates = [f"{num_out * num_in * 2 / us / 1e6:.2f} TB/s" for us in took]
+            print(f"stream {num_out}x{num_in}, {outs} x {ins}, {stages} stages: {rates[0]}; in one piece {rates[1]}", flush=True)
+
+
 # ---- searched
 
 
-def search(until: float) -> None:
+def search(until: float, tokens: list[int]) -> None:
     """The fastest tile of each product by tokens. Any must give the same bits: one that does not is named and left out."""
     found: dict[str, dict[str, list[int]]] = {f"{EXPERTS}x{2 * INNER}x{HIDDEN}": {}, f"{EXPERTS}x{HIDDEN}x{INNER}": {}}
-    for num, candidates in CANDIDATES.items():
-        direct = moe.is_direct(num, TOP_K, EXPERTS)
+    for num in tokens:
+        candidates, direct = CANDIDATES[num], moe.is_direct(num, TOP_K, EXPERTS)
         for place, stage in enumerate(("up", "down")):
             seen: dict[Tile, float] = {}
             expected = None
@@ -313,30 +344,31 @@ def search(until: float) -> None:
 # ---- compiled ahead
 
 
-def _jobs() -> list[tuple[str, tuple[int, ...], int]]:
+def _jobs(tokens: list[int]) -> list[tuple[str, tuple[int, ...], int]]:
     made: dict[tuple[str, tuple[int, ...], int], None] = {}
-    for num, candidates in CANDIDATES.items():
+    for num in tokens:
         for place, stage in enumerate(("up", "down")):
-            kind = 1 if num <= moe.MOST_DIRECT else 16
-            for tile in (*candidates[place], tuple(astuple(chosen(num)[place]))):
+            kind = 1 if num <= moe.MOST_DIRECT else 16 if num <= launch.FEW else 32
+            for tile in (*CANDIDATES[num][place], tuple(astuple(chosen(num)[place]))):
                 made[stage, tile + (0,) * (7 - len(tile)), kind] = None
     return list(made)
 
 
-def compile_share(number: int, of: int) -> None:
-    """Every `of`-th kernel of the search, run once on a few tokens: it is in Triton's cache then."""
+def compile_share(number: int, of: int, tokens: list[int]) -> None:
+    """Every `of`-th kernel of the search, run once on a few tokens, as launches differ by their number (`launch.how`): it is in
+    Triton's cache then."""
     fix_keys()
     weights = torch.zeros(EXPERTS, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16)
     pair: Weights = weights, torch.zeros(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16)
-    x, logits = new_tokens(16, 0)
-    rows, shares = torch.zeros(16 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16), torch.zeros(TOP_K, device="cuda")
-    for stage, numbers, num in _jobs()[number::of]:
-        tile = Tile(*numbers)
+    every_x, every_logits = new_tokens(32, 0)
+    every_row, shares = torch.zeros(32 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16), torch.zeros(TOP_K, device="cuda")
+    for stage, numbers, num in _jobs(tokens)[number::of]:
+        tile, x, logits, rows = Tile(*numbers), every_x[:num], every_logits[:num], every_row[: num * TOP_K]
         try:
             if num == 1 and stage == "up":
-                moe.multiply_gated_directly(x[:1], logits[:1], pair[0], tile, TOP_K, False, "silu")
+                moe.multiply_gated_directly(x, logits, pair[0], tile, TOP_K, False, "silu")
             elif num == 1:
-                moe.multiply_directly(rows[:TOP_K], logits[:1], shares, pair[1], tile, TOP_K)
+                moe.multiply_directly(rows, logits, shares, pair[1], tile, TOP_K)
             else:
                 routing = moe.route(logits, TOP_K, False, tile.rows, tile.rows)
                 if stage == "up":
@@ -353,38 +385,42 @@ def fix_keys() -> None:
     compile_server._fix_keys()
 
 
-def compile_all(seconds: float) -> None:
+def compile_all(seconds: float, tokens: list[int]) -> None:
     num = max(1, min(14, (os.cpu_count() or 2) - 1))
     begin = time.monotonic()
-    command = [sys.executable, "-m", "bench.gpu_moe", "--compile"]
+    command = [sys.executable, "-m", "bench.gpu_moe", "--tokens", ",".join(map(str, tokens)), "--compile"]
     workers = [subprocess.Popen([*command, f"{i},{num}"]) for i in range(num)]
     for worker in workers:
         try:
             worker.wait(max(1.0, begin + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             worker.kill()
-    print(f"compiled {len(_jobs())} kernels with {num} processes in {time.monotonic() - begin:.1f} s", flush=True)
+    print(f"compiled {len(_jobs(tokens))} kernels with {num} processes in {time.monotonic() - begin:.1f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,overlap,time,router,search", help="parts, separated by commas")
+    parser.add_argument("--only", default="check,overlap,time,router,stream,search", help="parts, separated by commas")
     parser.add_argument("--seconds", type=float, default=70, help="how long the search may take")
+    parser.add_argument("--tokens", default=",".join(map(str, CANDIDATES)), help="for how many tokens it searches")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    tokens = [int(num) for num in options.tokens.split(",")]
     if options.compile:
-        compile_share(*map(int, options.compile.split(",")))
+        number, of = map(int, options.compile.split(","))
+        compile_share(number, of, tokens)
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
     parts: dict[str, Callable[[], None]] = {
         "check": check, "overlap": time_overlap, "time": time_all, "router": time_router,
-        "search": lambda: search(time.monotonic() + options.seconds),
+        "search": lambda: search(time.monotonic() + options.seconds, tokens),
+        "stream": time_stream,
     }  # fmt: skip
     wanted = options.only.split(",")
     try:
         fix_keys()
         if "search" in wanted:
-            compile_all(150)
+            compile_all(150, tokens)
     except Exception:
         traceback.print_exc()
     for name in wanted:

@@ -24,6 +24,7 @@ from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import begin, how, launch
 
 BLOCK = 128  # columns to a scale, where there is more than one
+GROUP = 16  # strips of rows that share one of the weight
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
 
 
@@ -191,7 +192,7 @@ def gemm_scaled(
         out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     options: dict[str, Any] = {
-        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,
+        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": GROUP, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,
         "INT": weight.values_NK.dtype == torch.int8, "HAS_BIAS": bias_N is not None, "ACT": act,
         "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip

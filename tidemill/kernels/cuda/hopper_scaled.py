@@ -24,7 +24,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
+from tidemill.kernels.cuda.hopper_streamed import block_of, leave_sums, share, take_sums
 from tidemill.kernels.cuda.launch import launch
+from tidemill.kernels.cuda.packed_gemm import _workspace
 
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # names change with versions
 ROWS, OUTS, INS = 128, 256, 128
@@ -43,20 +45,38 @@ def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 @gluon.jit
 def _fetch(
     x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS: gl.constexpr, OUTS: gl.constexpr,
-    INS: gl.constexpr, GROUP: gl.constexpr,
+    INS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    count = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    num_blocks = gl.cdiv(num_in, INS)
+    first, last = _share(tiles_m * tiles_n, num_blocks, EVEN)
+    for number in range(last - first):
+        tile, block = _block_of(number, first, last, num_blocks, EVEN)
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
-        for k in range(0, num_in, INS):
-            i, phase = count % num_buffers, (count // num_buffers) & 1
-            mbarrier.wait(free.index(i), phase ^ 1)
-            mbarrier.expect(full.index(i), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            fetch(x_desc, [m * ROWS, k], full.index(i), x_bufs.index(i))
-            fetch(w_desc, [n * OUTS, k], full.index(i), w_bufs.index(i))
-            count += 1
+        i, phase = number % num_buffers, (number // num_buffers) & 1
+        mbarrier.wait(free.index(i), phase ^ 1)
+        mbarrier.expect(full.index(i), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+        fetch(x_desc, [m * ROWS, block * INS], full.index(i), x_bufs.index(i))
+        fetch(w_desc, [n * OUTS, block * INS], full.index(i), w_bufs.index(i))
+
+
+@gluon.jit
+def _share(num_tiles, num_blocks, EVEN: gl.constexpr):
+    """Of this program, among the blocks of all tiles; or as many as its tiles have, from 0 on."""
+    if EVEN:
+        return share(num_tiles, num_blocks)
+    else:
+        place, num = gl.program_id(0), gl.num_programs(0)
+        return place * 0, (num_tiles - place + num - 1) // num * num_blocks
+
+
+@gluon.jit
+def _block_of(number, first, last, num_blocks, EVEN: gl.constexpr):
+    if EVEN:
+        return block_of(number, first, last, num_blocks)
+    else:
+        return gl.program_id(0) + number // num_blocks * gl.num_programs(0), number % num_blocks
 
 
 @gluon.jit
@@ -81,59 +101,98 @@ def _put(out_desc, value, row, column, bufs, turn):
 
 
 @gluon.jit
+def _next(acc, x_bufs, w_bufs, full, count, PART: gl.constexpr, half: gl.constexpr):
+    """The next products, when their operands are there."""
+    num_buffers: gl.constexpr = x_bufs.type.shape[0]
+    i = count % num_buffers
+    mbarrier.wait(full.index(i), (count // num_buffers) & 1)
+    x = x_bufs.index(i).slice(PART * half, half, dim=0)
+    return warpgroup_mma(x, w_bufs.index(i).permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _finish(
+    x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT: gl.constexpr
+):  # fmt: skip
+    """Scaled, and stored."""
+    layout: gl.constexpr = acc.type.layout
+    height: gl.constexpr = acc.type.shape[0]
+    width: gl.constexpr = acc.type.shape[1]
+    rows = row + gl.arange(0, height, layout=gl.SliceLayout(1, layout))
+    outs = column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    x_scale = gl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
+    w_scale = gl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
+    acc = acc * x_scale[:, None] * w_scale[None, :]
+    if ACT:  # of rounded values, as if they had been stored in between
+        gate, up = gl.split(gl.reshape(acc.to(gl.bfloat16).to(gl.float32), (height, width // 2, 2)))
+        value = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
+        column = column // 2
+        a, b = _halves(value)
+        turn = _put(out_desc, a, row, column, out_bufs, turn)
+        turn = _put(out_desc, b, row, column + _WIDTH, out_bufs, turn)
+    else:
+        one, other = _halves(acc.to(gl.bfloat16))
+        a, b = _halves(one)
+        c, d = _halves(other)
+        turn = _put(out_desc, a, row, column, out_bufs, turn)
+        turn = _put(out_desc, b, row, column + _WIDTH, out_bufs, turn)
+        turn = _put(out_desc, c, row, column + 2 * _WIDTH, out_bufs, turn)
+        turn = _put(out_desc, d, row, column + 3 * _WIDTH, out_bufs, turn)
+    return turn
+
+
+@gluon.jit
 def _multiply(
-    x_scales_ptr, w_scales_ptr, out_desc, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs, out_bufs, full, free,
-    PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
+    x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
+    out_bufs, full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, GROUP: gl.constexpr,
+    EVEN: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     half: gl.constexpr = ROWS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 32])
+    own = gl.arange(0, half, layout=gl.SliceLayout(1, layout))[:, None] * OUTS
+    own += gl.arange(0, OUTS, layout=gl.SliceLayout(0, layout))[None, :]
+    place = gl.program_id(0) * 2 + PART  # where sums are left
+    num_blocks = gl.cdiv(num_in, INS)
+    first, last = _share(tiles_m * tiles_n, num_blocks, EVEN)
     count = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    while count < last - first:
+        tile, block = _block_of(count, first, last, num_blocks, EVEN)
+        end = num_blocks
+        if EVEN:
+            end = gl.where(tile == last // num_blocks, last % num_blocks, num_blocks)
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
-        rows = m * ROWS + PART * half + gl.arange(0, half, layout=gl.SliceLayout(1, layout))
-        outs = n * OUTS + gl.arange(0, OUTS, layout=gl.SliceLayout(0, layout))
         acc = gl.zeros((half, OUTS), gl.float32, layout)
-        for k in range(0, num_in, INS):
-            i = count % num_buffers
-            mbarrier.wait(full.index(i), (count // num_buffers) & 1)
-            x = x_bufs.index(i).slice(PART * half, half, dim=0)
-            soon = warpgroup_mma(x, w_bufs.index(i).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, (soon,))
-            if k > 0:  # the products before these are done
-                barrier()
-                mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
+        if EVEN:
+            if block > 0:  # the program before has left the sums of what comes before this
+                acc = take_sums(partial_ptr, done_ptr, place - 2, own)
+        acc = warpgroup_mma_wait(0, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))  # nothing else defines it from here on
+        count += 1
+        for _ in range(block + 1, end):
+            acc = warpgroup_mma_wait(1, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))
+            barrier()  # the products before these are done
+            mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
             count += 1
         acc = warpgroup_mma_wait(0, (acc,))
         barrier()
         mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
-        x_scale = gl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
-        w_scale = gl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
-        acc = acc * x_scale[:, None] * w_scale[None, :]
         row, column = m * ROWS + PART * half, n * OUTS
-        if ACT:  # of rounded values, as if they had been stored in between
-            gate, up = gl.split(gl.reshape(acc.to(gl.bfloat16).to(gl.float32), (half, OUTS // 2, 2)))
-            value = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
-            column = column // 2
-            a, b = _halves(value)
-            turn = _put(out_desc, a, row, column, out_bufs, turn)
-            turn = _put(out_desc, b, row, column + _WIDTH, out_bufs, turn)
+        if EVEN:
+            if end < num_blocks:
+                leave_sums(partial_ptr, done_ptr, place, own, acc)
+            else:
+                turn = _finish(x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT)
         else:
-            one, other = _halves(acc.to(gl.bfloat16))
-            a, b = _halves(one)
-            c, d = _halves(other)
-            turn = _put(out_desc, a, row, column, out_bufs, turn)
-            turn = _put(out_desc, b, row, column + _WIDTH, out_bufs, turn)
-            turn = _put(out_desc, c, row, column + 2 * _WIDTH, out_bufs, turn)
-            turn = _put(out_desc, d, row, column + 3 * _WIDTH, out_bufs, turn)
+            turn = _finish(x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _gemm_scaled_by_roles(
-    x_desc, w_desc, out_desc, x_scales_ptr, w_scales_ptr, num_rows, num_out, num_in,
-    ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
+    x_desc, w_desc, out_desc, x_scales_ptr, w_scales_ptr, partial_ptr, done_ptr, num_rows, num_out, num_in,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
+    ACT: gl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = gl.cdiv(num_rows, ROWS), gl.cdiv(num_out, OUTS)
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, INS], x_desc.layout)
@@ -150,36 +209,38 @@ def _gemm_scaled_by_roles(
             (
                 _multiply,
                 (
-                    x_scales_ptr, w_scales_ptr, out_desc, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
-                    first_bufs, full, free, gl.constexpr(0), ROWS, OUTS, INS, GROUP, ACT,
+                    x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in,
+                    x_bufs, w_bufs, first_bufs, full, free, gl.constexpr(0), ROWS, OUTS, INS, GROUP, EVEN, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    x_scales_ptr, w_scales_ptr, out_desc, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
-                    second_bufs, full, free, gl.constexpr(1), ROWS, OUTS, INS, GROUP, ACT,
+                    x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in,
+                    x_bufs, w_bufs, second_bufs, full, free, gl.constexpr(1), ROWS, OUTS, INS, GROUP, EVEN, ACT,
                 ),
             ),
-            (_fetch, (x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS, OUTS, INS, GROUP)),
+            (_fetch, (x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS, OUTS, INS, GROUP, EVEN)),
         ],
         [4, 4],
         [240, 24],
     )  # fmt: skip
 
 
-def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "", group: int = 16, programs: int = 0) -> torch.Tensor:
+def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "", group: int = 16, even: bool = False) -> torch.Tensor:
     """In bfloat16. `act`: "" or silu, as `gemm` has it."""
     num_rows, num_in = x.values_NK.shape
     num_out = weight.values_NK.shape[0]
     out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=torch.bfloat16, device=x.values_NK.device)
     tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_out, OUTS)
-    programs = programs or torch.cuda.get_device_properties(out.device).multi_processor_count
+    programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    even = even and tiles >= programs
+    partial, done = _workspace(out.device, 2 * programs * 64 * OUTS if even else 1, 2 * programs)
     launch(
         _gemm_scaled_by_roles, (min(tiles, programs),), _descriptor(x.values_NK, ROWS, INS, gl.float8e4nv),
         _descriptor(weight.values_NK, OUTS, INS, gl.float8e4nv), _descriptor(out, ROWS // 2, 64, gl.bfloat16), x.scales,
-        weight.scales, num_rows, num_out, num_in, ROWS=ROWS, OUTS=OUTS, INS=INS, BUFFERS=BUFFERS, GROUP=group, ACT=bool(act),
-        num_warps=4, maxnreg=168, launch_pdl=True,
+        weight.scales, partial, done, num_rows, num_out, num_in, ROWS=ROWS, OUTS=OUTS, INS=INS, BUFFERS=BUFFERS, GROUP=group,
+        EVEN=even, ACT=bool(act), num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     return out
 

@@ -21,7 +21,7 @@ from tidemill.kernels.cuda.packed_gemm import Packed, _workspace
 
 
 @gluon.jit
-def _range(num_tiles, num_blocks):
+def share(num_tiles, num_blocks):
     """Of this program, among the blocks of all tiles."""
     place, num = gl.program_id(0), gl.num_programs(0)
     each, more = num_tiles * num_blocks // num, num_tiles * num_blocks % num
@@ -30,7 +30,7 @@ def _range(num_tiles, num_blocks):
 
 
 @gluon.jit
-def _block(number, first, last, num_blocks):
+def block_of(number, first, last, num_blocks):
     """The tile of a program's n-th block, and its number there: the begin of the last tile, whole ones, the end of the first."""
     begun, whole = last % num_blocks, gl.cdiv(first, num_blocks)
     after = number - begun
@@ -46,7 +46,7 @@ def _fetch_words(
     PLANE: gl.constexpr,
 ):  # fmt: skip
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    tile, block = _block(number, first, last, num_blocks)
+    tile, block = block_of(number, first, last, num_blocks)
     i, phase = number % num_ahead, (number // num_ahead) & 1
     mbarrier.wait(words_free.index(i), phase ^ 1)
     mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
@@ -60,7 +60,7 @@ def _fetch(
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    first, last = _range(num_tiles, num_blocks)
+    first, last = share(num_tiles, num_blocks)
     for number in range(gl.minimum(num_ahead - 1, last - first)):
         _fetch_words(words_desc, number, first, last, num_blocks, tiles_m, words_bufs, words_full, words_free, OUTS, PLANE)
     # Weights were there long before; activations are what the kernel before writes.
@@ -72,7 +72,7 @@ def _fetch(
                 words_desc, number + num_ahead - 1, first, last, num_blocks, tiles_m, words_bufs, words_full, words_free, OUTS,
                 PLANE,
             )  # fmt: skip
-        tile, block = _block(number, first, last, num_blocks)
+        tile, block = block_of(number, first, last, num_blocks)
         for plane in gl.static_range(PLANES):
             i, phase = count % num_buffers, (count // num_buffers) & 1
             mbarrier.wait(free.index(i), phase ^ 1)
@@ -84,6 +84,29 @@ def _fetch(
 @gluon.jit
 def _fence():
     gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def leave_sums(partial_ptr, done_ptr, place, own, acc):
+    """`own`: numbers of the tile's elements."""
+    size: gl.constexpr = own.type.shape[0] * own.type.shape[1]
+    gl.store(partial_ptr + place.to(gl.int64) * size + own, acc)
+    _fence()
+    barrier()
+    gl.store(done_ptr + place, 1)
+
+
+@gluon.jit
+def take_sums(partial_ptr, done_ptr, place, own):
+    """When they are there."""
+    size: gl.constexpr = own.type.shape[0] * own.type.shape[1]
+    while gl.load(done_ptr + place, volatile=True) == 0:
+        pass
+    _fence()
+    acc = gl.load(partial_ptr + place.to(gl.int64) * size + own, cache_modifier=".cg")
+    barrier()
+    gl.store(done_ptr + place, 0)
+    return acc
 
 
 @gluon.jit
@@ -102,11 +125,11 @@ def _multiply(
     own = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None] * ROWS
     own += gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
     place = gl.program_id(0) * 2 + PART  # where sums are left
-    first, last = _range(num_tiles, num_blocks)
+    first, last = share(num_tiles, num_blocks)
     count = 0
     number = 0
     while number < last - first:
-        tile, block = _block(number, first, last, num_blocks)
+        tile, block = block_of(number, first, last, num_blocks)
         end = gl.where(tile == last // num_blocks, last % num_blocks, num_blocks)
         m, n = tile % tiles_m, tile // tiles_m
         outs = n * OUTS + PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
@@ -117,13 +140,7 @@ def _multiply(
         values = _unpack(words, found[0], 0, BITS, KIND)
         acc = gl.zeros((64, ROWS), gl.float32, layout)
         if block > 0:  # the program before has left the sums of what comes before this
-            flag = done_ptr + place - 2
-            while gl.load(flag, volatile=True) == 0:
-                pass
-            _fence()
-            acc = gl.load(partial_ptr + (place - 2).to(gl.int64) * (64 * ROWS) + own, cache_modifier=".cg")
-            barrier()
-            gl.store(flag, 0)
+            acc = take_sums(partial_ptr, done_ptr, place - 2, own)
         mbarrier.wait(x_full.index(count % num_buffers), (count // num_buffers) & 1)
         for _ in range(end - block):
             block += 1
@@ -154,10 +171,7 @@ def _multiply(
                 count += 1
             found = following
         if end < num_blocks:
-            gl.store(partial_ptr + place.to(gl.int64) * (64 * ROWS) + own, acc)
-            _fence()
-            barrier()
-            gl.store(done_ptr + place, 1)
+            leave_sums(partial_ptr, done_ptr, place, own, acc)
         else:
             _store_tile(acc, bias_ptr, out_ptr, m * ROWS, n * OUTS + PART * 64, num_rows, num_out, HAS_BIAS, ACT)
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
-from tidemill.kernels.cuda.hopper_streamed import block_of, leave_sums, share, take_sums
+from tidemill.kernels.cuda.hopper_shares import block_of, end_of, leave_sums, numbers, share, take_sums
 from tidemill.kernels.cuda.launch import launch
 from tidemill.kernels.cuda.packed_gemm import _workspace
 
@@ -150,9 +150,7 @@ def _multiply(
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     half: gl.constexpr = ROWS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 32])
-    own = gl.arange(0, half, layout=gl.SliceLayout(1, layout))[:, None] * OUTS
-    own += gl.arange(0, OUTS, layout=gl.SliceLayout(0, layout))[None, :]
-    place = gl.program_id(0) * 2 + PART  # where sums are left
+    own = numbers(half, OUTS, layout)
     num_blocks = gl.cdiv(num_in, INS)
     first, last = _share(tiles_m * tiles_n, num_blocks, EVEN)
     count = 0
@@ -161,12 +159,12 @@ def _multiply(
         tile, block = _block_of(count, first, last, num_blocks, EVEN)
         end = num_blocks
         if EVEN:
-            end = gl.where(tile == last // num_blocks, last % num_blocks, num_blocks)
+            end = end_of(tile, last, num_blocks)
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros((half, OUTS), gl.float32, layout)
         if EVEN:
             if block > 0:  # the program before has left the sums of what comes before this
-                acc = take_sums(partial_ptr, done_ptr, place - 2, own)
+                acc = take_sums(partial_ptr, done_ptr, own, PART)
         acc = warpgroup_mma_wait(0, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))  # nothing else defines it from here on
         count += 1
         for _ in range(block + 1, end):
@@ -180,7 +178,7 @@ def _multiply(
         row, column = m * ROWS + PART * half, n * OUTS
         if EVEN:
             if end < num_blocks:
-                leave_sums(partial_ptr, done_ptr, place, own, acc)
+                leave_sums(partial_ptr, done_ptr, acc, own, PART)
             else:
                 turn = _finish(x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT)
         else:

@@ -1,9 +1,5 @@
-"""`gemm_packed` for many rows on Hopper GPUs, of weights in one chunk, with tiles shared out evenly: each program has the same number
-of blocks, which may begin in the middle of one tile and end in the middle of another.
-
-A program computes the begin of its last tile first and leaves the sums in memory; the one after it, whose first tile that is,
-comes to it last and goes on from those sums. So sums run over K in the order of `_gemm_packed`, with the same bits, and no
-multiprocessor waits for others in a last round that has too few tiles. Roles are those of hopper_packed.py. Written in Gluon.
+"""`gemm_packed` for many rows on Hopper GPUs, of weights in one chunk: the roles of hopper_packed.py, with tiles shared out evenly
+(hopper_shares.py). The same sums in the same order as `_gemm_packed`, so the same bits. Written in Gluon.
 """
 
 from __future__ import annotations
@@ -16,28 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.hopper_packed import RolesTile, _descriptor, _scales, _store_tile, _unpack
+from tidemill.kernels.cuda.hopper_shares import block_of, end_of, leave_sums, numbers, share, take_sums
 from tidemill.kernels.cuda.launch import launch
 from tidemill.kernels.cuda.packed_gemm import Packed, _workspace
-
-
-@gluon.jit
-def share(num_tiles, num_blocks):
-    """Of this program, among the blocks of all tiles."""
-    place, num = gl.program_id(0), gl.num_programs(0)
-    each, more = num_tiles * num_blocks // num, num_tiles * num_blocks % num
-    first = place * each + gl.minimum(place, more)
-    return first, first + each + gl.where(place < more, 1, 0)
-
-
-@gluon.jit
-def block_of(number, first, last, num_blocks):
-    """The tile of a program's n-th block, and its number there: the begin of the last tile, whole ones, the end of the first."""
-    begun, whole = last % num_blocks, gl.cdiv(first, num_blocks)
-    after = number - begun
-    in_whole = (last // num_blocks - whole) * num_blocks
-    tile = gl.where(after < in_whole, whole + after // num_blocks, first // num_blocks)
-    block = gl.where(after < in_whole, after % num_blocks, first % num_blocks + after - in_whole)
-    return gl.where(after < 0, last // num_blocks, tile), gl.where(after < 0, number, block)
 
 
 @gluon.jit
@@ -82,34 +59,6 @@ def _fetch(
 
 
 @gluon.jit
-def _fence():
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def leave_sums(partial_ptr, done_ptr, place, own, acc):
-    """`own`: numbers of the tile's elements."""
-    size: gl.constexpr = own.type.shape[0] * own.type.shape[1]
-    gl.store(partial_ptr + place.to(gl.int64) * size + own, acc)
-    _fence()
-    barrier()
-    gl.store(done_ptr + place, 1)
-
-
-@gluon.jit
-def take_sums(partial_ptr, done_ptr, place, own):
-    """When they are there."""
-    size: gl.constexpr = own.type.shape[0] * own.type.shape[1]
-    while gl.load(done_ptr + place, volatile=True) == 0:
-        pass
-    _fence()
-    acc = gl.load(partial_ptr + place.to(gl.int64) * size + own, cache_modifier=".cg")
-    barrier()
-    gl.store(done_ptr + place, 0)
-    return acc
-
-
-@gluon.jit
 def _multiply(
     scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, num_rows, num_out, num_tiles, tiles_m, num_blocks, words_bufs,
     words_full, words_free, x_bufs, x_full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr,
@@ -122,15 +71,13 @@ def _multiply(
     groups: gl.constexpr = max(1, size // SIZE)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    own = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None] * ROWS
-    own += gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
-    place = gl.program_id(0) * 2 + PART  # where sums are left
+    own = numbers(64, ROWS, layout)
     first, last = share(num_tiles, num_blocks)
     count = 0
     number = 0
     while number < last - first:
         tile, block = block_of(number, first, last, num_blocks)
-        end = gl.where(tile == last // num_blocks, last % num_blocks, num_blocks)
+        end = end_of(tile, last, num_blocks)
         m, n = tile % tiles_m, tile // tiles_m
         outs = n * OUTS + PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
         to_scales = scales_ptr + gl.minimum(outs, num_out - 1)
@@ -140,7 +87,7 @@ def _multiply(
         values = _unpack(words, found[0], 0, BITS, KIND)
         acc = gl.zeros((64, ROWS), gl.float32, layout)
         if block > 0:  # the program before has left the sums of what comes before this
-            acc = take_sums(partial_ptr, done_ptr, place - 2, own)
+            acc = take_sums(partial_ptr, done_ptr, own, PART)
         mbarrier.wait(x_full.index(count % num_buffers), (count // num_buffers) & 1)
         for _ in range(end - block):
             block += 1
@@ -171,7 +118,7 @@ def _multiply(
                 count += 1
             found = following
         if end < num_blocks:
-            leave_sums(partial_ptr, done_ptr, place, own, acc)
+            leave_sums(partial_ptr, done_ptr, acc, own, PART)
         else:
             _store_tile(acc, bias_ptr, out_ptr, m * ROWS, n * OUTS + PART * 64, num_rows, num_out, HAS_BIAS, ACT)
 

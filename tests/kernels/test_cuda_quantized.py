@@ -1,6 +1,7 @@
 """The GPU's matmuls of quantized weights without a GPU, interpreted: bench/gpu_quant.py checks them on a GPU."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from tidemill.kernels.cuda import elementwise, packed_gemm, scaled_gemm
+from tidemill.kernels.cuda import elementwise, hopper_shares, packed_gemm, scaled_gemm
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.packed_gemm import PackedTile, pack, unpack_reference
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile
 from tidemill.kernels.glu import glu_reference
+from tidemill.kernels.handover import Handover
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -145,3 +147,48 @@ def test_packed_in_chunks(chunk):
     for out in outs:
         assert_close(out, x @ values.t(), atol=1e-2, rtol=1e-4)
     assert not packed_gemm._workspace(x.device, 1, 1)[1].any()  # counted anew each time
+
+
+def test_a_norm_is_handed_over_alone():
+    """The codes of a norm that is written as it is, too; what is returned cannot be read."""
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.randn(96)
+    handover = Handover(torch.int8)
+    made, residuals = [], []
+    for alone in (False, True):
+        mine = residual.clone()
+        out = elementwise.add_rms_norm(x, mine, weight, 1e-5, 1.0, handover, alone)
+        assert out.is_meta == alone
+        assert out.shape == x.shape
+        made.append(handover.take(out))
+        residuals.append(mine)
+    assert torch.equal(made[0].values_NK, made[1].values_NK)
+    assert torch.equal(made[0].scales, made[1].scales)
+    assert torch.equal(*residuals)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_blocks", "num_programs"), [(224, 16, 132), (256, 112, 132), (7, 3, 7), (9, 1, 8)])
+def test_tiles_are_shared_out_evenly(num_tiles, num_blocks, num_programs, monkeypatch):
+    """Every block once, those of a tile in order, by one program or by two that follow each other."""
+
+    def of_program(place):
+        plain = types.SimpleNamespace(
+            program_id=lambda _: place, num_programs=lambda _: num_programs, minimum=min, cdiv=lambda a, b: -(-a // b),
+            where=lambda which, a, b: a if which else b,
+        )  # fmt: skip
+        monkeypatch.setattr(hopper_shares, "gl", plain)
+        first, last = hopper_shares.share.fn(num_tiles, num_blocks)
+        return [hopper_shares.block_of.fn(number, first, last, num_blocks) for number in range(last - first)], last
+
+    by = {}
+    for place in range(num_programs):
+        blocks, last = of_program(place)
+        assert num_tiles * num_blocks // num_programs <= len(blocks) <= num_tiles * num_blocks // num_programs + 1
+        while blocks:
+            tile, begin = blocks[0]
+            end = hopper_shares.end_of.fn(tile, last, num_blocks)
+            assert blocks[: end - begin] == [(tile, block) for block in range(begin, end)]
+            assert begin == 0 or by[tile, begin - 1] == place - 1
+            by |= dict.fromkeys(blocks[: end - begin], place)
+            blocks = blocks[end - begin :]
+    assert len(by) == num_tiles * num_blocks

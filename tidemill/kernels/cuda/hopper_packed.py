@@ -36,7 +36,6 @@ class RolesTile:
     buffers: int  # of rows
     ahead: int  # blocks of words
     split: int = 0  # a program has one chunk
-    deep: int = 0
 
 
 @gluon.jit
@@ -121,7 +120,7 @@ def _multiply(
     scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
     x_bufs, x_full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
     KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACT: gl.constexpr, DEEP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
@@ -145,25 +144,15 @@ def _multiply(
     values = _unpack(words, found[0], 0, BITS, KIND)
     count = 0
     block = 0
-    if DEEP:
-        mbarrier.wait(x_full.index(0), 0)
     for _ in range(1 if SPLIT else CHUNKS):
         for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
             block += 1
             following = _scales(scales_ptr, first + gl.minimum(block, num_blocks - 1), num_out, size, SIZE)
             for plane in gl.static_range(planes):
                 i = count % num_buffers
-                if not DEEP:
-                    mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
+                mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
                 x = x_bufs.index(i).slice(row, rows, dim=0)
                 soon = warpgroup_mma(values, x.permute((1, 0)), acc, is_async=True)
-                if DEEP and count > 0:  # what was multiplied before this is done
-                    barrier()
-                    mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
-                    # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been
-                    # multiplied was made of all words.
-                    if plane == 1:
-                        mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
                 # The next values are made while these are multiplied.
                 if plane + 1 < planes:
                     more = _unpack(words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND)
@@ -172,18 +161,13 @@ def _multiply(
                         mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
                     words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
                     more = _unpack(words, following[0], 0, BITS, KIND)
-                if DEEP:  # all is there when the products are
-                    if plane + 1 < planes or block < num_blocks:
-                        mbarrier.wait(x_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
-                    acc, values = warpgroup_mma_wait(0, (soon, values))
-                else:
-                    acc, values = warpgroup_mma_wait(0, (soon, values))
-                    barrier()
-                    mbarrier.arrive(free.index(i), count=1)
-                    # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been
-                    # multiplied was made of all words.
-                    if plane == 0:
-                        mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
+                acc, values = warpgroup_mma_wait(0, (soon, values))
+                barrier()
+                mbarrier.arrive(free.index(i), count=1)
+                # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been multiplied
+                # was made of all words.
+                if plane == 0:
+                    mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
                 values = more
                 count += 1
             found = following
@@ -207,7 +191,7 @@ def _gemm_packed_by_roles(
     x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_out, num_blocks,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
     CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACT: gl.constexpr, DEEP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
     tiles_m = gl.cdiv(num_rows, ROWS)
@@ -234,7 +218,7 @@ def _gemm_packed_by_roles(
                 (
                     scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT, DEEP,
+                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
                 ),
             ),
             (
@@ -242,7 +226,7 @@ def _gemm_packed_by_roles(
                 (
                     scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT, DEEP,
+                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
                 ),
             ),
             (
@@ -321,7 +305,7 @@ def gemm_by_roles(
         _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
         weight.scales_GN, bias, out, partial, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
         SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
-        BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, DEEP=tile.deep, num_warps=4, maxnreg=168,
+        BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
         launch_pdl=True,
     )  # fmt: skip
     if split:

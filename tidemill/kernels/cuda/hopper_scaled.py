@@ -25,12 +25,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.hopper_shares import block_of, end_of, leave_sums, numbers, share, take_sums
+from tidemill.kernels.cuda.hopper_packed import FUSED, is_there
 from tidemill.kernels.cuda.launch import launch
 from tidemill.kernels.cuda.packed_gemm import _workspace
 
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # names change with versions
 ROWS, OUTS, INS = 128, 256, 128
 BUFFERS = 4
+# Two values to bfloat16 and back: alone, each would take as long as an exponential.
+_PAIRS = gl.constexpr(
+    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+)
 _WIDTH = gl.constexpr(64)  # columns of a result that are stored at a time
 
 
@@ -112,19 +117,16 @@ def _next(acc, x_bufs, w_bufs, full, count, PART: gl.constexpr, half: gl.constex
 
 @gluon.jit
 def _finish(
-    x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT: gl.constexpr
+    out_desc, acc, x_scale, w_scale, row, column, out_bufs, turn, ACT: gl.constexpr
 ):  # fmt: skip
     """Scaled, and stored."""
-    layout: gl.constexpr = acc.type.layout
     height: gl.constexpr = acc.type.shape[0]
     width: gl.constexpr = acc.type.shape[1]
-    rows = row + gl.arange(0, height, layout=gl.SliceLayout(1, layout))
-    outs = column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    x_scale = gl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
-    w_scale = gl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
     acc = acc * x_scale[:, None] * w_scale[None, :]
     if ACT:  # of rounded values, as if they had been stored in between
-        gate, up = gl.split(gl.reshape(acc.to(gl.bfloat16).to(gl.float32), (height, width // 2, 2)))
+        pairs: gl.constexpr = _PAIRS
+        acc = gl.inline_asm_elementwise(pairs, "=r,=r,r,r", [acc], dtype=gl.float32, is_pure=True, pack=2)
+        gate, up = gl.split(gl.reshape(acc, (height, width // 2, 2)))
         value = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
         column = column // 2
         a, b = _halves(value)
@@ -145,7 +147,7 @@ def _finish(
 def _multiply(
     x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
     out_bufs, full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, GROUP: gl.constexpr,
-    EVEN: gl.constexpr, ACT: gl.constexpr,
+    EVEN: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     half: gl.constexpr = ROWS // 2
@@ -155,16 +157,24 @@ def _multiply(
     first, last = _share(tiles_m * tiles_n, num_blocks, EVEN)
     count = 0
     turn = 0
+    if STAGGER:
+        if PART == 1:  # one group's results are stored while the other multiplies
+            gl.inline_asm_elementwise("nanosleep.u32 1500; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     while count < last - first:
         tile, block = _block_of(count, first, last, num_blocks, EVEN)
         end = num_blocks
         if EVEN:
             end = end_of(tile, last, num_blocks)
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
+        row, column = m * ROWS + PART * half, n * OUTS
+        rows = row + gl.arange(0, half, layout=gl.SliceLayout(1, layout))
+        outs = column + gl.arange(0, OUTS, layout=gl.SliceLayout(0, layout))
+        x_scale = gl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
+        w_scale = gl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
         acc = gl.zeros((half, OUTS), gl.float32, layout)
         if EVEN:
             if block > 0:  # the program before has left the sums of what comes before this
-                acc = take_sums(partial_ptr, done_ptr, own, PART)
+                acc = take_sums(partial_ptr, done_ptr, own, PART, 2)
         acc = warpgroup_mma_wait(0, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))  # nothing else defines it from here on
         count += 1
         for _ in range(block + 1, end):
@@ -175,14 +185,13 @@ def _multiply(
         acc = warpgroup_mma_wait(0, (acc,))
         barrier()
         mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
-        row, column = m * ROWS + PART * half, n * OUTS
         if EVEN:
             if end < num_blocks:
-                leave_sums(partial_ptr, done_ptr, acc, own, PART)
+                leave_sums(partial_ptr, done_ptr, acc, own, PART, 2)
             else:
-                turn = _finish(x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT)
+                turn = _finish(out_desc, acc, x_scale, w_scale, row, column, out_bufs, turn, ACT)
         else:
-            turn = _finish(x_scales_ptr, w_scales_ptr, out_desc, acc, row, column, num_rows, num_out, out_bufs, turn, ACT)
+            turn = _finish(out_desc, acc, x_scale, w_scale, row, column, out_bufs, turn, ACT)
     tma.store_wait(0)
 
 
@@ -190,7 +199,7 @@ def _multiply(
 def _gemm_scaled_by_roles(
     x_desc, w_desc, out_desc, x_scales_ptr, w_scales_ptr, partial_ptr, done_ptr, num_rows, num_out, num_in,
     ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
-    ACT: gl.constexpr,
+    ACT: gl.constexpr, STAGGER: gl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = gl.cdiv(num_rows, ROWS), gl.cdiv(num_out, OUTS)
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, INS], x_desc.layout)
@@ -208,14 +217,14 @@ def _gemm_scaled_by_roles(
                 _multiply,
                 (
                     x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in,
-                    x_bufs, w_bufs, first_bufs, full, free, gl.constexpr(0), ROWS, OUTS, INS, GROUP, EVEN, ACT,
+                    x_bufs, w_bufs, first_bufs, full, free, gl.constexpr(0), ROWS, OUTS, INS, GROUP, EVEN, ACT, STAGGER,
                 ),
             ),
             (
                 _multiply,
                 (
                     x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in,
-                    x_bufs, w_bufs, second_bufs, full, free, gl.constexpr(1), ROWS, OUTS, INS, GROUP, EVEN, ACT,
+                    x_bufs, w_bufs, second_bufs, full, free, gl.constexpr(1), ROWS, OUTS, INS, GROUP, EVEN, ACT, STAGGER,
                 ),
             ),
             (_fetch, (x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS, OUTS, INS, GROUP, EVEN)),
@@ -225,7 +234,15 @@ def _gemm_scaled_by_roles(
     )  # fmt: skip
 
 
-def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "", group: int = 16, even: bool = False) -> torch.Tensor:
+def covers(weight: Scaled, num_rows: int, act: str) -> bool:
+    """It changes at numbers of `gemm.CHOICES` only."""
+    values = weight.values_NK
+    if not is_there() or values.dtype != torch.float8_e4m3fn or weight.has_blocks or act not in ("", FUSED):
+        return False
+    return num_rows > 512 and values.shape[0] % 16 == 0
+
+
+def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "", group: int = 16, even: bool = False, stagger: bool = False) -> torch.Tensor:
     """In bfloat16. `act`: "" or silu, as `gemm` has it."""
     num_rows, num_in = x.values_NK.shape
     num_out = weight.values_NK.shape[0]
@@ -238,7 +255,7 @@ def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "", group: int = 16, eve
         _gemm_scaled_by_roles, (min(tiles, programs),), _descriptor(x.values_NK, ROWS, INS, gl.float8e4nv),
         _descriptor(weight.values_NK, OUTS, INS, gl.float8e4nv), _descriptor(out, ROWS // 2, 64, gl.bfloat16), x.scales,
         weight.scales, partial, done, num_rows, num_out, num_in, ROWS=ROWS, OUTS=OUTS, INS=INS, BUFFERS=BUFFERS, GROUP=group,
-        EVEN=even, ACT=bool(act), num_warps=4, maxnreg=168, launch_pdl=True,
+        EVEN=even, ACT=bool(act), STAGGER=stagger, num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     return out
 

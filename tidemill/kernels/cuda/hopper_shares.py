@@ -54,10 +54,10 @@ def numbers(height: gl.constexpr, width: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def leave_sums(partial_ptr, done_ptr, acc, own, PART: gl.constexpr):
-    """`own`: the numbers of its elements. `PART`: 0 or 1, of the two groups of warps that have sums."""
+def leave_sums(partial_ptr, done_ptr, acc, own, PART: gl.constexpr, PARTS: gl.constexpr):
+    """`own`: the numbers of its elements. `PART`: of the parts in which a program has its sums."""
     size: gl.constexpr = acc.type.shape[0] * acc.type.shape[1]
-    place = gl.program_id(0) * 2 + PART
+    place = gl.program_id(0) * PARTS + PART
     gl.store(partial_ptr + place.to(gl.int64) * size + own, acc)
     _fence()
     barrier()
@@ -65,10 +65,10 @@ def leave_sums(partial_ptr, done_ptr, acc, own, PART: gl.constexpr):
 
 
 @gluon.jit
-def take_sums(partial_ptr, done_ptr, own, PART: gl.constexpr):
+def take_sums(partial_ptr, done_ptr, own, PART: gl.constexpr, PARTS: gl.constexpr):
     """Of the program before, when they are there."""
     size: gl.constexpr = own.type.shape[0] * own.type.shape[1]
-    place = gl.program_id(0) * 2 + PART - 2
+    place = (gl.program_id(0) - 1) * PARTS + PART
     while gl.load(done_ptr + place, volatile=True) == 0:
         pass
     _fence()

@@ -1,7 +1,6 @@
 """The GPU's matmuls of quantized weights without a GPU, interpreted: bench/gpu_quant.py checks them on a GPU."""
 
 import dataclasses
-import types
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from tidemill.kernels.cuda import elementwise, hopper_shares, packed_gemm, scaled_gemm
+from tidemill.kernels.cuda import elementwise, packed_gemm, scaled_gemm
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.packed_gemm import PackedTile, pack, unpack_reference
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile
@@ -165,30 +164,3 @@ def test_a_norm_is_handed_over_alone():
     assert torch.equal(made[0].values_NK, made[1].values_NK)
     assert torch.equal(made[0].scales, made[1].scales)
     assert torch.equal(*residuals)
-
-
-@pytest.mark.parametrize(("num_tiles", "num_blocks", "num_programs"), [(224, 16, 132), (256, 112, 132), (7, 3, 7), (9, 1, 8)])
-def test_tiles_are_shared_out_evenly(num_tiles, num_blocks, num_programs, monkeypatch):
-    """Every block once, those of a tile in order, by one program or by two that follow each other."""
-
-    def of_program(place):
-        plain = types.SimpleNamespace(
-            program_id=lambda _: place, num_programs=lambda _: num_programs, minimum=min, cdiv=lambda a, b: -(-a // b),
-            where=lambda which, a, b: a if which else b,
-        )  # fmt: skip
-        monkeypatch.setattr(hopper_shares, "gl", plain)
-        first, last = hopper_shares.share.fn(num_tiles, num_blocks)
-        return [hopper_shares.block_of.fn(number, first, last, num_blocks) for number in range(last - first)], last
-
-    by = {}
-    for place in range(num_programs):
-        blocks, last = of_program(place)
-        assert num_tiles * num_blocks // num_programs <= len(blocks) <= num_tiles * num_blocks // num_programs + 1
-        while blocks:
-            tile, begin = blocks[0]
-            end = hopper_shares.end_of.fn(tile, last, num_blocks)
-            assert blocks[: end - begin] == [(tile, block) for block in range(begin, end)]
-            assert begin == 0 or by[tile, begin - 1] == place - 1
-            by |= dict.fromkeys(blocks[: end - begin], place)
-            blocks = blocks[end - begin :]
-    assert len(by) == num_tiles * num_blocks

@@ -62,7 +62,7 @@ class CudaPackedWeight(CudaMatrix):
         return num
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        from tidemill.kernels.cuda import hopper_packed, hopper_wide
+        from tidemill.kernels.cuda import hopper_packed
         from tidemill.kernels.cuda.gemm import matmul
         from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed
 
@@ -72,8 +72,6 @@ class CudaPackedWeight(CudaMatrix):
         if self._order is not None:
             x_TK = x_TK.index_select(1, self._order)
         if out is None and hopper_packed.covers(weight, x_TK.shape[0]):
-            if hopper_wide.covers(weight, x_TK.shape[0], act):
-                return hopper_wide.gemm_wide(x_TK, weight, bias_N=self._bias, act=act)
             return hopper_packed.gemm_by_roles(x_TK, weight, bias_N=self._bias, act=act)
         if x_TK.shape[0] <= _MOST_ROWS or out is not None:
             return gemm_packed(x_TK, weight, bias_N=self._bias, act=act, out=out)

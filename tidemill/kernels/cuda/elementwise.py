@@ -113,9 +113,7 @@ def add_rms_norm(
     x = residual_TH if x_TH is None else x_TH
     made = None
     if handover is not None:
-        made = Scaled(
-            torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32)
-        )
+        made = Scaled(torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32))
     launch(
         _add_rms_norm, (num_rows,), x, residual_TH, weight_H, residual_TH if alone else out,
         out if made is None else made.values_NK.view(torch.int8), out if made is None else made.scales, width, eps, scale,

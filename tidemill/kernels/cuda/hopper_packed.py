@@ -93,29 +93,6 @@ def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr)
 
 
 @gluon.jit
-def _store_tile(
-    total, bias_ptr, out_ptr, first_row, first_out, num_rows, num_out, HAS_BIAS: gl.constexpr, ACT: gl.constexpr
-):  # fmt: skip
-    """Of 64 outs, as the tensor cores hold them."""
-    layout: gl.constexpr = total.type.layout
-    rows: gl.constexpr = total.type.shape[1]
-    if HAS_BIAS:
-        columns = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
-    by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
-    width: gl.constexpr = 32 if ACT else 64
-    if ACT:  # of rounded values, as if they had been stored in between
-        gate, up = gl.split(gl.reshape(out.to(gl.float32), (rows, width, 2)))
-        out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
-        num_out = num_out // 2
-    columns = first_out // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
-    lines = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
-    where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
-    gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
-
-
-@gluon.jit
 def _multiply(
     scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
     x_bufs, x_full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
@@ -183,7 +160,20 @@ def _multiply(
         at = ((first // BLOCKS).to(gl.int64) * num_out + outs)[:, None] * height + lines[None, :]
         gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
         return
-    _store_tile(total, bias_ptr, out_ptr, m * ROWS + row, n * OUTS + first_out, num_rows, num_out, HAS_BIAS, ACT)
+    if HAS_BIAS:
+        columns = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
+    by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
+    width: gl.constexpr = 32 if ACT else 64
+    if ACT:  # of rounded values, as if they had been stored in between
+        gate, up = gl.split(gl.reshape(out.to(gl.float32), (rows, width, 2)))
+        out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
+        num_out = num_out // 2
+    columns = (n * OUTS + first_out) // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
+    lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
+    where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
+    gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

@@ -24,18 +24,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
-from tidemill.kernels.cuda.hopper_shares import block_of, end_of, leave_sums, numbers, share, take_sums
 from tidemill.kernels.cuda.hopper_packed import FUSED, is_there
 from tidemill.kernels.cuda.launch import launch
-from tidemill.kernels.cuda.packed_gemm import _workspace
 
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # names change with versions
 ROWS, OUTS, INS = 128, 256, 128
 BUFFERS = 4
+GROUP = 16  # strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from memory once
 # Two values to bfloat16 and back: alone, each would take as long as an exponential.
-_PAIRS = gl.constexpr(
-    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
-)
+_PAIRS = gl.constexpr("{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }")
 _WIDTH = gl.constexpr(64)  # columns of a result that are stored at a time
 
 
@@ -50,38 +47,20 @@ def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 @gluon.jit
 def _fetch(
     x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS: gl.constexpr, OUTS: gl.constexpr,
-    INS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
+    INS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    num_blocks = gl.cdiv(num_in, INS)
-    first, last = _share(tiles_m * tiles_n, num_blocks, EVEN)
-    for number in range(last - first):
-        tile, block = _block_of(number, first, last, num_blocks, EVEN)
+    count = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
-        i, phase = number % num_buffers, (number // num_buffers) & 1
-        mbarrier.wait(free.index(i), phase ^ 1)
-        mbarrier.expect(full.index(i), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-        fetch(x_desc, [m * ROWS, block * INS], full.index(i), x_bufs.index(i))
-        fetch(w_desc, [n * OUTS, block * INS], full.index(i), w_bufs.index(i))
-
-
-@gluon.jit
-def _share(num_tiles, num_blocks, EVEN: gl.constexpr):
-    """Of this program, among the blocks of all tiles; or as many as its tiles have, from 0 on."""
-    if EVEN:
-        return share(num_tiles, num_blocks)
-    else:
-        place, num = gl.program_id(0), gl.num_programs(0)
-        return place * 0, (num_tiles - place + num - 1) // num * num_blocks
-
-
-@gluon.jit
-def _block_of(number, first, last, num_blocks, EVEN: gl.constexpr):
-    if EVEN:
-        return block_of(number, first, last, num_blocks)
-    else:
-        return gl.program_id(0) + number // num_blocks * gl.num_programs(0), number % num_blocks
+        for k in range(0, num_in, INS):
+            i, phase = count % num_buffers, (count // num_buffers) & 1
+            mbarrier.wait(free.index(i), phase ^ 1)
+            mbarrier.expect(full.index(i), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            fetch(x_desc, [m * ROWS, k], full.index(i), x_bufs.index(i))
+            fetch(w_desc, [n * OUTS, k], full.index(i), w_bufs.index(i))
+            count += 1
 
 
 @gluon.jit
@@ -145,26 +124,15 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
-    out_bufs, full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, GROUP: gl.constexpr,
-    EVEN: gl.constexpr, ACT: gl.constexpr, STAGGER: gl.constexpr,
+    x_scales_ptr, w_scales_ptr, out_desc, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs, out_bufs, full, free,
+    PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     half: gl.constexpr = ROWS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 32])
-    own = numbers(half, OUTS, layout)
-    num_blocks = gl.cdiv(num_in, INS)
-    first, last = _share(tiles_m * tiles_n, num_blocks, EVEN)
     count = 0
     turn = 0
-    if STAGGER:
-        if PART == 1:  # one group's results are stored while the other multiplies
-            gl.inline_asm_elementwise("nanosleep.u32 1500; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    while count < last - first:
-        tile, block = _block_of(count, first, last, num_blocks, EVEN)
-        end = num_blocks
-        if EVEN:
-            end = end_of(tile, last, num_blocks)
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
         row, column = m * ROWS + PART * half, n * OUTS
         rows = row + gl.arange(0, half, layout=gl.SliceLayout(1, layout))
@@ -172,12 +140,10 @@ def _multiply(
         x_scale = gl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
         w_scale = gl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
         acc = gl.zeros((half, OUTS), gl.float32, layout)
-        if EVEN:
-            if block > 0:  # the program before has left the sums of what comes before this
-                acc = take_sums(partial_ptr, done_ptr, own, PART, 2)
-        acc = warpgroup_mma_wait(0, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))  # nothing else defines it from here on
+        # The first products by themselves, so that in the loop nothing but products defines what is summed up.
+        acc = warpgroup_mma_wait(0, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))
         count += 1
-        for _ in range(block + 1, end):
+        for _ in range(INS, num_in, INS):
             acc = warpgroup_mma_wait(1, (_next(acc, x_bufs, w_bufs, full, count, PART, half),))
             barrier()  # the products before these are done
             mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
@@ -185,21 +151,14 @@ def _multiply(
         acc = warpgroup_mma_wait(0, (acc,))
         barrier()
         mbarrier.arrive(free.index((count + num_buffers - 1) % num_buffers), count=1)
-        if EVEN:
-            if end < num_blocks:
-                leave_sums(partial_ptr, done_ptr, acc, own, PART, 2)
-            else:
-                turn = _finish(out_desc, acc, x_scale, w_scale, row, column, out_bufs, turn, ACT)
-        else:
-            turn = _finish(out_desc, acc, x_scale, w_scale, row, column, out_bufs, turn, ACT)
+        turn = _finish(out_desc, acc, x_scale, w_scale, row, column, out_bufs, turn, ACT)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _gemm_scaled_by_roles(
-    x_desc, w_desc, out_desc, x_scales_ptr, w_scales_ptr, partial_ptr, done_ptr, num_rows, num_out, num_in,
-    ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr,
-    ACT: gl.constexpr, STAGGER: gl.constexpr,
+    x_desc, w_desc, out_desc, x_scales_ptr, w_scales_ptr, num_rows, num_out, num_in,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = gl.cdiv(num_rows, ROWS), gl.cdiv(num_out, OUTS)
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, INS], x_desc.layout)
@@ -216,18 +175,18 @@ def _gemm_scaled_by_roles(
             (
                 _multiply,
                 (
-                    x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in,
-                    x_bufs, w_bufs, first_bufs, full, free, gl.constexpr(0), ROWS, OUTS, INS, GROUP, EVEN, ACT, STAGGER,
+                    x_scales_ptr, w_scales_ptr, out_desc, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
+                    first_bufs, full, free, gl.constexpr(0), ROWS, OUTS, INS, GROUP, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    x_scales_ptr, w_scales_ptr, out_desc, partial_ptr, done_ptr, tiles_m, tiles_n, num_rows, num_out, num_in,
-                    x_bufs, w_bufs, second_bufs, full, free, gl.constexpr(1), ROWS, OUTS, INS, GROUP, EVEN, ACT, STAGGER,
+                    x_scales_ptr, w_scales_ptr, out_desc, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
+                    second_bufs, full, free, gl.constexpr(1), ROWS, OUTS, INS, GROUP, ACT,
                 ),
             ),
-            (_fetch, (x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS, OUTS, INS, GROUP, EVEN)),
+            (_fetch, (x_desc, w_desc, tiles_m, tiles_n, num_in, x_bufs, w_bufs, full, free, ROWS, OUTS, INS, GROUP)),
         ],
         [4, 4],
         [240, 24],
@@ -242,20 +201,18 @@ def covers(weight: Scaled, num_rows: int, act: str) -> bool:
     return num_rows > 512 and values.shape[0] % 16 == 0
 
 
-def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "", group: int = 16, even: bool = False, stagger: bool = False) -> torch.Tensor:
+def gemm_by_roles(x: Scaled, weight: Scaled, act: str = "") -> torch.Tensor:
     """In bfloat16. `act`: "" or silu, as `gemm` has it."""
     num_rows, num_in = x.values_NK.shape
     num_out = weight.values_NK.shape[0]
     out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=torch.bfloat16, device=x.values_NK.device)
     tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_out, OUTS)
     programs = torch.cuda.get_device_properties(out.device).multi_processor_count
-    even = even and tiles >= programs
-    partial, done = _workspace(out.device, 2 * programs * 64 * OUTS if even else 1, 2 * programs)
     launch(
         _gemm_scaled_by_roles, (min(tiles, programs),), _descriptor(x.values_NK, ROWS, INS, gl.float8e4nv),
         _descriptor(weight.values_NK, OUTS, INS, gl.float8e4nv), _descriptor(out, ROWS // 2, 64, gl.bfloat16), x.scales,
-        weight.scales, partial, done, num_rows, num_out, num_in, ROWS=ROWS, OUTS=OUTS, INS=INS, BUFFERS=BUFFERS, GROUP=group,
-        EVEN=even, ACT=bool(act), STAGGER=stagger, num_warps=4, maxnreg=168, launch_pdl=True,
+        weight.scales, num_rows, num_out, num_in, ROWS=ROWS, OUTS=OUTS, INS=INS, BUFFERS=BUFFERS, GROUP=GROUP, ACT=bool(act),
+        num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     return out
 

@@ -495,7 +495,7 @@ def _workspace(device: torch.device, num_sums: int, num_tiles: int) -> tuple[tor
     where = device, lane()
     sums, done = _workspaces.get(where, (None, None))
     if sums is None or done is None or sums.numel() < num_sums or done.numel() < num_tiles:
-        sums = torch.empty(max(5 * 2**20, num_sums), dtype=torch.float32, device=device)
+        sums = torch.empty(max(2**22, num_sums), dtype=torch.float32, device=device)
         done = torch.zeros(max(2**14, num_tiles), dtype=torch.int32, device=device)
         _workspaces[where] = sums, done
     return sums, done

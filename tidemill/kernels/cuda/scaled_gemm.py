@@ -25,7 +25,7 @@ from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import begin, how, launch
 
 BLOCK = 128  # columns to a scale, where there is more than one
-GROUP = 16  # strips of rows that share one of the weight
+GROUP = 16  # strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from memory once
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
 
 

@@ -243,6 +243,14 @@ def check() -> None:
             same = last is not None and torch.equal(out, last)
             print(f"  the same bits as the packed weight's: {same}{'' if same else '   <<< WRONG'}", flush=True)
         last = out
+    weight = new_scaled(4096, 4096)
+    given = quantize_rows(torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16), FP8, 4096)
+    for act in ("", "silu"):  # many rows are multiplied by roles
+        one, other = (
+            gemm_scaled(given, weight, torch.bfloat16, tile, act=act) for tile in (None, ScaledTile(128, 128, 128, 3, 4))
+        )
+        same = torch.equal(one, other)
+        print(f"check fp8 by roles {act}: the other's bits: {same}{'' if same else '   <<< WRONG'}", flush=True)
 
 
 # ---- timed

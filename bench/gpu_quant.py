@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,single,packed,many,roles,roles_time,sparse] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,single,packed,many,roles,roles_time] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -243,6 +243,14 @@ def check() -> None:
             same = last is not None and torch.equal(out, last)
             print(f"  the same bits as the packed weight's: {same}{'' if same else '   <<< WRONG'}", flush=True)
         last = out
+    weight = new_scaled(4096, 4096)
+    given = quantize_rows(torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16), FP8, 4096)
+    for act in ("", "silu"):  # many rows are multiplied by roles
+        one, other = (
+            gemm_scaled(given, weight, torch.bfloat16, tile, act=act) for tile in (None, ScaledTile(128, 128, 128, 3, 4))
+        )
+        same = torch.equal(one, other)
+        print(f"check fp8 by roles {act}: the other's bits: {same}{'' if same else '   <<< WRONG'}", flush=True)
 
 
 # ---- timed
@@ -310,6 +318,9 @@ def scaled_cases(kind: str, rows_to_try: Iterable[int], names: Iterable[str]) ->
                      lambda w, t=tile, g=given, n=name: gemm_scaled(g, w, torch.bfloat16, ScaledTile(*t), act=act_of(n)), floor)
                 for tile in tiles
             ])  # fmt: skip
+            if kind == "fp8" and rows > 512:  # as served: by roles
+                served = lambda w, g=given, n=name: gemm_scaled(g, w, torch.bfloat16, act=act_of(n))  # noqa: E731
+                made[-1].append(Case(kind, name, rows, (), weights, served, floor))
     return made
 
 
@@ -541,33 +552,6 @@ def roles_cases(kind: str, name: str, rows: int) -> list[Case]:
     return made
 
 
-def time_sparse(until: float) -> None:
-    """2:4 by the library, beside dense."""
-    for name in ("o", "gate_up", "down"):
-        num_out, num_in = SHAPES[name]
-        dense = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
-        keep = torch.zeros_like(dense).unflatten(1, (-1, 4))
-        keep.scatter_(2, dense.unflatten(1, (-1, 4)).abs().topk(2, 2).indices, 1)
-        dense *= keep.flatten(1)
-        for kind, values in (("bf16", dense), ("int8", (dense * 20).round().clamp(-127, 127).to(torch.int8))):
-            try:
-                packed = torch._cslt_compress(values)
-                for rows in (32, 256, 2048):
-                    x = (torch.randn(rows, num_in, device="cuda") * 20).to(values.dtype)
-                    more = {} if kind == "bf16" else {"out_dtype": torch.int32}
-                    sparse = lambda p=packed, x=x, more=more: torch._cslt_sparse_mm(p, x.t(), **more)  # noqa: E731
-                    full = (lambda x=x, v=values: torch.nn.functional.linear(x, v)) if kind == "bf16" else (
-                        lambda x=x, v=values: torch._int_mm(x.contiguous(), v.t()))  # fmt: skip
-                    off = error(sparse().t().float(), full().float())
-                    took, other = (time_us([call] * 8, 3) for call in (sparse, full))
-                    print(
-                        f"  2:4 {kind} {name} M={rows}: {took:.1f} us, dense {other:.1f} ({other / took:.2f}x), error {off:.5f}",
-                        flush=True,
-                    )
-            except Exception as failure:
-                print(f"  2:4 {kind} {name}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-
-
 def check_engines(schemes: list[str]) -> None:
     """Of a small random Llama in each scheme: tokens and log probabilities alone, cached, among others and in chunks."""
     from bench.gpu_engine_checks import ask, random_llama
@@ -614,7 +598,7 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,engine,bf16,fp8,single,packed,roles,roles_time,many,sparse")
+    parser.add_argument("--only", default="check,engine,bf16,fp8,single,packed,roles,roles_time,many")
     parser.add_argument("--json")
     parser.add_argument("--schemes", default="none,fp8,int8,int4", help="of the engines")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
@@ -625,7 +609,7 @@ def main() -> None:
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
         "single": lambda: time_single(until), "packed": lambda: time_packed(until), "many": lambda: time_many(until),
         "roles": check_roles, "roles_time": lambda: time_roles(until),
-        "sparse": lambda: time_sparse(until), "engine": lambda: check_engines(options.schemes.split(",")),
+        "engine": lambda: check_engines(options.schemes.split(",")),
     }  # fmt: skip
     for name in options.only.split(","):
         begin = time.monotonic()

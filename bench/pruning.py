@@ -65,7 +65,8 @@ class Bench:
         self.num_layers = self.config.num_layers
 
     def load(self, model: str, **more: Any) -> LLM:
-        given = {"dtype": "float32" if self.given.device == "cpu" else "auto", "max_context": min(1024, self.config.max_context)}
+        given: dict[str, Any] = {"max_context": min(1024, self.config.max_context)}
+        given |= {"dtype": "float32"} if self.given.device == "cpu" else {"kv_memory_bytes": 2**30}  # beside others
         return LLM(model, progress=False, threads=self.given.threads, device=self.given.device, max_requests=8, **given, **more)
 
     def calibration(self, num_tokens: int, length: int) -> Calibration:

@@ -465,7 +465,7 @@ def build(kernel, types, warps=4, stages=3, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
              codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, BLOCK=4096)
+build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, PLAIN=False, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -572,7 +572,7 @@ build(collectives._add_parts, dict(parts_ptr=B, out_ptr=B), SIZE=2, BLOCK=1024)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import hopper_attention, hopper_packed, hopper_single, scaled_attention
+from tidemill.kernels.cuda import hopper_attention, hopper_packed, hopper_scaled, hopper_single, scaled_attention
 
 def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -599,6 +599,10 @@ types |= dict(partial_ptr=F)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
 how |= dict(CHUNKS=4, BLOCKS=8)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
+layouts = [gl.NVMMASharedLayout.get_default_for([64, width], kind) for width, kind in ((128, gl.float8e4nv), (64, gl.bfloat16))]
+own = dict(x_desc=f"tensordesc<fp8e4nv[128, 128],{layouts[0]!r}>", w_desc=f"tensordesc<fp8e4nv[256, 128],{layouts[0]!r}>",
+           out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F)
+build_gluon(hopper_scaled._gemm_scaled_by_roles, own, dict(ROWS=128, OUTS=256, INS=128, BUFFERS=4, GROUP=16, ACT=True))
 build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
@@ -629,6 +633,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
-        "_gemm_packed_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
+        "_gemm_packed_by_roles", "_gemm_scaled_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -13,6 +13,7 @@ from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.packed_gemm import PackedTile, pack, unpack_reference
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile
 from tidemill.kernels.glu import glu_reference
+from tidemill.kernels.handover import Handover
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -145,3 +146,21 @@ def test_packed_in_chunks(chunk):
     for out in outs:
         assert_close(out, x @ values.t(), atol=1e-2, rtol=1e-4)
     assert not packed_gemm._workspace(x.device, 1, 1)[1].any()  # counted anew each time
+
+
+def test_a_norm_is_handed_over_alone():
+    """The codes of a norm that is written as it is, too; what is returned cannot be read."""
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.randn(96)
+    handover = Handover(torch.int8)
+    made, residuals = [], []
+    for alone in (False, True):
+        mine = residual.clone()
+        out = elementwise.add_rms_norm(x, mine, weight, 1e-5, 1.0, handover, alone)
+        assert out.is_meta == alone
+        assert out.shape == x.shape
+        made.append(handover.take(out))
+        residuals.append(mine)
+    assert torch.equal(made[0].values_NK, made[1].values_NK)
+    assert torch.equal(made[0].scales, made[1].scales)
+    assert torch.equal(*residuals)

@@ -29,13 +29,14 @@ def add_rms_norm(
     eps: float,
     scale: float = 1.0,
     handover: Handover | None = None,
+    alone: bool = False,
 ) -> torch.Tensor:
     """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `handover`: on a GPU, the
-    result is put in there, too, in 8 bits."""
+    result is put in there, too, in 8 bits; `alone`: only there."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import elementwise
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, handover)
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, handover, alone)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)

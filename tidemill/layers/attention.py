@@ -51,6 +51,10 @@ class Attention(nn.Module):
         self.out = Linear(q, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
         self.head_scores: Weight | None = None  # of a predictor that says which KV heads a token needs
 
+    @property
+    def reads_input_once(self) -> bool:
+        return self.head_scores is None and self.qkv.takes_codes
+
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         learned = self._learned()
         if self.head_scores is not None:

@@ -121,6 +121,12 @@ class Linear(Layer):
         assert self._weight is not None
         return self._weight
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether it computes with what a norm has handed over, and with nothing else of its input."""
+        has_adapters = self.loras is not None and self.lora is not None and self.loras.is_on
+        return self._columns is None and not has_adapters and self.weight.handover is not None
+
     def shape_of(self, part: str) -> tuple[int, int]:
         """Of a matrix, on all ranks together."""
         return self._taken[part], self.parts[part][1]

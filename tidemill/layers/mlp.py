@@ -31,6 +31,10 @@ class GatedMLP(nn.Module):
         self.neurons: NeuronWeights | ChosenNeurons | None = None  # where not all are computed
         self.split: SplitNeurons | None = None  # where some are in host memory
 
+    @property
+    def reads_input_once(self) -> bool:
+        return self.split is None and self.neurons is None and self.gate_up.takes_codes
+
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self.split is not None:
             return self.split(x_TH, self.gate_up, self.down)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -19,13 +21,15 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(num_of(size)), requires_grad=False)
         self.eps, self._scale = eps, scale
         self.handover: Handover | None = None  # to the linear behind it
+        self.is_alone: Callable[[], bool] | None = None  # whether nothing but that linear sees the result
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(None, x_TH, self.weight, self.eps)
 
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.handover)
+        alone = self.is_alone is not None and self.is_alone()
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.handover, alone)
 
     def added_to(self, residual_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """The sum of the residual and the norm of x."""

@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -17,11 +18,12 @@ from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, read_counts
-from tidemill.layers.attention import AttentionStep
+from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
+from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
@@ -243,11 +245,13 @@ class Model(nn.Module, ABC):
     def _let_norms_quantize(self) -> None:
         """A norm writes its result as the one linear behind it takes it."""
         for block in self.blocks:
-            for path, behind in (("attn_norm", "attn.qkv"), ("mlp_norm", "mlp.gate_up")):
+            for path, reader, behind in (("attn_norm", "attn", "qkv"), ("mlp_norm", "mlp", "gate_up")):
                 modules = dict(block.named_modules())
-                norm, linear = modules.get(path), modules.get(behind)
+                norm, linear = modules.get(path), modules.get(f"{reader}.{behind}")
                 if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
-                    norm.handover = linear.weight.handover
+                    norm.handover, owner = linear.weight.handover, modules[reader]
+                    if isinstance(owner, Attention | GatedMLP):
+                        norm.is_alone = partial(getattr, owner, "reads_input_once")
 
     def keep(self, stage: Stage) -> None:
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with

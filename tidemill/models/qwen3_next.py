@@ -31,6 +31,8 @@ _ATTENTION_EVERY = 4
 class GatedAttention(Attention):
     """Of each head, the stored projection of queries has the query's rows and then the gate's."""
 
+    reads_input_once = False  # but twice
+
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
         size, num_q, bias = config.hidden_size, config.num_heads * config.head_dim, config.attention_bias

@@ -65,9 +65,10 @@ def look_up(
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scales_ptr, width, eps, factor,
-    HAS_X: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_X: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`CODES`: the largest value of the 8-bit type in which the norm is written, too, with a scale for the row; 0: it is not."""
+    """`CODES`: the largest value of the 8-bit type in which the norm is written, with a scale for the row; 0: it is not. `PLAIN`:
+    it is written as it is."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -80,8 +81,9 @@ def _add_rms_norm(
         tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    value = (value * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, value, mask=inside)
+    value = (value * scale * weight).to(residual_ptr.dtype.element_ty)
+    if PLAIN:
+        tl.store(out_ptr + row * width + columns, value, mask=inside)
     if CODES:
         scale, codes = quantized(tl.where(inside, value.to(tl.float32), 0.0), 0, CODES, AHEAD)
         tl.store(codes_ptr + row * width + columns, codes, mask=inside)
@@ -101,19 +103,22 @@ def add_rms_norm(
     eps: float,
     scale: float = 1.0,
     handover: Handover | None = None,
+    alone: bool = False,
 ) -> torch.Tensor:
     """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `handover`: the result is put
-    in there, too, in its type."""
-    out = torch.empty_like(residual_TH)
+    in there, too, in its type; `alone`: only there. What is returned has no memory then, so that nothing can read it."""
+    alone = alone and handover is not None
+    out = torch.empty_like(residual_TH, device="meta" if alone else None)
     num_rows, width = residual_TH.shape
     x = residual_TH if x_TH is None else x_TH
     made = None
     if handover is not None:
-        made = Scaled(out.new_empty(out.shape, dtype=handover.dtype), out.new_empty(num_rows, dtype=torch.float32))
+        made = Scaled(torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32))
     launch(
-        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, out if made is None else made.values_NK.view(torch.int8),
-        out if made is None else made.scales, width, eps, scale, HAS_X=x_TH is not None,
-        CODES=0 if handover is None else LARGEST[handover.dtype], **_of_a_row(width), **how(num_rows),
+        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, residual_TH if alone else out,
+        out if made is None else made.values_NK.view(torch.int8), out if made is None else made.scales, width, eps, scale,
+        HAS_X=x_TH is not None, CODES=0 if handover is None else LARGEST[handover.dtype], PLAIN=not alone,
+        **_of_a_row(width), **how(num_rows),
     )  # fmt: skip
     if handover is not None and made is not None:
         handover.put(out, made)

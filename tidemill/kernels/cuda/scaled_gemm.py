@@ -19,11 +19,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidemill.kernels.cuda import hopper_scaled
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized, rounded
 from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import begin, how, launch
 
 BLOCK = 128  # columns to a scale, where there is more than one
+GROUP = 16  # strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from memory once
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
 
 
@@ -82,7 +84,7 @@ def quantize_rows(x_TK: torch.Tensor, dtype: torch.dtype, padded: int, static: t
     block = triton.next_power_of_2(padded)
     launch(
         _quantize_rows, (num_rows,), x_TK, values.view(torch.int8), scales, scales if static is None else static, width, padded,
-        LARGEST=LARGEST[dtype], STATIC=static is not None, BLOCK=block, num_warps=min(32, max(1, block // 512)),
+        LARGEST=LARGEST[dtype], STATIC=static is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
         **how(num_rows),
     )  # fmt: skip
     return Scaled(values, scales)
@@ -186,12 +188,15 @@ def gemm_scaled(
     """`dtype`: of the result. `act`, `out`: as `gemm` has them."""
     num_rows, num_in = x.values_NK.shape
     num_out = weight.values_NK.shape[0]
+    plain = tile is None and out is None and bias_N is None and dtype == torch.bfloat16
+    if plain and hopper_scaled.covers(weight, num_rows, act):
+        return hopper_scaled.gemm_by_roles(x, weight, act)
     tile = tile or choose_tile(num_rows, num_out, num_in, weight.has_blocks)
     if out is None:
         out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     options: dict[str, Any] = {
-        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,
+        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": GROUP, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,
         "INT": weight.values_NK.dtype == torch.int8, "HAS_BIAS": bias_N is not None, "ACT": act,
         "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip

@@ -328,6 +328,11 @@ class KVManager(TieredPages):
         """One more page; there is one group, and there is a free page."""
         self._sequences[seq].tables[0].pages.append(self._take())
 
+    def owns(self, seq: int, position: int) -> bool:
+        """There is one group: no other sequence reads the page of this token, nor is it cached. One that it lacks will be new."""
+        pages, at = self._sequences[seq].tables[0].pages, position // self.page_size
+        return at >= len(pages) or (self._pool.references(pages[at]) == 1 and pages[at] not in self._index)
+
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page
         any more."""

@@ -189,9 +189,12 @@ class Scheduler(RequestTable):
             elif item.num_drafts:
                 self._pages.take_back_drafts(request, item.num_draws - len(kept))
             progress.append(Progress(request, kept, reason, item.num_drafts))
+        self._end_commit(now, has_finished)
+        return progress
+
+    def _end_commit(self, now: float, has_finished: bool) -> None:
         if has_finished:
             self._emit_what_is_left(now)
-        return progress
 
     def _others_run_or_come(self, state: StepState) -> bool:
         """Requests that are not in the background."""

@@ -20,6 +20,8 @@ from tidemill.wire import Delta, Submit
 class SimCore(EngineCore):
     _scheduler_type = SteadyScheduler
 
+    _clock: VirtualClock
+
     def __init__(self, parts: Parts, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner) -> None:
         super().__init__(parts, config, clock, emit)
         self._simulated = runner
@@ -52,8 +54,8 @@ class SimCore(EngineCore):
         return request_id in self._live
 
     def jump(self, until_s: float) -> list[float]:
-        """After a step: all that follow like it and are planned before `until_s`. The result is as if each had been made.
-        Returns when the tokens of each came."""
+        """All steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
+        had been made. Returns when the tokens of each came; `produced` came with the first."""
         scheduler, runner = self.steady, self._simulated
         if not self._can_jump or len(self._in_flight) != runner.steps_ahead or self.structured:
             return []
@@ -61,11 +63,22 @@ class SimCore(EngineCore):
         most, before_s, prompt = scheduler.most()
         if most == 0:
             return []
-        times_s, planned_s = runner.repeat(scheduler.num_steady, prompt is not None, most, min(until_s, before_s))
-        if times_s:
-            last = scheduler.advance(len(times_s), prompt)
-            if self._in_flight:
-                self._in_flight[0] = InFlight(last, (last, runner.free_s), planned_s, is_ahead=True)
+        is_named = not scheduler.is_like_last(prompt)
+        times_s, planned_s = runner.repeat(scheduler.num_steady, prompt is not None, most, min(until_s, before_s), is_named)
+        if not times_s:
+            return []
+        last, num = scheduler.last_plan, len(times_s)
+        if self._in_flight and scheduler.has_results(prompt):
+            done, last = last, scheduler.advance(1, prompt)
+            self._clock.advance_to(times_s[0])
+            result = runner.results(done)
+            self._outputs(done, result, scheduler.commit(done, result.tokens), [])
+            num -= 1
+        if num:
+            last = scheduler.advance(num, prompt)
+        self._clock.advance_to(times_s[-1])
+        if self._in_flight:
+            self._in_flight[0] = InFlight(last, (last, runner.free_s), planned_s, is_ahead=True)
         return times_s
 
 

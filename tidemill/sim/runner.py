@@ -69,6 +69,9 @@ class SimRunner:
     def collect(self, launched: tuple[StepPlan, float]) -> StepResult:
         plan, done_s = launched
         self._clock.advance_to(done_s)
+        return self.results(plan)
+
+    def results(self, plan: StepPlan) -> StepResult:
         if self.acceptance is not None:
             return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
         return StepResult({item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples})
@@ -88,10 +91,12 @@ class SimRunner:
         """The cost model tells how steps like the last differ from it."""
         return self._line is not None and self._shape_s is not None
 
-    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float) -> tuple[list[float], float]:
+    def repeat(
+        self, num_decoding: int, goes_on: bool, most: int, until_s: float, is_other: bool
+    ) -> tuple[list[float], float]:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
-        and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens
-        of each came, and when the last was planned."""
+        and a prompt goes on: at most so many steps, and as long as they are planned before some time. `is_other`: in the last one
+        others did. Returns when the tokens of each came, and when the last was planned. The clock stays where it is."""
         num = num_decoding
         if goes_on:
             fixed_s = context_s = longest_s = rest_s = 0.0
@@ -128,9 +133,8 @@ class SimRunner:
             done_s = free_s
             times.append(now)
         if times:
-            self._clock.advance_to(now)
             self.free_s = free_s
-            self.times.append((first_s, free_s, len(times)))
+            self.times.append((first_s, free_s, 0 if is_other and len(times) == 1 else len(times)))
         return times, planned_s
 
     def _goes_on_s(self, begin_s: float) -> float:

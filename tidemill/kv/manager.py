@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
@@ -20,7 +20,7 @@ from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, PageChange
 from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
-from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
+from tidemill.kv.prefix import AnyIndex, Chain, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
 from tidemill.kv.tiered import TieredPages
 from tidemill.kv.tiers import Tiers
@@ -304,7 +304,7 @@ class KVManager(TieredPages):
         """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
         return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
 
-    def use_keys(self, chain: Callable[[bytes, Sequence[int]], bytes]) -> None:
+    def use_keys(self, chain: Chain) -> None:
         """Before any sequence is there: by which keys an index by hashes knows content."""
         if isinstance(self._index, HashIndex):
             self._index.chain = chain
@@ -324,14 +324,19 @@ class KVManager(TieredPages):
                 table.pages += new
         return changes
 
-    def grow(self, seq: int) -> None:
-        """One more page; there is one group, and there is a free page."""
-        self._sequences[seq].tables[0].pages.append(self._take())
+    def grow(self, seqs: Sequence[int]) -> None:
+        """One more page for each, in this order; there is one group, and there are free pages."""
+        for seq, page in zip(seqs, self._take_all(len(seqs)), strict=True):
+            self._sequences[seq].tables[0].pages.append(page)
 
-    def owns(self, seq: int, position: int) -> bool:
-        """There is one group: no other sequence reads the page of this token, nor is it cached. One that it lacks will be new."""
+    def owned_end(self, seq: int, position: int) -> int:
+        """There is one group: tokens from this one to the end are in a page that no other sequence reads, and that is not cached.
+        0: others read it."""
         pages, at = self._sequences[seq].tables[0].pages, position // self.page_size
-        return at >= len(pages) or (self._pool.references(pages[at]) == 1 and pages[at] not in self._index)
+        if at >= len(pages):
+            return position
+        is_own = self._pool.references(pages[at]) == 1 and pages[at] not in self._index
+        return (at + 1) * self.page_size if is_own else 0
 
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page
@@ -402,8 +407,7 @@ class KVManager(TieredPages):
                 self._put(sequence, token_ids, g, first, pages)
 
     def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
-        self._fresh.update([page for page in pages if page not in self._index])
-        self._index.put(sequence.path, token_ids, group, first, pages)
+        self._fresh.update(self._index.put(sequence.path, token_ids, group, first, pages))
         if self._behind is not None:
             for page in pages:
                 self._behind.offer(page, self._step)
@@ -452,7 +456,9 @@ class KVManager(TieredPages):
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        pages = [page for _, page in reversed(self._in_order(self._sequences.pop(seq).tables))]
+        tables = self._sequences.pop(seq).tables
+        pages = [page for _, page in self._in_order(tables)] if len(tables) > 1 else tables[0].held
+        pages.reverse()
         if self._emptied is None:
             self._pool.drop_all(pages)
             return
@@ -466,9 +472,7 @@ class KVManager(TieredPages):
             for group, table in zip(self.groups, tables, strict=True)
             for i in range(table.num_trimmed, len(table.pages))
         ]
-        if len(tables) > 1:
-            held.sort(key=lambda entry: entry[0])
-        return held
+        return held if len(tables) == 1 else sorted(held, key=lambda entry: entry[0])
 
     def preempt(self, seq: int, is_lost: bool = False) -> Leaving | None:
         """The sequence gives up its pages and will come back. Returns how, if there are tiers to choose. `is_lost`: what it
@@ -571,7 +575,7 @@ class KVManager(TieredPages):
             return [self._take() for _ in range(num)]
         pages = self._pool.take_all(num)
         self._fresh.difference_update(pages)
-        self.num_evicted += sum(map(self._index.forget, pages))
+        self.num_evicted += self._index.forget_all(pages)
         return pages
 
     def _forget(self, page: int) -> bool:

@@ -71,12 +71,16 @@ class PagePool:
 
     def drop_all(self, pages: Iterable[int]) -> None:
         """As many calls of `drop`."""
-        refs = self._refs
+        refs, keepers, before, after = self._refs, self._keepers, self._prev, self._next
         for page in pages:
             assert refs[page] > 0
             refs[page] -= 1
-            if not refs[page]:
-                self._link(page)
+            if not refs[page]:  # as `_link` does it
+                sentinel = self.num_pages + (keepers[page] > 0)
+                tail = before[sentinel]
+                after[tail] = before[sentinel] = page
+                before[page], after[page] = tail, sentinel
+                self.num_free += 1
 
     def share(self, page: int) -> None:
         """One more owner; a free page leaves the free list."""

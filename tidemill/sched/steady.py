@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from heapq import heappop, heappush, nsmallest
+from heapq import heappop, heappush, heapreplace, nsmallest
 from typing import Any
 
 from tidemill import events
@@ -122,7 +122,9 @@ class SteadyScheduler(Scheduler):
 
     def _joins(self, item: StepItem) -> bool:
         request = self._requests.get(item.seq)
-        if request is None or request.epoch != item.epoch or (left := self._num_left(request)) <= 0:
+        if request is None or request.epoch != item.epoch or request.first_token_s is None:
+            return False
+        if (left := self._num_left(request)) <= 0:
             return False
         self._add(request, left)
         return True
@@ -145,11 +147,9 @@ class SteadyScheduler(Scheduler):
 
     def _owns_page(self, request: Request) -> bool:
         """Of a prompt that was computed: where its next token goes, no other sequence reads."""
-        if not self._is_simple or not self.kv.owns(request.seq, request.num_computed):
-            return False
-        size = self.kv.page_size
-        request.writable_end = -(-request.num_computed // size) * size
-        return True
+        if self._is_simple:
+            request.writable_end = self.kv.owned_end(request.seq, request.num_computed)
+        return request.writable_end >= request.num_computed
 
     def _add(self, request: Request, left: int) -> None:
         step = self.num_made
@@ -325,8 +325,34 @@ class SteadyScheduler(Scheduler):
     def _turn_pages(self, end: int) -> None:
         """Of all plans before this one, in their order."""
         due = self._due
+        if not self._is_simple:
+            while due and due[0][0] < end:
+                self._turn_page()
+            return
+        takers, size, kv = list[int](), self.kv.page_size, self.kv
         while due and due[0][0] < end:
-            self._turn_page()
+            at, rank, takes, member = due[0]
+            if member.since < 0:
+                heappop(due)
+                continue
+            request = member.request
+            if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
+                if takers:  # their pages may be those of equal content
+                    kv.grow(takers)
+                    takers = []
+                self._record_page(member, at)
+            if not takes:
+                heappop(due)
+                continue
+            takers.append(request.seq)
+            request.writable_end += size
+            if self.steps_ahead:
+                heapreplace(due, (at + size, rank, True, member))
+            else:
+                heappop(due)
+                self._await_page(member, at + size)
+        if takers:
+            kv.grow(takers)
 
     def _turn_page(self) -> None:
         at, _, takes, member = heappop(self._due)
@@ -334,24 +360,25 @@ class SteadyScheduler(Scheduler):
             return
         request, kv = member.request, self.kv
         if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
-            # Known by then are the tokens before the one that this plan computes, and where none is in flight, that one.
-            if num := at - member.since:  # steps that it lags behind
-                request.num_computed += num
-                request.tokens += [self.first_token + request.seq] * num
-                self.caught_up.append((request.request_id, member.since, at))
-                member.since = at
-            kv.record(request.seq, request.tokens, len(request.tokens))
-            member.is_known = True
+            self._record_page(member, at)
         if takes:
             position = request.writable_end
-            if self._is_simple:
-                kv.grow(request.seq)
-            else:
-                kv.trim(request.seq, position)
-                done = kv.extend(request.seq, position + 1)
-                assert done is not None, "there were enough pages"
+            kv.trim(request.seq, position)
+            done = kv.extend(request.seq, position + 1)
+            assert done is not None, "there were enough pages"
             request.writable_end += kv.page_size
             self._await_page(member, at + kv.page_size)
+
+    def _record_page(self, member: _Member, at: int) -> None:
+        """Known by then are the tokens before the one that this plan computes, and where none is in flight, that one."""
+        request = member.request
+        if num := at - member.since:  # steps that it lags behind
+            request.num_computed += num
+            request.tokens += [self.first_token + request.seq] * num
+            self.caught_up.append((request.request_id, member.since, at))
+            member.since = at
+        self.kv.record(request.seq, request.tokens, len(request.tokens))
+        member.is_known = True
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         if not plan.num_steady:

@@ -26,7 +26,7 @@ class SimCore(EngineCore):
         super().__init__(parts, config, clock, emit)
         self._simulated = runner
         self.produced: list[Progress] = []  # by the last step; to be cleared by who reads it
-        self.scheduler.kv.use_keys(_quick_key)
+        self.scheduler.kv.use_keys(_quick_keys)
         assert isinstance(self.scheduler, SteadyScheduler)
         self.steady = runner.steady = self.scheduler
         self.steady.steps_ahead, self.steady.first_token = runner.steps_ahead, FIRST_TOKEN
@@ -82,9 +82,17 @@ class SimCore(EngineCore):
         return times_s
 
 
-def _quick_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Of a page. 64 bits that are no secret are enough for one process of a simulation."""
-    first, num = token_ids[0], len(token_ids)
+def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """Of pages. 64 bits that are no secret are enough for one process of a simulation."""
+    keys, first, num = list[bytes](), token_ids[0], len(token_ids)
     if token_ids.count(first) == num:  # nearly all: what they are does not matter
-        return hash((parent, first, num, None)).to_bytes(8, "big", signed=True)
-    return hash((parent, *token_ids)).to_bytes(8, "big", signed=True)
+        for _ in range(num // page_size):
+            parent = hash((parent, first)).to_bytes(8, "big", signed=True)
+            keys.append(parent)
+        return keys
+    for at in range(0, num, page_size):
+        page = token_ids[at : at + page_size]
+        alike = page.count(page[0]) == page_size
+        parent = hash((parent, page[0]) if alike else (parent, *page)).to_bytes(8, "big", signed=True)
+        keys.append(parent)
+    return keys

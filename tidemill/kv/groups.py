@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidemill.kv.pages import NULL_PAGE
 
 
-@dataclass(frozen=True, slots=True)
-class PageChange:
+class PageChange(NamedTuple):
     """Entries of a sequence's page table in one group, from `first_index` on."""
 
     group: int

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tidemill.cache_layout import Group
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
@@ -50,8 +51,7 @@ class _Sequence:
         return num_tokens if self.policy is None else self.policy.num_slots(num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """What a new sequence begins with."""
 
     num_cached: int  # tokens
@@ -62,8 +62,7 @@ class Start:
     num_peer: int = 0  # other engines have computed them
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(NamedTuple):
     """What is cached of a prompt."""
 
     num_tokens: int

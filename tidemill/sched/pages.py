@@ -28,9 +28,10 @@ class Pages:
         self._loading: dict[int, tuple[Request, float]] = {}  # by seq, and since when
 
     def send_with(self, plan: StepPlan) -> None:
-        self.unsent.send_with(plan, self._kv.tables)
+        if not self.unsent.is_empty:
+            self.unsent.send_with(plan, self._kv.tables)
+            self.unsent = Unsent()
         plan.empty_pages = self._kv.take_emptied()
-        self.unsent = Unsent()
         plan.page_moves = self._kv.take_moves()
 
     def moves_only(self, plan: StepPlan) -> StepPlan | None:

@@ -131,6 +131,9 @@ class _Class:
             return None
         best, chosen, least = self.best, None, (0, 0)
         for tenant in self._ready.values():
+            if len(self._ready) == 1:
+                chosen = tenant.candidate(best, now)
+                break
             served = (tenant.num_served, tenant.ready[0].seq)
             if (chosen is None or served < least) and (request := tenant.candidate(best, now)) is not None:
                 chosen, least = request, served

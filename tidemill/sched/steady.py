@@ -252,11 +252,15 @@ class SteadyScheduler(Scheduler):
         super()._remove(request)
 
     def _end_commit(self, now: float, has_finished: bool) -> None:
+        if self._firsts:
+            self.take_first_tokens(now)
+        super()._end_commit(now, has_finished)
+
+    def take_first_tokens(self, now: float) -> None:
         for request in self._firsts:
             request.first_token_s = now
             self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
         self._firsts.clear()
-        super()._end_commit(now, has_finished)
 
     # ---- a step
 
@@ -519,7 +523,7 @@ class SteadyScheduler(Scheduler):
 
     def advance(self, num: int, prompt: StepItem | None) -> StepPlan:
         """Plan and commit so many steps, none of which ends a request. Returns the last of them."""
-        num_evicted, items = self.kv.num_evicted, []
+        num_evicted, last = self.kv.num_evicted, self.last_plan
         is_named = self.names_steady and not self.is_like_last(prompt)
         for account, each in self._accounts.items():
             account.num_served += num * each
@@ -533,15 +537,18 @@ class SteadyScheduler(Scheduler):
             self.kv.record(request.seq, request.tokens, request.num_computed)
             start = prompt.start + num * prompt.count
             items = [StepItem(prompt.seq, prompt.row, start, prompt.count, False, prompt.epoch)]
+            last = self.last_plan = StepPlan(last.step, items)
+        elif last.items:  # which are not committed yet
+            last = self.last_plan = StepPlan(last.step)
+        last.step, last.num_steady, self._num_decoding = last.step + num, len(self._members), 0
         self._background.skip(num, is_alone=False, num_spent=0)
         self._step += num
         if self.kv.num_evicted > num_evicted:
             why = "least recently used, to make room"
             self._emit(events.PagesEvicted(self._clock.now(), self.kv.num_evicted - num_evicted, why, 0))
-        self.last_plan, self._num_decoding = StepPlan(self.last_plan.step + num, items, num_steady=len(self._members)), 0
         if is_named:
-            self._emit(self._planned(self.last_plan))
-        return self.last_plan
+            self._emit(self._planned(last))
+        return last
 
 
 def _until_aged(queued_s: float, now: float) -> float:

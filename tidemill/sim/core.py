@@ -71,8 +71,11 @@ class SimCore(EngineCore):
         if self._in_flight and scheduler.has_results(prompt):
             done, last = last, scheduler.advance(1, prompt)
             self._clock.advance_to(times_s[0])
-            result = runner.results(done)
-            self._outputs(done, result, scheduler.commit(done, result.tokens), [])
+            if done.items:
+                result = runner.results(done)
+                self._outputs(done, result, scheduler.commit(done, result.tokens), [])
+            else:
+                scheduler.take_first_tokens(times_s[0])
             num -= 1
         if num:
             last = scheduler.advance(num, prompt)

@@ -108,8 +108,9 @@ class SimRunner:
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
         first_s, times, host_s, is_ahead, exp = free_s, list[float](), self._host_s, self.steps_ahead > 0, math.exp
-        while most > 0 and now < until_s:  # a step is a turn of this loop and little else: nothing is called that need not be
-            most -= 1
+        for _ in range(most):  # a step is a turn of this loop and little else: nothing is called that need not be
+            if now >= until_s:
+                break
             planned_s = now
             now += host_s
             begin_s = now if now > free_s else free_s
@@ -147,7 +148,8 @@ class SimRunner:
         """Of steps in which so many decode: what each takes, per token of context and of the longest as well, and the rest; and
         how much context the last step had, and the longest."""
         assert self._line is not None
-        shape = self._shapes.of(StepPlan(0, num_steady=num), self.steady)
+        assert self.steady is not None
+        shape = self._shapes.of_steady(num, self.steady)
         return *self._line(num), self._rest_s(shape), shape.decode_context, shape.longest
 
 

@@ -87,15 +87,18 @@ class SimCore(EngineCore):
 
 def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
     """Of pages. 64 bits that are no secret are enough for one process of a simulation."""
-    keys, first, num = list[bytes](), token_ids[0], len(token_ids)
-    if token_ids.count(first) == num:  # nearly all: what they are does not matter
-        for _ in range(num // page_size):
-            parent = hash((parent, first)).to_bytes(8, "big", signed=True)
-            keys.append(parent)
-        return keys
-    for at in range(0, num, page_size):
+    keys = list[bytes]()
+    for at in range(0, len(token_ids), page_size):
+        first = token_ids[at]
+        if first == token_ids[-1] and (at < 2 * page_size or token_ids[at - 1] != first):
+            rest = token_ids[at:] if at else token_ids
+            if rest.count(first) == len(rest):  # nearly always: what they are does not matter
+                for _ in range(len(rest) // page_size):
+                    parent = hash((parent, first)).to_bytes(8, "big", signed=True)
+                    keys.append(parent)
+                break
         page = token_ids[at : at + page_size]
-        alike = page.count(page[0]) == page_size
-        parent = hash((parent, page[0]) if alike else (parent, *page)).to_bytes(8, "big", signed=True)
+        is_same = page.count(first) == page_size
+        parent = hash((parent, first) if is_same else (parent, *page)).to_bytes(8, "big", signed=True)
         keys.append(parent)
     return keys

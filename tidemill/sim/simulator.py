@@ -17,7 +17,7 @@ from tidemill.config import EngineConfig
 from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
-from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepDone, StepPlanned
+from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
 from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
@@ -195,19 +195,17 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
-            match event:
-                case StepDone():
-                    pass
-                case StepPlanned():
-                    if event.num_waiting > self.most_waiting:
-                        self.most_waiting = event.num_waiting
-                case Admitted():
-                    self.num_prompt += event.num_tokens
-                    self.num_cached += event.num_cached
-                case Preempted():
-                    self.num_preempted += 1
-                case PagesEvicted():
-                    self.num_evicted += event.num_pages
+            kind = type(event)
+            if kind is StepPlanned:
+                if event.num_waiting > self.most_waiting:
+                    self.most_waiting = event.num_waiting
+            elif kind is Admitted:
+                self.num_prompt += event.num_tokens
+                self.num_cached += event.num_cached
+            elif kind is PagesEvicted:
+                self.num_evicted += event.num_pages
+            elif kind is Preempted:
+                self.num_preempted += 1
 
 
 class SimEngine:

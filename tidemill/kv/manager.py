@@ -312,6 +312,8 @@ class KVManager(TieredPages):
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
         pages (nothing is changed then). `windows`: also in groups with a window."""
         tables = self._sequences[seq].tables
+        if len(tables) == 1 and num_tokens <= len(tables[0].pages) * self.groups[0].page_size:
+            return []
         nums_new = self._nums_new(seq, num_tokens, windows)
         if sum(num for num in nums_new if num > 0) > self._pool.num_free:
             return None

@@ -145,6 +145,9 @@ class Pages:
         if new is None:
             return False
         self.unsent.update_pages(request.row, new)
+        groups = self._kv.groups
+        if len(groups) == 1 and new and new[0].first_index * groups[0].page_size <= request.num_computed and not request.cache:
+            return True  # all of them are in new pages
         copies = self._kv.copies_to_write(request.seq, request.num_computed, end)
         if copies is None:
             return False

@@ -14,11 +14,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tidemill.cache_layout import Group
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
-from tidemill.kv.groups import GroupTable, PageChange
+from tidemill.kv.groups import GroupTable, Match, PageChange, Start
 from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Chain, Found, HashIndex, Path
@@ -49,26 +48,6 @@ class _Sequence:
 
     def num_slots(self, num_tokens: int) -> int:
         return num_tokens if self.policy is None else self.policy.num_slots(num_tokens)
-
-
-class Start(NamedTuple):
-    """What a new sequence begins with."""
-
-    num_cached: int  # tokens
-    num_matching: int  # tokens that the prefix index knows, though pages may be missing
-    copies: list[tuple[int, int, int]]  # as of `copies_to_write`: a page of which part is shared
-    num_host: int = 0  # of the cached tokens: they are loaded from host memory
-    num_disk: int = 0
-    num_peer: int = 0  # other engines have computed them
-
-
-class _Match(NamedTuple):
-    """What is cached of a prompt."""
-
-    num_tokens: int
-    num_matching: int
-    tables: list[GroupTable]  # of a sequence that starts with it, without; negative: to be loaded from this place in a tier
-    partly: list[int]  # the pages, one of each group or none, whose first tokens are its last
 
 
 class KVManager(TieredPages):
@@ -149,7 +128,7 @@ class KVManager(TieredPages):
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
         return self._match(path).num_tokens
 
-    def _match(self, path: Path, policy: CachePolicy | None = None) -> _Match:
+    def _match(self, path: Path, policy: CachePolicy | None = None) -> Match:
         """Without the tiers, if what they hold is faster computed again."""
         match = self._match_in(self._index.find(path), policy)
         if self._behind is None:
@@ -161,9 +140,9 @@ class KVManager(TieredPages):
         num_gained = match.num_tokens - plain.num_tokens
         return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
-    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> _Match:
+    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> Match:
         if not found.num_tokens:
-            return _Match(0, 0, [GroupTable([]) for _ in self.groups], [])
+            return Match(0, 0, [GroupTable([]) for _ in self.groups], [])
         tables, num_pages = [], found.num_tokens // self.page_size
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
@@ -177,7 +156,7 @@ class KVManager(TieredPages):
             end = num_tokens // self.page_size
             needed = pages[max(end - 1, 0) : end] if group.is_state else pages[first : num_tokens // group.page_size]
             tables.append(GroupTable([*[NULL_PAGE] * first, *needed], first))
-        return _Match(num_tokens, found.num_tokens, tables, partly)
+        return Match(num_tokens, found.num_tokens, tables, partly)
 
     def _num_usable(self, pages: Sequence[Sequence[int]], num: int) -> int:
         """Of a prefix of so many pages' tokens, how many of which every group has what it needs."""
@@ -206,7 +185,7 @@ class KVManager(TieredPages):
             num_tokens if policy is None else policy.most_slots(num_tokens), self._match(path, policy)
         )
 
-    def _num_pages_to_admit(self, num_tokens: int, match: _Match) -> int:
+    def _num_pages_to_admit(self, num_tokens: int, match: Match) -> int:
         num = 0
         for group, table in zip(self.groups, match.tables, strict=True):
             found = table.held
@@ -293,7 +272,7 @@ class KVManager(TieredPages):
                 self._behind.reuse(page)
                 self._behind.offer(page, self._step)
 
-    def _stops(self, num_tokens: int, match: _Match) -> tuple[int, int]:
+    def _stops(self, num_tokens: int, match: Match) -> tuple[int, int]:
         """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
         its end, as the next turn of a conversation does."""
         size = self.page_size

@@ -297,7 +297,7 @@ class Scheduler(RequestTable):
         num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
         num_kept = num_left - state.num_left
         self._continue_prompts(prompts, plan, state, in_background=True)
-        if none_waits:
+        if none_waits and self.waiting:
             self._start_waiting(plan, state, in_background=True)
         state.num_left += num_kept
 

@@ -478,7 +478,9 @@ class SteadyScheduler(Scheduler):
         if alone is None or self._by_prefix:
             return unknown
         request = self._next_waiting()
-        if request is None or not request.deferred_because or (prompt is not None and self._requests[prompt.seq].account is not alone):
+        if request is None or not request.deferred_because:
+            return unknown
+        if prompt is not None and self._requests[prompt.seq].account is not alone:
             return unknown
         if self._may_find():
             self.record_all()

@@ -54,7 +54,7 @@ class SimCore(EngineCore):
         return request_id in self._live
 
     def jump(self, until_s: float) -> list[float]:
-        """All steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
+        """Steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
         had been made. Returns when the tokens of each came; `produced` came with the first."""
         scheduler, runner = self.steady, self._simulated
         if not self._can_jump or len(self._in_flight) != runner.steps_ahead or self.structured:

@@ -42,6 +42,7 @@ class SimRunner:
         decay_s, self._decode_rise, self._mixed_rise = heat
         self._heat = Heat(decay_s) if decay_s else None
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
+        self._lines: dict[int, tuple[float, float, float]] = {}  # by the number that decodes
         self.free_s = 0.0  # when all that was launched is done
         self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
 
@@ -91,9 +92,7 @@ class SimRunner:
         """The cost model tells how steps like the last differ from it."""
         return self._line is not None and self._shape_s is not None
 
-    def repeat(
-        self, num_decoding: int, goes_on: bool, most: int, until_s: float, is_other: bool
-    ) -> tuple[list[float], float]:
+    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float, is_other: bool) -> tuple[list[float], float]:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
         and a prompt goes on: at most so many steps, and as long as they are planned before some time. `is_other`: in the last one
         others did. Returns when the tokens of each came, and when the last was planned. The clock stays where it is."""
@@ -149,8 +148,11 @@ class SimRunner:
         how much context the last step had, and the longest."""
         assert self._line is not None
         assert self.steady is not None
+        line = self._lines.get(num)
+        if line is None:
+            line = self._lines[num] = self._line(num)
         shape = self._shapes.of_steady(num, self.steady)
-        return *self._line(num), self._rest_s(shape), shape.decode_context, shape.longest
+        return *line, self._rest_s(shape), shape.decode_context, shape.longest
 
 
 def _nothing(shape: StepShape) -> float:

@@ -195,16 +195,15 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
-            kind = type(event)
-            if kind is StepPlanned:
+            if type(event) is StepPlanned:
                 if event.num_waiting > self.most_waiting:
                     self.most_waiting = event.num_waiting
-            elif kind is Admitted:
+            elif type(event) is Admitted:
                 self.num_prompt += event.num_tokens
                 self.num_cached += event.num_cached
-            elif kind is PagesEvicted:
+            elif type(event) is PagesEvicted:
                 self.num_evicted += event.num_pages
-            elif kind is Preempted:
+            elif type(event) is Preempted:
                 self.num_preempted += 1
 
 

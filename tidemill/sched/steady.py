@@ -540,7 +540,7 @@ class SteadyScheduler(Scheduler):
             start = prompt.start + num * prompt.count
             items = [StepItem(prompt.seq, prompt.row, start, prompt.count, False, prompt.epoch)]
             last = self.last_plan = StepPlan(last.step, items)
-        elif last.items:  # which are not committed yet
+        elif last.items or last.new_rows:  # not committed yet; or tokens of a prompt, which nobody needs any more
             last = self.last_plan = StepPlan(last.step)
         last.step, last.num_steady, self._num_decoding = last.step + num, len(self._members), 0
         self._background.skip(num, is_alone=False, num_spent=0)

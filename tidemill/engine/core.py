@@ -239,7 +239,7 @@ class EngineCore:
             request.request_id,
             request.prompt_ids,
             params,
-            eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
+            eos_token_ids=frozenset([t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size]),
             priority=request.priority,
             salt=_salt(request.salt, adapter),
             tenant=request.tenant,

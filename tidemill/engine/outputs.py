@@ -41,10 +41,13 @@ class Live:
             self.pooled = self.pooled + part if self.pooled is not None and item.start > 0 and is_mean else part
 
     def delta(self, done: Progress, logprobs: list[TokenLogprobs] | None, now: float) -> Delta:
-        request, index = done.request, self.samples[done.request.seq]
-        is_first = len(request.tokens) - request.num_prompt == len(done.token_ids)
+        request, token_ids = done.request, done.token_ids
+        index, num = self.samples[request.seq], request.num_cached
+        is_first = len(request.tokens) - request.num_prompt == len(token_ids)
         if not is_first and logprobs is None and done.finish_reason is None:  # nearly all
-            return Delta(self.request_id, index, done.token_ids, None, num_cached=request.num_cached, num_held=request.num_held)
+            if not request.num_held:
+                return Delta(self.request_id, index, token_ids, None, None, None, num)
+            return Delta(self.request_id, index, token_ids, num_cached=num, num_held=request.num_held)
         wants_prompt = is_first and request.params.prompt_logprobs is not None and index == 0
         return Delta(
             self.request_id,

@@ -1,14 +1,14 @@
-"""A sequence's page table in one KV group. Ints only."""
+"""A sequence's page table in one KV group, and what a new one begins with. Ints only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidemill.kv.pages import NULL_PAGE
 
 
-@dataclass(frozen=True, slots=True)
-class PageChange:
+class PageChange(NamedTuple):
     """Entries of a sequence's page table in one group, from `first_index` on."""
 
     group: int
@@ -37,3 +37,23 @@ class GroupTable:
         self.pages[self.num_trimmed : end] = [NULL_PAGE] * len(given)
         self.num_trimmed = end
         return given
+
+
+class Start(NamedTuple):
+    """What a new sequence begins with."""
+
+    num_cached: int  # tokens
+    num_matching: int  # tokens that the prefix index knows, though pages may be missing
+    copies: list[tuple[int, int, int]]  # as of `copies_to_write`: a page of which part is shared
+    num_host: int = 0  # of the cached tokens: they are loaded from host memory
+    num_disk: int = 0
+    num_peer: int = 0  # other engines have computed them
+
+
+class Match(NamedTuple):
+    """What is cached of a prompt."""
+
+    num_tokens: int
+    num_matching: int
+    tables: list[GroupTable]  # of a sequence that starts with it, without; negative: to be loaded from this place in a tier
+    partly: list[int]  # the pages, one of each group or none, whose first tokens are its last

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
-from tidemill.kv.groups import GroupTable, PageChange
+from tidemill.kv.groups import GroupTable, Match, PageChange, Start
 from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
-from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
+from tidemill.kv.prefix import AnyIndex, Chain, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
 from tidemill.kv.tiered import TieredPages
 from tidemill.kv.tiers import Tiers
@@ -48,28 +48,6 @@ class _Sequence:
 
     def num_slots(self, num_tokens: int) -> int:
         return num_tokens if self.policy is None else self.policy.num_slots(num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a new sequence begins with."""
-
-    num_cached: int  # tokens
-    num_matching: int  # tokens that the prefix index knows, though pages may be missing
-    copies: list[tuple[int, int, int]]  # as of `copies_to_write`: a page of which part is shared
-    num_host: int = 0  # of the cached tokens: they are loaded from host memory
-    num_disk: int = 0
-    num_peer: int = 0  # other engines have computed them
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """What is cached of a prompt."""
-
-    num_tokens: int
-    num_matching: int
-    tables: list[GroupTable]  # of a sequence that starts with it, without; negative: to be loaded from this place in a tier
-    partly: list[int]  # the pages, one of each group or none, whose first tokens are its last
 
 
 class KVManager(TieredPages):
@@ -150,7 +128,7 @@ class KVManager(TieredPages):
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
         return self._match(path).num_tokens
 
-    def _match(self, path: Path, policy: CachePolicy | None = None) -> _Match:
+    def _match(self, path: Path, policy: CachePolicy | None = None) -> Match:
         """Without the tiers, if what they hold is faster computed again."""
         match = self._match_in(self._index.find(path), policy)
         if self._behind is None:
@@ -162,9 +140,9 @@ class KVManager(TieredPages):
         num_gained = match.num_tokens - plain.num_tokens
         return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
-    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> _Match:
+    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> Match:
         if not found.num_tokens:
-            return _Match(0, 0, [GroupTable([]) for _ in self.groups], [])
+            return Match(0, 0, [GroupTable([]) for _ in self.groups], [])
         tables, num_pages = [], found.num_tokens // self.page_size
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
@@ -178,7 +156,7 @@ class KVManager(TieredPages):
             end = num_tokens // self.page_size
             needed = pages[max(end - 1, 0) : end] if group.is_state else pages[first : num_tokens // group.page_size]
             tables.append(GroupTable([*[NULL_PAGE] * first, *needed], first))
-        return _Match(num_tokens, found.num_tokens, tables, partly)
+        return Match(num_tokens, found.num_tokens, tables, partly)
 
     def _num_usable(self, pages: Sequence[Sequence[int]], num: int) -> int:
         """Of a prefix of so many pages' tokens, how many of which every group has what it needs."""
@@ -207,7 +185,7 @@ class KVManager(TieredPages):
             num_tokens if policy is None else policy.most_slots(num_tokens), self._match(path, policy)
         )
 
-    def _num_pages_to_admit(self, num_tokens: int, match: _Match) -> int:
+    def _num_pages_to_admit(self, num_tokens: int, match: Match) -> int:
         num = 0
         for group, table in zip(self.groups, match.tables, strict=True):
             found = table.held
@@ -294,7 +272,7 @@ class KVManager(TieredPages):
                 self._behind.reuse(page)
                 self._behind.offer(page, self._step)
 
-    def _stops(self, num_tokens: int, match: _Match) -> tuple[int, int]:
+    def _stops(self, num_tokens: int, match: Match) -> tuple[int, int]:
         """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
         its end, as the next turn of a conversation does."""
         size = self.page_size
@@ -304,7 +282,7 @@ class KVManager(TieredPages):
         """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
         return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
 
-    def use_keys(self, chain: Callable[[bytes, Sequence[int]], bytes]) -> None:
+    def use_keys(self, chain: Chain) -> None:
         """Before any sequence is there: by which keys an index by hashes knows content."""
         if isinstance(self._index, HashIndex):
             self._index.chain = chain
@@ -313,6 +291,8 @@ class KVManager(TieredPages):
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
         pages (nothing is changed then). `windows`: also in groups with a window."""
         tables = self._sequences[seq].tables
+        if len(tables) == 1 and num_tokens <= len(tables[0].pages) * self.groups[0].page_size:
+            return []
         nums_new = self._nums_new(seq, num_tokens, windows)
         if sum(num for num in nums_new if num > 0) > self._pool.num_free:
             return None
@@ -324,9 +304,19 @@ class KVManager(TieredPages):
                 table.pages += new
         return changes
 
-    def grow(self, seq: int) -> None:
-        """One more page; there is one group, and there is a free page."""
-        self._sequences[seq].tables[0].pages.append(self._take())
+    def grow(self, seqs: Sequence[int]) -> None:
+        """One more page for each, in this order; there is one group, and there are free pages."""
+        for seq, page in zip(seqs, self._take_all(len(seqs)), strict=True):
+            self._sequences[seq].tables[0].pages.append(page)
+
+    def owned_end(self, seq: int, position: int) -> int:
+        """There is one group: tokens from this one to the end are in a page that no other sequence reads, and that is not cached.
+        0: others read it."""
+        pages, at = self._sequences[seq].tables[0].pages, position // self.page_size
+        if at >= len(pages):
+            return position
+        is_own = self._pool.references(pages[at]) == 1 and pages[at] not in self._index
+        return (at + 1) * self.page_size if is_own else 0
 
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page
@@ -397,8 +387,7 @@ class KVManager(TieredPages):
                 self._put(sequence, token_ids, g, first, pages)
 
     def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
-        self._fresh.update([page for page in pages if page not in self._index])
-        self._index.put(sequence.path, token_ids, group, first, pages)
+        self._fresh.update(self._index.put(sequence.path, token_ids, group, first, pages))
         if self._behind is not None:
             for page in pages:
                 self._behind.offer(page, self._step)
@@ -447,7 +436,9 @@ class KVManager(TieredPages):
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        pages = [page for _, page in reversed(self._in_order(self._sequences.pop(seq).tables))]
+        tables = self._sequences.pop(seq).tables
+        pages = [page for _, page in self._in_order(tables)] if len(tables) > 1 else tables[0].held
+        pages.reverse()
         if self._emptied is None:
             self._pool.drop_all(pages)
             return
@@ -461,9 +452,7 @@ class KVManager(TieredPages):
             for group, table in zip(self.groups, tables, strict=True)
             for i in range(table.num_trimmed, len(table.pages))
         ]
-        if len(tables) > 1:
-            held.sort(key=lambda entry: entry[0])
-        return held
+        return held if len(tables) == 1 else sorted(held, key=lambda entry: entry[0])
 
     def preempt(self, seq: int, is_lost: bool = False) -> Leaving | None:
         """The sequence gives up its pages and will come back. Returns how, if there are tiers to choose. `is_lost`: what it
@@ -566,7 +555,7 @@ class KVManager(TieredPages):
             return [self._take() for _ in range(num)]
         pages = self._pool.take_all(num)
         self._fresh.difference_update(pages)
-        self.num_evicted += sum(map(self._index.forget, pages))
+        self.num_evicted += self._index.forget_all(pages)
         return pages
 
     def _forget(self, page: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 
 NULL_PAGE = 0  # never owned, never written; fills the unused tail of page tables
@@ -27,12 +26,8 @@ class PagePool:
         self.num_kept = 0
         self._times_taken = [0] * num_pages
         self._keepers = [0] * num_pages  # how many want a page to be kept
-        order = [num_pages, *range(1, num_pages), num_pages]
-        self._next = [0] * num_pages + [0, num_pages + 1]
-        self._prev = [0] * num_pages + [0, num_pages + 1]
-        for before, after in itertools.pairwise(order):
-            self._next[before] = after
-            self._prev[after] = before
+        self._next = [0, *range(2, num_pages + 1), 1, num_pages + 1]
+        self._prev = [0, num_pages, *range(1, num_pages), num_pages + 1]
 
     def references(self, page: int) -> int:
         return self._refs[page]
@@ -60,23 +55,29 @@ class PagePool:
         pages, following, refs, times = list[int](), self._next, self._refs, self._times_taken
         sentinel = self.num_pages
         page = following[sentinel]
-        while len(pages) < num and page != sentinel:  # none of the first list is kept
-            pages.append(page)
+        for _ in range(num):
+            if page == sentinel:
+                break
+            pages.append(page)  # none of the first list is kept
             refs[page] = 1
             times[page] += 1
             page = following[page]
         following[sentinel], self._prev[page] = page, sentinel
         self.num_free -= len(pages)
-        return pages + [self.take() for _ in range(num - len(pages))]
+        return pages if len(pages) == num else pages + [self.take() for _ in range(num - len(pages))]
 
     def drop_all(self, pages: Iterable[int]) -> None:
         """As many calls of `drop`."""
-        refs = self._refs
+        refs, keepers, before, after = self._refs, self._keepers, self._prev, self._next
         for page in pages:
             assert refs[page] > 0
             refs[page] -= 1
-            if not refs[page]:
-                self._link(page)
+            if not refs[page]:  # as `_link` does it
+                sentinel = self.num_pages + (keepers[page] > 0)
+                tail = before[sentinel]
+                after[tail] = before[sentinel] = page
+                before[page], after[page] = tail, sentinel
+                self.num_free += 1
 
     def share(self, page: int) -> None:
         """One more owner; a free page leaves the free list."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import takewhile
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 from tidemill.cache_layout import Group
 from tidemill.kv.pages import NULL_PAGE
@@ -67,12 +67,17 @@ class PrefixIndex(ABC, Generic[P]):
         return True
 
     @abstractmethod
-    def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
-        """The group's pages number `first` and following of a sequence with this path and these tokens are full."""
+    def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> list[int]:
+        """The group's pages number `first` and following of a sequence with this path and these tokens are full. Returns those
+        that were not in the index."""
 
     @abstractmethod
     def forget(self, page: int) -> bool:
         """The page's content is about to be overwritten. True if it was cached."""
+
+    def forget_all(self, pages: Iterable[int]) -> int:
+        """How many of them were cached."""
+        return sum(map(self.forget, pages))
 
     @abstractmethod
     def clear(self) -> int:
@@ -128,6 +133,7 @@ class Copies:
 # ---- chained hashes
 
 _MOST_SEEN = 65_536  # keys
+_MOST_ROOTS = 1024
 
 
 def root_key(salt: str, page_size: int) -> bytes:
@@ -135,9 +141,17 @@ def root_key(salt: str, page_size: int) -> bytes:
     return sha256(b"tidemill-prefix\0%d\0" % page_size + salt.encode()).digest()
 
 
-def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of a full page: its tokens and, through `parent`, all tokens before it."""
-    return sha256(parent + array("I", token_ids).tobytes()).digest()
+def chain_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """Keys of full pages: of each its tokens and, through the key before it, all tokens before it."""
+    keys, data = list[bytes](), array("I", token_ids)
+    data_bytes, num_bytes = data.tobytes(), page_size * data.itemsize
+    for at in range(0, len(data_bytes), num_bytes):
+        parent = sha256(parent + data_bytes[at : at + num_bytes]).digest()
+        keys.append(parent)
+    return keys
+
+
+Chain: TypeAlias = Callable[[bytes, Sequence[int], int], list[bytes]]
 
 
 def group_key(group: int, key: bytes) -> bytes:
@@ -151,7 +165,7 @@ class HashPath(Path):
     root: bytes
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
     num_seen: int = 0  # of them, how many are noted as seen
-    chain: Callable[[bytes, Sequence[int]], bytes] = chain_key
+    chain: Chain = chain_keys
 
     def until(self, num_tokens: int) -> HashPath:
         return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size], chain=self.chain)
@@ -162,10 +176,10 @@ class HashPath(Path):
         return made
 
     def extend(self, token_ids: Sequence[int], end: int) -> None:
-        size, key, chain = self.page_size, self.keys[-1] if self.keys else self.root, self.chain
-        for start in range(len(self.keys) * size, end // size * size, size):
-            key = chain(key, token_ids[start : start + size])
-            self.keys.append(key)
+        size = self.page_size
+        start, end = len(self.keys) * size, end // size * size
+        if start < end:
+            self.keys += self.chain(self.keys[-1] if self.keys else self.root, token_ids[start:end], size)
 
 
 class _States(Sequence[int]):
@@ -199,9 +213,8 @@ class HashIndex(PrefixIndex[HashPath]):
         self._has_states = any(group.is_state for group in groups)
         self._is_plain = len(groups) == 1 and not self._has_states and not groups[0].window and self._sizes[0] == page_size
         self._place_of: Callable[[bytes], int | None] = self._page_of.get
-        self.chain: Callable[[bytes, Sequence[int]], bytes] = (
-            chain_key  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
-        )
+        self.chain: Chain = chain_keys  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
+        self._root_of: dict[str, bytes] = {}  # of the salts used last
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # if there are states: keys of what was computed, the latest last
 
     def __contains__(self, page: int) -> bool:
@@ -211,7 +224,12 @@ class HashIndex(PrefixIndex[HashPath]):
         return self._key_of
 
     def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> HashPath:
-        path = HashPath(self._page_size, root_key(salt, self._page_size), chain=self.chain)
+        root = self._root_of.get(salt)
+        if root is None:
+            if len(self._root_of) >= _MOST_ROOTS:
+                self._root_of.clear()
+            root = self._root_of[salt] = root_key(salt, self._page_size)
+        path = HashPath(self._page_size, root, chain=self.chain)
         path.extend(token_ids, num_indexed)
         return path
 
@@ -270,21 +288,26 @@ class HashIndex(PrefixIndex[HashPath]):
             return next((i for i in range(len(path.keys), num, -1) if states[i - 1]), num)
         return num
 
-    def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
-        size = self._sizes[group]
-        path.extend(token_ids, (first + len(pages)) * size)
-        self._see(path, (first + len(pages)) * size // self._page_size)
-        per_page, keys, key_of, page_of = size // self._page_size, path.keys, self._key_of, self._page_of
-        for i, page in enumerate(pages, first + 1):
+    def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> list[int]:
+        size, entered = self._sizes[group], list[int]()
+        end = (first + len(pages)) * size
+        path.extend(token_ids, end)
+        if self._has_states:
+            self._see(path, end // self._page_size)
+        per_page, key_of, page_of = size // self._page_size, self._key_of, self._page_of
+        keys = path.keys[(first + 1) * per_page - 1 : (first + len(pages)) * per_page : per_page]
+        for page, key in zip(pages, keys if not group else [group_key(group, key) for key in keys], strict=True):
             if page not in key_of:
-                key = key_of[page] = group_key(group, keys[i * per_page - 1])
+                entered.append(page)
+                key_of[page] = key
                 standing = page_of.setdefault(key, page)
                 if standing != page:
                     self._copies.add(standing, page)
+        return entered
 
     def _see(self, path: HashPath, num: int) -> None:
         """With states, most pages of a prefix may be missing: that it was there is known by its keys."""
-        if self._has_states and path.num_seen < num:
+        if path.num_seen < num:
             for key in path.keys[path.num_seen : num]:
                 self._seen[key] = None
                 self._seen.move_to_end(key)
@@ -305,6 +328,17 @@ class HashIndex(PrefixIndex[HashPath]):
         else:
             del self._page_of[key]
         return True
+
+    def forget_all(self, pages: Iterable[int]) -> int:
+        if not self._copies.is_empty:
+            return super().forget_all(pages)
+        num, key_of, page_of = 0, self._key_of, self._page_of
+        for page in pages:
+            key = key_of.pop(page, None)
+            if key is not None:
+                del page_of[key]
+                num += 1
+        return num
 
     def clear(self) -> int:
         num_forgotten = len(self._key_of)

@@ -108,13 +108,14 @@ class RadixIndex(PrefixIndex[RadixPath]):
 
     # ---- changing
 
-    def put(self, path: RadixPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
-        size = self._sizes[group]
+    def put(self, path: RadixPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> list[int]:
+        size, entered = self._sizes[group], list[int]()
         end = (first + len(pages)) * size
         node = self._reach(path, token_ids, end)
         path.node, path.end, path.num_cuts = node, end, node.num_cuts
         for page in reversed(pages):
             if page not in self._at:
+                entered.append(page)
                 node = _above(node, end)
                 self._at[page] = node, end, group
                 own, at = node.pages[group], end // size - 1 - node.start // size
@@ -123,6 +124,7 @@ class RadixIndex(PrefixIndex[RadixPath]):
                 else:
                     own[at] = page
             end -= size
+        return entered
 
     def _reach(self, path: RadixPath, token_ids: Sequence[int], end: int) -> Node:
         """The node in which this path's token `end` - 1 is, made where there is none."""

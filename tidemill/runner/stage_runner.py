@@ -6,7 +6,6 @@ Micro-batches keep the order of the items in every stage: one that reads what an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -64,7 +63,7 @@ class StageRunner(CpuRunner):
         self._begin(plan)
         result = StepResult()
         for items in self._micro_batches(plan):
-            part = replace(plan, items=items)
+            part = msgspec.structs.replace(plan, items=items)
             batch = self._gather(part)
             hidden_TH = self.forward(batch)
             if self._after is not None:

@@ -21,6 +21,8 @@ class Background:
 
     def skip(self, num_steps: int, is_alone: bool, num_spent: int) -> None:
         """So many steps, each with as many tokens."""
+        if self._saved == self._most_saved and not is_alone and not num_spent:
+            return
         for _ in range(num_steps):
             before = self._saved
             self.allow(is_alone)

@@ -28,9 +28,10 @@ class Pages:
         self._loading: dict[int, tuple[Request, float]] = {}  # by seq, and since when
 
     def send_with(self, plan: StepPlan) -> None:
-        self.unsent.send_with(plan, self._kv.tables)
+        if not self.unsent.is_empty:
+            self.unsent.send_with(plan, self._kv.tables)
+            self.unsent = Unsent()
         plan.empty_pages = self._kv.take_emptied()
-        self.unsent = Unsent()
         plan.page_moves = self._kv.take_moves()
 
     def moves_only(self, plan: StepPlan) -> StepPlan | None:
@@ -144,6 +145,9 @@ class Pages:
         if new is None:
             return False
         self.unsent.update_pages(request.row, new)
+        groups = self._kv.groups
+        if len(groups) == 1 and new and new[0].first_index * groups[0].page_size <= request.num_computed and not request.cache:
+            return True  # all of them are in new pages
         copies = self._kv.copies_to_write(request.seq, request.num_computed, end)
         if copies is None:
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -70,26 +69,25 @@ class StepItem(msgspec.Struct, frozen=True, gc=False):
         return self.num_drafts + 1 if self.samples else 0
 
 
-@dataclass(slots=True, eq=False)
-class StepPlan:
+class StepPlan(msgspec.Struct, eq=False):
     """In this order: stores read their pages, zeroes and copies are written, loads begin, the items are computed. Moves may go on
     meanwhile; only a page that is written waits for its store. Without items, nothing is computed and no row changes."""
 
     step: int
-    items: list[StepItem] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    left_rows: list[int] = field(default_factory=list)  # whose request had a KV policy and is gone; before any other change
-    row_copies: list[RowCopy] = field(default_factory=list)  # read all, write all, before any other change of rows
-    token_writes: list[TokenWrite] = field(default_factory=list)  # never of a row in `new_rows`
-    page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages
-    page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
-    page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
-    page_moves: list[PageMove] = field(default_factory=list)  # between the device, host memory and disk
-    empty_pages: list[int] = field(default_factory=list)  # that hold nothing any more, once the copies are made
-    drafts: dict[int, list[int]] = field(default_factory=dict)  # by row: tokens guessed to follow the known ones
-    trees: dict[int, list[int]] = field(default_factory=dict)  # by row: of drafts that are no chain, the parents (see Tree)
-    masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
-    draft_probs: dict[tuple[int, int], bytes] = field(default_factory=dict)  # of drafts that were drawn: a float32 per token
+    items: list[StepItem] = []
+    new_rows: list[NewRow] = []
+    left_rows: list[int] = []  # whose request had a KV policy and is gone; before any other change
+    row_copies: list[RowCopy] = []  # read all, write all, before any other change of rows
+    token_writes: list[TokenWrite] = []  # never of a row in `new_rows`
+    page_updates: list[RowPages] = []  # never of a row in `new_rows`, which has all its pages
+    page_copies: list[tuple[int, int]] = []  # (source, target): read all, write all, then compute
+    page_zeroes: list[int] = []  # pages that held NaN, cleared before another sequence reads them
+    page_moves: list[PageMove] = []  # between the device, host memory and disk
+    empty_pages: list[int] = []  # that hold nothing any more, once the copies are made
+    drafts: dict[int, list[int]] = {}  # by row: tokens guessed to follow the known ones
+    trees: dict[int, list[int]] = {}  # by row: of drafts that are no chain, the parents (see Tree)
+    masks: dict[tuple[int, int], bytes] = {}  # by row and position: a bit per token that may come there
+    draft_probs: dict[tuple[int, int], bytes] = {}  # of drafts that were drawn: a float32 per token
     num_steady: int = 0  # sequences that compute one token each and have no item: only of plans for runners that need none
 
     @property
@@ -102,17 +100,16 @@ class StepPlan:
         return not self.items and not self.num_steady
 
 
-@dataclass(slots=True)
-class Unsent:
+class Unsent(msgspec.Struct):
     """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
 
-    left_rows: list[int] = field(default_factory=list)
-    rows: dict[int, Request] = field(default_factory=dict)  # taken by new requests
-    row_copies: dict[int, RowCopy] = field(default_factory=dict)  # by the row taken
-    token_writes: dict[int, TokenWrite] = field(default_factory=dict)  # by row
-    page_updates: dict[int, list[RowPages]] = field(default_factory=dict)  # by row, as are the copies
-    page_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    page_zeroes: list[int] = field(default_factory=list)
+    left_rows: list[int] = []
+    rows: dict[int, Request] = {}  # taken by new requests
+    row_copies: dict[int, RowCopy] = {}  # by the row taken
+    token_writes: dict[int, TokenWrite] = {}  # by row
+    page_updates: dict[int, list[RowPages]] = {}  # by row, as are the copies
+    page_copies: dict[int, list[tuple[int, int]]] = {}
+    page_zeroes: list[int] = []
 
     def update_pages(self, row: int, changes: list[PageChange]) -> None:
         if changes:
@@ -139,6 +136,12 @@ class Unsent:
         """The row's request has left it. What is copied from it is still there when the next plan is carried out."""
         for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates, self.page_copies):
             changes.pop(row, None)
+
+    @property
+    def is_empty(self) -> bool:
+        if self.rows or self.page_updates or self.page_copies or self.page_zeroes:
+            return False
+        return not (self.left_rows or self.row_copies or self.token_writes)
 
     def check_integrity(self, rows: list[int]) -> None:
         """`rows`: those in use."""

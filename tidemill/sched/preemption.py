@@ -9,7 +9,9 @@ from tidemill.sched.request import Request
 
 
 def lower(running: Sequence[Request], request: Request) -> list[Request]:
-    """Those of strictly lower priority, by rank."""
+    """Those of strictly lower priority, by rank: none, if the last does not yield."""
+    if not running or not running[-1].yields_to(request):
+        return []
     return [each for each in running if each.yields_to(request)]
 
 

@@ -124,12 +124,14 @@ class _Class:
     @property
     def best(self) -> int:
         """The highest priority among requests that could start: the lowest value."""
+        if len(self._ready) == 1:
+            return next(iter(self._ready.values())).ready[0].priority
         return min([tenant.ready[0].priority for tenant in self._ready.values()])
 
     def first(self, now: float, num_cached: NumCached | None) -> Request | None:
         if not self._ready:
             return None
-        best, chosen, least = self.best, None, (0, 0)
+        chosen, least, best = None, (0, 0), self.best
         for tenant in self._ready.values():
             served = (tenant.num_served, tenant.ready[0].seq)
             if (chosen is None or served < least) and (request := tenant.candidate(best, now)) is not None:

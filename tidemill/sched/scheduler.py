@@ -175,23 +175,32 @@ class Scheduler(RequestTable):
                     self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue
-            request.num_in_flight -= item.num_draws
-            request.num_drafts_in_flight -= item.num_drafts
+            own, kept, num_drafts = request.tokens, sampled[item.row], item.num_drafts
+            request.num_in_flight -= num_drafts + 1
+            if num_drafts:
+                request.num_drafts_in_flight -= num_drafts
             if request.waits_for_tokens:
                 request.is_held = request.params.beams is not None
-            kept, reason = append(request, sampled[item.row])
+            reason = None
+            if len(kept) == 1 and kept[0] not in request.ends and len(own) - request.num_prompt < request.max_tokens - 1:
+                own.append(kept[0])  # nearly all: it goes on
+            else:
+                kept, reason = append(request, kept)
             if is_first:
                 request.first_token_s = now
                 self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
             if reason:
                 has_finished = True
                 self._finish(request, reason, now)
-            elif item.num_drafts:
-                self._pages.take_back_drafts(request, item.num_draws - len(kept))
-            progress.append(Progress(request, kept, reason, item.num_drafts))
+            elif num_drafts:
+                self._pages.take_back_drafts(request, num_drafts + 1 - len(kept))
+            progress.append(Progress(request, kept, reason, num_drafts))
+        self._end_commit(now, has_finished)
+        return progress
+
+    def _end_commit(self, now: float, has_finished: bool) -> None:
         if has_finished:
             self._emit_what_is_left(now)
-        return progress
 
     def _others_run_or_come(self, state: StepState) -> bool:
         """Requests that are not in the background."""
@@ -279,7 +288,8 @@ class Scheduler(RequestTable):
 
     def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
         """The background comes last, within what it is allowed; while others wait, none of it starts."""
-        prompts = self._prompts()
+        all_decode = len(plan.items) + plan.num_steady == len(self.running)
+        prompts = [] if all_decode else self._prompts()
         if not prompts and not self.waiting:
             return
         self._continue_prompts(prompts, plan, state, in_background=False)
@@ -287,7 +297,7 @@ class Scheduler(RequestTable):
         num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
         num_kept = num_left - state.num_left
         self._continue_prompts(prompts, plan, state, in_background=True)
-        if none_waits:
+        if none_waits and self.waiting:
             self._start_waiting(plan, state, in_background=True)
         state.num_left += num_kept
 

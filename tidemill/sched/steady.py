@@ -10,15 +10,16 @@ the same for all but for when each joined:
     a plan           has no item of them, only their number
 
 While nothing but such sequences run, and at most one prompt that goes on by equal chunks, steps differ in positions only:
-`most` says how many of them follow, `advance` makes them at once. Plans, pages, events and their order are as if each sequence
-were looked at in each step. Simulations use it: their runner needs no items.
+`most` says how many of them follow, `advance` makes them at once. That goes on past the first token of a request and past the
+end of one: both are in the step in flight, whose results come after the first of these steps is planned. Plans, pages, events
+and their order are as if each sequence were looked at in each step. Simulations use it: their runner needs no items.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from heapq import heappop, heappush, nsmallest
+from heapq import heappop, heappush, heapreplace, nsmallest
 from typing import Any
 
 from tidemill import events
@@ -30,7 +31,6 @@ from tidemill.sched.request import Request
 from tidemill.sched.scheduler import Scheduler
 
 _EARLY_S = 1e-6  # before a moment at which the queue's order changes: sums of times are not exact
-_LEAST = 2  # steps that are worth it
 _NUM_LOOKED_UP = 8  # queued requests whose first pages are
 
 
@@ -65,9 +65,10 @@ class SteadyScheduler(Scheduler):
         self._due: list[tuple[int, tuple[Any, ...], bool, _Member]] = []  # a heap: a page is full (False), or taken (True)
         self._ends: list[tuple[int, int, _Member]] = []  # a heap: when only the last token is to be drawn
         self._accounts: dict[Tenant, int] = {}  # and how many of them each has
+        self._firsts: list[Request] = []  # of them, those whose first token the step in flight yields
         kv = self.kv
         windows = [group.window for group in kv.groups if group.window]
-        large = 2 * max(group.page_size for group in kv.groups) + _LEAST  # what is given back must be recorded by then
+        large = 2 * max(group.page_size for group in kv.groups) + 2  # what is given back must be recorded by then
         self._is_possible = kv.tiers is None and not kv.has_states and min(windows, default=large) >= large
         self._is_simple = len(kv.groups) == 1 and not windows
         self._records_late = self._is_simple  # what it computes enters the prefix index when it matters, not when it is computed
@@ -99,34 +100,56 @@ class SteadyScheduler(Scheduler):
 
     def join(self) -> None:
         """After a step: what it planned and from now on only decodes."""
-        if not self._is_possible or not self.last_plan.items:
+        last, num = self.last_plan, self._num_decoding
+        if not last.items or not self._is_possible:
             return
-        kept, num_decoding = list[StepItem](), self._num_decoding
-        for i, item in enumerate(self.last_plan.items):
-            request = self._requests.get(item.seq)
-            if request is not None and request.epoch == item.epoch and (left := self._num_left(request)) >= _LEAST:
-                self._add(request, left)
-                self._num_decoding -= i < num_decoding
+        kept = [item for item in last.items[:num] if not self._joins(item)]
+        self._num_decoding, num_joined = len(kept), num - len(kept)
+        if prompts := last.items[num:]:  # all of them, or none: first tokens are told in their order
+            requests = [self._requests.get(item.seq) for item in prompts]
+            lefts = [0 if one is None else self._num_left(one) for one in requests]
+            if min(lefts) > 0 and all(one and one.epoch == item.epoch for one, item in zip(requests, prompts, strict=True)):
+                for request, left in zip(requests, lefts, strict=True):
+                    assert request is not None
+                    self._add(request, left)
+                    if request.first_token_s is None:
+                        self._firsts.append(request)
+                num_joined += len(prompts)
             else:
-                kept.append(item)
-        self.last_plan.num_steady += len(self.last_plan.items) - len(kept)
-        self.last_plan.items = kept
+                kept += prompts
+        last.num_steady += num_joined
+        last.items = kept
+
+    def _joins(self, item: StepItem) -> bool:
+        request = self._requests.get(item.seq)
+        if request is None or request.epoch != item.epoch or request.first_token_s is None:
+            return False
+        if (left := self._num_left(request)) <= 0:
+            return False
+        self._add(request, left)
+        return True
 
     def _num_left(self, request: Request) -> int:
         """Plans that it is part of until only its last token is to be drawn; 0: it is not steady."""
         num_known = len(request.tokens)
         if (
-            request.first_token_s is None  # nor are those forked that wait for its prompt
-            or request.num_in_flight != self.steps_ahead
+            request.num_in_flight != self.steps_ahead
             or num_known + request.num_in_flight - request.num_computed != 1
             or request.in_background
             or request.waits_for_tokens
             or request.cache is not None
-            or request.writable_end < request.num_computed
             or request.drafts
+            or (request.first_token_s is None and (not self.steps_ahead or request.children or request.holds))
+            or (request.writable_end < request.num_computed and not self._owns_page(request))
         ):
             return 0
         return request.max_tokens - num_known + request.num_prompt - 1
+
+    def _owns_page(self, request: Request) -> bool:
+        """Of a prompt that was computed: where its next token goes, no other sequence reads."""
+        if self._is_simple:
+            request.writable_end = self.kv.owned_end(request.seq, request.num_computed)
+        return request.writable_end >= request.num_computed
 
     def _add(self, request: Request, left: int) -> None:
         step = self.num_made
@@ -183,7 +206,7 @@ class SteadyScheduler(Scheduler):
 
     def settle(self, seqs: Iterable[int] | None = None) -> None:
         """These, or all, are looked at in each step again."""
-        settled, items = list(self._members if seqs is None else seqs), list[StepItem]()
+        settled, items, firsts = list(self._members if seqs is None else seqs), list[StepItem](), list[StepItem]()
         for seq in settled:
             member = self._members.pop(seq)
             request, account = member.request, member.request.account
@@ -194,15 +217,21 @@ class SteadyScheduler(Scheduler):
             if not self._accounts[account]:
                 del self._accounts[account]
             if request.num_in_flight:
-                items.append(StepItem(seq, request.row, request.num_computed - 1, 1, True, request.epoch))
+                item = StepItem(seq, request.row, request.num_computed - 1, 1, True, request.epoch)
+                if self._firsts and request in self._firsts:
+                    self._firsts.remove(request)
+                    firsts.append(item)
+                else:
+                    items.append(item)
             if member.offset == self._longest:
                 self._longest = max([one.offset for one in self._members.values()], default=0)
         if not self._members:
             self._due.clear()
             self._ends.clear()
+        last, num = self.last_plan, self._num_decoding
+        last.num_steady -= len(items) + len(firsts)
+        last.items += firsts
         if items:
-            last, num = self.last_plan, self._num_decoding
-            last.num_steady -= len(items)
             if len(items) + num > 1:
                 items = sorted(items + last.items[:num], key=self._rank_of)
             last.items[:num] = items
@@ -221,6 +250,17 @@ class SteadyScheduler(Scheduler):
         if request.seq in self._members:
             self.settle([request.seq])
         super()._remove(request)
+
+    def _end_commit(self, now: float, has_finished: bool) -> None:
+        if self._firsts:
+            self.take_first_tokens(now)
+        super()._end_commit(now, has_finished)
+
+    def take_first_tokens(self, now: float) -> None:
+        for request in self._firsts:
+            request.first_token_s = now
+            self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
+        self._firsts.clear()
 
     # ---- a step
 
@@ -289,8 +329,34 @@ class SteadyScheduler(Scheduler):
     def _turn_pages(self, end: int) -> None:
         """Of all plans before this one, in their order."""
         due = self._due
+        if not self._is_simple:
+            while due and due[0][0] < end:
+                self._turn_page()
+            return
+        takers, size, kv = list[int](), self.kv.page_size, self.kv
         while due and due[0][0] < end:
-            self._turn_page()
+            at, rank, takes, member = due[0]
+            if member.since < 0:
+                heappop(due)
+                continue
+            request = member.request
+            if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
+                if takers:  # their pages may be those of equal content
+                    kv.grow(takers)
+                    takers = []
+                self._record_page(member, at)
+            if not takes:
+                heappop(due)
+                continue
+            takers.append(request.seq)
+            request.writable_end += size
+            if self.steps_ahead:
+                heapreplace(due, (at + size, rank, True, member))
+            else:
+                heappop(due)
+                self._await_page(member, at + size)
+        if takers:
+            kv.grow(takers)
 
     def _turn_page(self) -> None:
         at, _, takes, member = heappop(self._due)
@@ -298,24 +364,25 @@ class SteadyScheduler(Scheduler):
             return
         request, kv = member.request, self.kv
         if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
-            # Known by then are the tokens before the one that this plan computes, and where none is in flight, that one.
-            if num := at - member.since:  # steps that it lags behind
-                request.num_computed += num
-                request.tokens += [self.first_token + request.seq] * num
-                self.caught_up.append((request.request_id, member.since, at))
-                member.since = at
-            kv.record(request.seq, request.tokens, len(request.tokens))
-            member.is_known = True
+            self._record_page(member, at)
         if takes:
             position = request.writable_end
-            if self._is_simple:
-                kv.grow(request.seq)
-            else:
-                kv.trim(request.seq, position)
-                done = kv.extend(request.seq, position + 1)
-                assert done is not None, "there were enough pages"
+            kv.trim(request.seq, position)
+            done = kv.extend(request.seq, position + 1)
+            assert done is not None, "there were enough pages"
             request.writable_end += kv.page_size
             self._await_page(member, at + kv.page_size)
+
+    def _record_page(self, member: _Member, at: int) -> None:
+        """Known by then are the tokens before the one that this plan computes, and where none is in flight, that one."""
+        request = member.request
+        if num := at - member.since:  # steps that it lags behind
+            request.num_computed += num
+            request.tokens += [self.first_token + request.seq] * num
+            self.caught_up.append((request.request_id, member.since, at))
+            member.since = at
+        self.kv.record(request.seq, request.tokens, len(request.tokens))
+        member.is_known = True
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         if not plan.num_steady:
@@ -345,27 +412,53 @@ class SteadyScheduler(Scheduler):
             if not members:
                 return none
             num = self._ends[0][0] - self.num_made  # if it has left since, that is too few
-        if len(self.running) != len(members):
-            if len(self.running) != len(members) + 1 or len(self.last_plan.items) != 1:
+        num_others, items = len(self.running) - len(members), self.last_plan.items
+        if num_others:
+            if num_others != len(items):
                 return none
-            prompt = self.last_plan.items[0]
-            num = min(num, self._num_chunks(prompt))
+            if not self._all_end(items):
+                if num_others > 1:
+                    return none
+                prompt = items[0]
+                num = min(num, self._num_chunks(prompt))
+            elif not members or self.waiting:  # which may start once they have ended
+                return none
         elif not members or len(members) > self.token_budget:
             return none
-        if num < _LEAST or (self.names_steady and not self._is_like_last(prompt)):
+        if self.names_steady and not self.is_like_last(prompt):
+            num = 1 if prompt is None else 0
+        if num <= 0:
             return none
         until_s = self.kv.held.next_end_s
         if self.waiting:
-            if self._may_find():
-                self.record_all()
             until_s = min(until_s, self._queue_rests_until(prompt))
+            if until_s <= self._clock.now():
+                return none
         num = self._num_by_pages(num) if members else num
-        return (num, until_s, prompt) if num >= _LEAST else none
+        return (num, until_s, prompt) if num > 0 else none
 
-    def _is_like_last(self, prompt: StepItem | None) -> bool:
+    def _all_end(self, items: Iterable[StepItem]) -> bool:
+        """The last token of each is under way."""
+        for item in items:
+            request = self._requests.get(item.seq)
+            if request is None or request.epoch != item.epoch or not request.num_in_flight:
+                return False
+            if request.holds or request.children:
+                return False
+            if len(request.tokens) + request.num_in_flight - request.num_prompt < request.max_tokens:
+                return False
+        return True
+
+    def has_results(self, prompt: StepItem | None) -> bool:
+        """The step in flight yields a first token, or the last of a request."""
+        return bool(self._firsts) or (prompt is None and bool(self.last_plan.items))
+
+    def is_like_last(self, prompt: StepItem | None) -> bool:
         """The last plan had the same sequences: its event tells of those that follow."""
         last = self.last_plan
-        return last.num_steady == len(self._members) and len(last.items) == (prompt is not None)
+        if self._firsts or last.num_steady != len(self._members):
+            return False
+        return len(last.items) == (prompt is not None)
 
     def _num_chunks(self, item: StepItem) -> int:
         """Of a prompt: steps that compute as much of it as this one, and none of them the last."""
@@ -385,8 +478,12 @@ class SteadyScheduler(Scheduler):
         if alone is None or self._by_prefix:
             return unknown
         request = self._next_waiting()
-        if request is None or (prompt is not None and self._requests[prompt.seq].account is not alone):
+        if request is None or not request.deferred_because:
             return unknown
+        if prompt is not None and self._requests[prompt.seq].account is not alone:
+            return unknown
+        if self._may_find():
+            self.record_all()
         running = self.running
         state = StepState(self.token_budget, self.token_budget, len(running), len(running))
         state.num_waiting, state.num_rows = len(self.waiting), self.num_rows
@@ -428,7 +525,8 @@ class SteadyScheduler(Scheduler):
 
     def advance(self, num: int, prompt: StepItem | None) -> StepPlan:
         """Plan and commit so many steps, none of which ends a request. Returns the last of them."""
-        num_evicted, items = self.kv.num_evicted, []
+        num_evicted, last = self.kv.num_evicted, self.last_plan
+        is_named = self.names_steady and not self.is_like_last(prompt)
         for account, each in self._accounts.items():
             account.num_served += num * each
         self._turn_pages(self.num_made + num)
@@ -441,13 +539,18 @@ class SteadyScheduler(Scheduler):
             self.kv.record(request.seq, request.tokens, request.num_computed)
             start = prompt.start + num * prompt.count
             items = [StepItem(prompt.seq, prompt.row, start, prompt.count, False, prompt.epoch)]
+            last = self.last_plan = StepPlan(last.step, items)
+        elif last.items or last.new_rows:  # not committed yet; or tokens of a prompt, which nobody needs any more
+            last = self.last_plan = StepPlan(last.step)
+        last.step, last.num_steady, self._num_decoding = last.step + num, len(self._members), 0
         self._background.skip(num, is_alone=False, num_spent=0)
         self._step += num
         if self.kv.num_evicted > num_evicted:
             why = "least recently used, to make room"
             self._emit(events.PagesEvicted(self._clock.now(), self.kv.num_evicted - num_evicted, why, 0))
-        self.last_plan, self._num_decoding = StepPlan(self.last_plan.step + num, items, num_steady=len(self._members)), 0
-        return self.last_plan
+        if is_named:
+            self._emit(self._planned(last))
+        return last
 
 
 def _until_aged(queued_s: float, now: float) -> float:

@@ -20,11 +20,13 @@ from tidemill.wire import Delta, Submit
 class SimCore(EngineCore):
     _scheduler_type = SteadyScheduler
 
+    _clock: VirtualClock
+
     def __init__(self, parts: Parts, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner) -> None:
         super().__init__(parts, config, clock, emit)
         self._simulated = runner
         self.produced: list[Progress] = []  # by the last step; to be cleared by who reads it
-        self.scheduler.kv.use_keys(_quick_key)
+        self.scheduler.kv.use_keys(_quick_keys)
         assert isinstance(self.scheduler, SteadyScheduler)
         self.steady = runner.steady = self.scheduler
         self.steady.steps_ahead, self.steady.first_token = runner.steps_ahead, FIRST_TOKEN
@@ -52,8 +54,8 @@ class SimCore(EngineCore):
         return request_id in self._live
 
     def jump(self, until_s: float) -> list[float]:
-        """After a step: all that follow like it and are planned before `until_s`. The result is as if each had been made.
-        Returns when the tokens of each came."""
+        """Steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
+        had been made. Returns when the tokens of each came; `produced` came with the first."""
         scheduler, runner = self.steady, self._simulated
         if not self._can_jump or len(self._in_flight) != runner.steps_ahead or self.structured:
             return []
@@ -61,17 +63,42 @@ class SimCore(EngineCore):
         most, before_s, prompt = scheduler.most()
         if most == 0:
             return []
-        times_s, planned_s = runner.repeat(scheduler.num_steady, prompt is not None, most, min(until_s, before_s))
-        if times_s:
-            last = scheduler.advance(len(times_s), prompt)
-            if self._in_flight:
-                self._in_flight[0] = InFlight(last, (last, runner.free_s), planned_s, is_ahead=True)
+        is_named = not scheduler.is_like_last(prompt)
+        times_s, planned_s = runner.repeat(scheduler.num_steady, prompt is not None, most, min(until_s, before_s), is_named)
+        if not times_s:
+            return []
+        last, num = scheduler.last_plan, len(times_s)
+        if self._in_flight and scheduler.has_results(prompt):
+            done, last = last, scheduler.advance(1, prompt)
+            self._clock.advance_to(times_s[0])
+            if done.items:
+                result = runner.results(done)
+                self._outputs(done, result, scheduler.commit(done, result.tokens), [])
+            else:
+                scheduler.take_first_tokens(times_s[0])
+            num -= 1
+        if num:
+            last = scheduler.advance(num, prompt)
+        self._clock.advance_to(times_s[-1])
+        if self._in_flight:
+            self._in_flight[0] = InFlight(last, (last, runner.free_s), planned_s, is_ahead=True)
         return times_s
 
 
-def _quick_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Of a page. 64 bits that are no secret are enough for one process of a simulation."""
-    first, num = token_ids[0], len(token_ids)
-    if token_ids.count(first) == num:  # nearly all: what they are does not matter
-        return hash((parent, first, num, None)).to_bytes(8, "big", signed=True)
-    return hash((parent, *token_ids)).to_bytes(8, "big", signed=True)
+def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """Of pages. 64 bits that are no secret are enough for one process of a simulation."""
+    keys = list[bytes]()
+    for at in range(0, len(token_ids), page_size):
+        first = token_ids[at]
+        if first == token_ids[-1] and (at < 2 * page_size or token_ids[at - 1] != first):
+            rest = token_ids[at:] if at else token_ids
+            if rest.count(first) == len(rest):  # nearly always: what they are does not matter
+                for _ in range(len(rest) // page_size):
+                    parent = hash((parent, first)).to_bytes(8, "big", signed=True)
+                    keys.append(parent)
+                break
+        page = token_ids[at : at + page_size]
+        is_same = page.count(first) == page_size
+        parent = hash((parent, first) if is_same else (parent, *page)).to_bytes(8, "big", signed=True)
+        keys.append(parent)
+    return keys

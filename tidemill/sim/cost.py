@@ -103,11 +103,20 @@ class Shapes:
                 num_draws += item.num_draws
         num_shared = num_again = 0
         if self._may_share:
-            num_shared, num_again = self._shared(plan, steady)
+            rows = [item.row for item in plan.items if item.count == 1]
+            num_shared, num_again = self._shared(rows + (steady.steady_rows() if plan.num_steady and steady else []))
         return StepShape(
             num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared, longest_prompt,
             prompt_context,
         )  # fmt: skip
+
+    def of_steady(self, num: int, steady: Steady) -> StepShape:
+        """Of a step in which these alone decode."""
+        context, longest = steady.steady_context
+        num_shared = num_again = 0
+        if self._may_share:
+            num_shared, num_again = self._shared(steady.steady_rows())
+        return StepShape(num, context - num_again, longest, 0, 0, num, 0, num_shared)
 
     def _follow(self, plan: StepPlan) -> None:
         copied = {copy.target: self._marks.get(copy.source, []) for copy in plan.row_copies}
@@ -118,11 +127,9 @@ class Shapes:
         firsts = [own[0] for own in self._marks.values() if own]
         self._may_share = len(set(firsts)) < len(firsts)
 
-    def _shared(self, plan: StepPlan, steady: Steady | None) -> tuple[int, int]:
+    def _shared(self, rows: Sequence[int]) -> tuple[int, int]:
         """Tokens of context that several sequences share, as often as they are seen, and how many of these are not read."""
-        marks, rows = self._marks, [item.row for item in plan.items if item.count == 1]
-        if plan.num_steady and steady is not None:
-            rows += steady.steady_rows()
+        marks = self._marks
         firsts = Counter([own[0] for row in rows if (own := marks.get(row))])
         several = {page for page, num in firsts.items() if num > 1}
         if not several:

@@ -42,6 +42,7 @@ class SimRunner:
         decay_s, self._decode_rise, self._mixed_rise = heat
         self._heat = Heat(decay_s) if decay_s else None
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
+        self._lines: dict[int, tuple[float, float, float]] = {}  # by the number that decodes
         self.free_s = 0.0  # when all that was launched is done
         self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
 
@@ -69,6 +70,9 @@ class SimRunner:
     def collect(self, launched: tuple[StepPlan, float]) -> StepResult:
         plan, done_s = launched
         self._clock.advance_to(done_s)
+        return self.results(plan)
+
+    def results(self, plan: StepPlan) -> StepResult:
         if self.acceptance is not None:
             return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
         return StepResult({item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples})
@@ -88,10 +92,10 @@ class SimRunner:
         """The cost model tells how steps like the last differ from it."""
         return self._line is not None and self._shape_s is not None
 
-    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float) -> tuple[list[float], float]:
+    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float, is_other: bool) -> tuple[list[float], float]:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
-        and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens
-        of each came, and when the last was planned."""
+        and a prompt goes on: at most so many steps, and as long as they are planned before some time. `is_other`: in the last one
+        others did. Returns when the tokens of each came, and when the last was planned. The clock stays where it is."""
         num = num_decoding
         if goes_on:
             fixed_s = context_s = longest_s = rest_s = 0.0
@@ -103,8 +107,9 @@ class SimRunner:
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
         first_s, times, host_s, is_ahead, exp = free_s, list[float](), self._host_s, self.steps_ahead > 0, math.exp
-        while most > 0 and now < until_s:  # a step is a turn of this loop and little else: nothing is called that need not be
-            most -= 1
+        for _ in range(most):  # a step is a turn of this loop and little else: nothing is called that need not be
+            if now >= until_s:
+                break
             planned_s = now
             now += host_s
             begin_s = now if now > free_s else free_s
@@ -128,9 +133,8 @@ class SimRunner:
             done_s = free_s
             times.append(now)
         if times:
-            self._clock.advance_to(now)
             self.free_s = free_s
-            self.times.append((first_s, free_s, len(times)))
+            self.times.append((first_s, free_s, 0 if is_other and len(times) == 1 else len(times)))
         return times, planned_s
 
     def _goes_on_s(self, begin_s: float) -> float:
@@ -143,8 +147,12 @@ class SimRunner:
         """Of steps in which so many decode: what each takes, per token of context and of the longest as well, and the rest; and
         how much context the last step had, and the longest."""
         assert self._line is not None
-        shape = self._shapes.of(StepPlan(0, num_steady=num), self.steady)
-        return *self._line(num), self._rest_s(shape), shape.decode_context, shape.longest
+        assert self.steady is not None
+        line = self._lines.get(num)
+        if line is None:
+            line = self._lines[num] = self._line(num)
+        shape = self._shapes.of_steady(num, self.steady)
+        return *line, self._rest_s(shape), shape.decode_context, shape.longest
 
 
 def _nothing(shape: StepShape) -> float:

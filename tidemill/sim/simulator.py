@@ -17,7 +17,7 @@ from tidemill.config import EngineConfig
 from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
-from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepDone, StepPlanned
+from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
 from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
@@ -195,19 +195,16 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
-            match event:
-                case StepDone():
-                    pass
-                case StepPlanned():
-                    if event.num_waiting > self.most_waiting:
-                        self.most_waiting = event.num_waiting
-                case Admitted():
-                    self.num_prompt += event.num_tokens
-                    self.num_cached += event.num_cached
-                case Preempted():
-                    self.num_preempted += 1
-                case PagesEvicted():
-                    self.num_evicted += event.num_pages
+            if type(event) is StepPlanned:
+                if event.num_waiting > self.most_waiting:
+                    self.most_waiting = event.num_waiting
+            elif type(event) is Admitted:
+                self.num_prompt += event.num_tokens
+                self.num_cached += event.num_cached
+            elif type(event) is PagesEvicted:
+                self.num_evicted += event.num_pages
+            elif type(event) is Preempted:
+                self.num_preempted += 1
 
 
 class SimEngine:
@@ -274,12 +271,18 @@ class SimEngine:
 
     def run_until(self, end_s: float) -> None:
         """Steps that begin before `end_s`; if there is nothing to do, the clock goes on to it."""
-        token_times, times_s, steady = self._result.token_times_s, self._times_s, self._core.steady
+        times_s, steady = self._times_s, self._core.steady
         while (now := self.clock.now()) < end_s and (self._core.has_work or end_s < math.inf):
             until_s = end_s
             if self._aborts:
                 self._abort_due(now)
                 until_s = min(end_s, self._aborts[0][0]) if self._aborts else end_s
+            if self._jumps and (jump := self._core.jump(until_s)):
+                if steady.num_made > len(times_s):
+                    times_s += jump
+                    self.tally.num_output += steady.num_steady * len(jump)
+                self._take_produced(jump[0])
+                continue
             num_steps, was_in_flight = len(self._runner.times), self._core.is_in_flight
             output, failed = self._core.step()
             if failed:
@@ -291,26 +294,23 @@ class SimEngine:
             if steady.num_made > len(times_s):
                 times_s.append(now)
                 self.tally.num_output += steady.num_steady
-            if steady.caught_up:
-                self._catch_up()
-            produced, self._core.produced = self._core.produced, []
-            for one in produced:
-                request_id, num = one.request.request_id, len(one.token_ids)
-                if num == 1:
-                    token_times[request_id].append(now)
-                else:
-                    token_times[request_id] += [now] * num
-                self.tally.num_output += num
-                if one.finish_reason:
-                    self._end(request_id)
-            if self._jumps and (jump := self._core.jump(until_s)):
-                if steady.num_made > len(times_s):
-                    times_s += jump
-                    self.tally.num_output += steady.num_steady * len(jump)
-                if steady.caught_up:
-                    self._catch_up()
-            elif len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
+            self._take_produced(now)
+            if len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
                 self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
+
+    def _take_produced(self, now: float) -> None:
+        """Tokens that came at this time, and those of requests that were not looked at for a while."""
+        if self._core.steady.caught_up:
+            self._catch_up()
+        if not self._core.produced:
+            return
+        produced, self._core.produced = self._core.produced, []
+        for one in produced:
+            request_id, num = one.request.request_id, len(one.token_ids)
+            self._result.token_times_s[request_id] += [now] * num
+            self.tally.num_output += num
+            if one.finish_reason:
+                self._end(request_id)
 
     def _catch_up(self) -> None:
         """Requests that were not looked at for some steps have got the tokens of these."""

@@ -83,6 +83,8 @@ class ScaledScene(Scene):
             values[some], scales[some] = quantize(self.cache[some], kind)
             self.exact[some] = dequantize(values[some], scales[some], kind)
         self.cache, self.scales = values, scales
+        if has_roles() and name != "int4":
+            self.copies = self.exact.new_empty(num_pages, 2, kv_heads, page, dim)
 
     def expected(self, row: int, start: int, count: int) -> torch.Tensor:
         with mock.patch.object(self, "cache", self.exact):
@@ -113,12 +115,14 @@ def check_roles() -> None:
         scene = ScaledScene(name, lengths, 32, 8, 128)
         for items in ([(5, 0, 200)], [(row, 0, length) for row, length in enumerate(lengths)], [(7, 600, 700), (6, 10, 500)]):
             out = {}
-            for roles in (True, False):
+            for way, (roles, room) in {"copied": (True, 500), "some": (True, 21), "none": (True, 0), "other": (False, 0)}.items():
+                scene.copies = scene.exact.new_full((room, 2, 8, 64, 128), torch.nan) if room else None
                 with prompts_by(roles):
-                    out[roles] = scene.run(items)
+                    out[way] = scene.run(items)
                 torch.cuda.synchronize()
-            off = (out[True].float() - out[False].float()).abs().max()
-            assert torch.equal(out[True], out[False]), f"{name} {items}: up to {float(off):.3g} apart"
+            for way, one in out.items():
+                off = (one.float() - out["other"].float()).abs().max()
+                assert torch.equal(one, out["other"]), f"{name} {items}, {way}: up to {float(off):.3g} apart"
         print(f"  roles {name}: the same bits", flush=True)
 
 

@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.kernels.cuda import page_copies
 from tidemill.kernels.cuda.attention import Lists, attend
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
@@ -72,6 +73,18 @@ def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> 
     if kind.has_scales:
         return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
+
+
+def new_copies(
+    config: EngineConfig, shape: ModelConfig, device: torch.device, by_roles: bool
+) -> tuple[torch.Tensor | None, int]:
+    """Room for copies of the pages that a step's prompts read, if the kernel by roles reads them, and how many there are: for the
+    longest context, or as many as there may be."""
+    if not by_roles or not FORMATS[config.kv_dtype].has_scales:
+        return None, 0
+    page = 2, shape.num_kv_heads, config.page_size, shape.head_dim
+    num = min(-(-config.max_context // config.page_size), page_copies.MOST_BYTES // (2 * prod(page)))
+    return torch.zeros(num, *page, dtype=torch.bfloat16, device=device), num
 
 
 def pinned(num: int, dtype: torch.dtype) -> torch.Tensor:

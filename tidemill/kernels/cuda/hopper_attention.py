@@ -5,8 +5,9 @@ twice as many rows, and because one group's softmax runs while the other's matmu
 multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
 next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 
-Of a cache with scales (scaled_attention.py), the warps that fetch also make bfloat16 of what they have fetched, on its way from
-one buffer to another: those that compute see no difference, but that even dimensions come before odd ones.
+Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have the even dimensions before the
+odd ones (page_copies.py). Where there was no room for copies, the warps that fetch also make bfloat16 of what they have fetched,
+on its way from one buffer to another, which takes a third of the time away from those that compute. The bits are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.launch import launch
-from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
+from tidemill.kernels.cuda.records import PROMPT_COPY, PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
 from tidemill.kernels.cuda.scaled_attention import FP8_PAIRS, INT8_PAIRS
 
 # Names that have changed with Triton's versions.
@@ -107,32 +108,58 @@ def _scales(scales_ptr, at, FP8: gl.constexpr):
 
 
 @gluon.jit
+def _tile(table_ptr, lists_ptr, table_width, turn, WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr):
+    """Of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins, and the number
+    of the first copied page."""
+    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
+    table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+    num = gl.load(tile + PROMPT_TOKENS)
+    left = gl.where(num > 0, gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK), 0)
+    return kv_head, left, table, gl.load(tile + PROMPT_COPY)
+
+
+@gluon.jit
 def _fetch_scaled(
-    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words, v_words,
-    words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
+    cache_desc, copies_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words,
+    v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Blocks are fetched ahead, as many as there is room for; each is converted when it is the next to compute with."""
+    """Blocks that are not copied are fetched ahead, as many as there is room for; each is converted when it is the next to compute
+    with."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     num_ahead: gl.constexpr = k_words.type.shape[0]
     by_words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, by_words))
     to_values: gl.constexpr = NUM_KV_HEADS * BLOCK
     turn = 0
-    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-    num = gl.load(tile + PROMPT_TOKENS)
-    left = gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)  # blocks of this tile
-    table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+    kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
     page = gl.load(table)
-    fetched, converted = 0, 0
+    fetched, converted, count = 0, 0, 0  # count: of all blocks, copied ones as well
     # Where the scales of blocks lie that are under way: of number n in n % 3. Those of the next are asked for while one is
     # converted.
     scales0 = page.to(gl.int64) * page_scales + (layer_run + kv_head) * BLOCK
     scales1, scales2 = scales0, scales0
     k_scales = _scales(scales_ptr, scales0 + keys, FP8)
     v_scales = _scales(scales_ptr, scales0 + to_values + keys, FP8)
-    while (num > 0) | (converted < fetched):
-        if num > 0:
+    while (left > 0) | (converted < fetched):
+        is_copied = (left > 0) & (copy > 0)
+        o, out_phase = count % num_buffers, (count // num_buffers) & 1
+        if is_copied & (converted == fetched):
+            row = ((copy - 1) * 2 * NUM_KV_HEADS + kv_head) * BLOCK
+            mbarrier.wait(k_free.index(o), out_phase ^ 1)
+            mbarrier.expect(k_full.index(o), copies_desc.block_type.nbytes)
+            fetch(copies_desc, [row, 0], k_full.index(o), k_bufs.index(o))
+            mbarrier.wait(v_free.index(o), out_phase ^ 1)
+            mbarrier.expect(v_full.index(o), copies_desc.block_type.nbytes)
+            fetch(copies_desc, [row + to_values, 0], v_full.index(o), v_bufs.index(o))
+            count += 1
+            left -= 1
+            copy += 1
+            if left == 0:
+                turn += 1
+                kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
+                page = gl.load(table)
+        elif (left > 0) & (copy == 0) & (fetched - converted < num_ahead):
             i = fetched % num_ahead
             row = page * rows_per_page + (layer_run + kv_head) * BLOCK
             mbarrier.expect(words_full.index(i), 2 * cache_desc.block_type.nbytes)
@@ -142,20 +169,20 @@ def _fetch_scaled(
             scales0 = gl.where(i == 0, at, scales0)
             scales1 = gl.where(i == 1, at, scales1)
             scales2 = gl.where(i == 2, at, scales2)
+            if converted == fetched:  # none before it asked for them
+                k_scales = _scales(scales_ptr, at + keys, FP8)
+                v_scales = _scales(scales_ptr, at + to_values + keys, FP8)
             fetched += 1
             left -= 1
             table += 1
             if left == 0:
                 turn += 1
-                tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-                num = gl.load(tile + PROMPT_TOKENS)
-                left = gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)
-                table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+                kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
             page = gl.load(table)
-        if (converted < fetched) & ((num == 0) | (fetched - converted == num_ahead)):
+        else:
             i, phase = converted % num_ahead, (converted // num_ahead) & 1
-            o, out_phase = converted % num_buffers, (converted // num_buffers) & 1
             converted += 1
+            count += 1
             after = converted % num_ahead
             at = gl.where(after == 0, scales0, gl.where(after == 1, scales1, scales2))
             k_scales_next = _scales(scales_ptr, at + keys, FP8)
@@ -426,8 +453,8 @@ def _attend_prompts_by_roles(
 
 @gluon.jit(do_not_specialize=["layer_run"])
 def _attend_prompts_scaled_by_roles(
-    qkv_ptr, cache_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, scale,
-    WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
+    qkv_ptr, cache_desc, copies_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales,
+    table_width, scale, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     bf16: gl.constexpr = gl.bfloat16
@@ -470,8 +497,9 @@ def _attend_prompts_scaled_by_roles(
             (
                 _fetch_scaled,
                 (
-                    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width,
-                    k_words, v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free, WORD, NUM_KV_HEADS, BLOCK, FP8,
+                    cache_desc, copies_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales,
+                    table_width, k_words, v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free, WORD,
+                    NUM_KV_HEADS, BLOCK, FP8,
                 ),
             ),
         ],
@@ -495,19 +523,20 @@ def attend_prompts(
 
 
 def attend_prompts_scaled(
-    qkv_TC: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor, out_TC: torch.Tensor,
-    words: torch.Tensor, scale: float, num_programs: int, word: int, num_heads: int, split: int,
+    qkv_TC: torch.Tensor, cache: torch.Tensor, copies: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor,
+    out_TC: torch.Tensor, words: torch.Tensor, scale: float, num_programs: int, word: int, num_heads: int, split: int,
 ) -> None:  # fmt: skip
-    """The pool, of which `cache` and `scales` are parts, is copied from as rows of one head's words."""
+    """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's words."""
     num_kv_heads, block, dim = cache.shape[3:]
     codes = cache.view(torch.int16)
     rows_per_page = codes.stride(0) // (dim // 2)
     pool = codes.as_strided((cache.shape[0] * rows_per_page, dim // 2), (dim // 2, 1))
     layout = gl.NVMMASharedLayout.get_default_for([block, dim // 2], gl.int16)
+    plain = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
     launch(
         _attend_prompts_scaled_by_roles, (num_programs,),
-        qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout), scales, table, out_TC, words,
-        layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
+        qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout),
+        TensorDescriptor.from_tensor(copies.view(-1, dim), [block, dim], plain), scales, table, out_TC, words, layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         FP8=cache.dtype == torch.float8_e4m3fn, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -8,14 +8,13 @@ from math import prod
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.kernels.cuda import page_copies
 from tidemill.kernels.cuda.attention import Lists, attend
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
 from tidemill.kernels.cuda.scan import CudaStateStep
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.state import ScanInputs, StateWeights
-from tidemill.kv_format import FORMATS
+from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.model_config import ModelConfig
 from tidemill.runner.reports import Report
 from tidemill.sched.plan import StepPlan
@@ -75,16 +74,11 @@ def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> 
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
 
 
-def new_copies(
-    config: EngineConfig, shape: ModelConfig, device: torch.device, by_roles: bool
-) -> tuple[torch.Tensor | None, int]:
-    """Room for copies of the pages that a step's prompts read, if the kernel by roles reads them, and how many there are: for the
-    longest context, or as many as there may be."""
-    if not by_roles or not FORMATS[config.kv_dtype].has_scales:
-        return None, 0
-    page = 2, shape.num_kv_heads, config.page_size, shape.head_dim
-    num = min(-(-config.max_context // config.page_size), page_copies.MOST_BYTES // (2 * prod(page)))
-    return torch.zeros(num, *page, dtype=torch.bfloat16, device=device), num
+def new_copies(config: EngineConfig, shape: ModelConfig, device: torch.device, by_roles: bool) -> tuple[torch.Tensor | None, int]:
+    """Room for copies of the pages that a step's prompts read, if the kernel by roles reads them, and for how many."""
+    page = shape.num_kv_heads, config.page_size, shape.head_dim
+    num = num_copied_pages(config.kv_dtype, config.max_context, *page) if by_roles else 0
+    return torch.zeros(num, 2, *page, dtype=torch.bfloat16, device=device) if num else None, num
 
 
 def pinned(num: int, dtype: torch.dtype) -> torch.Tensor:

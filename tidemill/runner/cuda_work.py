@@ -207,8 +207,8 @@ def prompts(
 
 
 def copied(rows: np.ndarray, ends: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pages of prompts that are copied: of as many prompts as there is room for. And for each prompt the number of the first of
-    its copies, from 1 on, or 0."""
+    """For each prompt the number of the first of its copied pages, from 1 on, or 0; and these pages. Of as many prompts as there
+    is room for."""
     num_pages = -(-ends // BLOCK)
     last = np.cumsum(num_pages)
     firsts = np.where(last <= room, last - num_pages + 1, 0)
@@ -255,8 +255,8 @@ def make_work(
     bases: np.ndarray | None = None,
     room: int = 0,
 ) -> Work:
-    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see `singles`. `room`: for copies of pages.
-    The rest: tokens of a tile or a record."""
+    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see `singles`. `room`: for copies of
+    pages. The rest: tokens of a tile or a record."""
     rows, starts, counts = items.T
     ends = np.cumsum(counts, dtype=np.int32)
     firsts = ends - counts

@@ -5,9 +5,9 @@ twice as many rows, and because one group's softmax runs while the other's matmu
 multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
 next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 
-Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have the even dimensions before the
-odd ones (page_copies.py). Where there was no room for copies, the warps that fetch also make bfloat16 of what they have fetched,
-on its way from one buffer to another, which takes a third of the time away from those that compute. The bits are the same.
+Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have the even dimensions before
+the odd ones (page_copies.py). Where there was no room for copies, the warps that fetch also make bfloat16 of what they have
+fetched, on its way from one buffer to another, which takes issue slots from those that compute. The bits are the same.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _scales(scales_ptr, at, FP8: gl.constexpr):
 
 @gluon.jit
 def _tile(table_ptr, lists_ptr, table_width, turn, WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr):
-    """Of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins, and the number
-    of the first copied page."""
+    """Of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins, and the
+    number of the first copied page."""
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
     num = gl.load(tile + PROMPT_TOKENS)
@@ -124,8 +124,8 @@ def _fetch_scaled(
     v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Blocks that are not copied are fetched ahead, as many as there is room for; each is converted when it is the next to compute
-    with."""
+    """Blocks that are not copied are fetched ahead, as many as there is room for; each is converted when it is the next to
+    compute with."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     num_ahead: gl.constexpr = k_words.type.shape[0]
     by_words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -454,7 +454,8 @@ def _attend_prompts_by_roles(
 @gluon.jit(do_not_specialize=["layer_run"])
 def _attend_prompts_scaled_by_roles(
     qkv_ptr, cache_desc, copies_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales,
-    table_width, scale, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
+    table_width, scale,
+    WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     bf16: gl.constexpr = gl.bfloat16
@@ -536,7 +537,8 @@ def attend_prompts_scaled(
     launch(
         _attend_prompts_scaled_by_roles, (num_programs,),
         qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout),
-        TensorDescriptor.from_tensor(copies.view(-1, dim), [block, dim], plain), scales, table, out_TC, words, layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
+        TensorDescriptor.from_tensor(copies.view(-1, dim), [block, dim], plain), scales, table, out_TC, words,
+        layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         FP8=cache.dtype == torch.float8_e4m3fn, num_warps=4, maxnreg=168,
     )  # fmt: skip

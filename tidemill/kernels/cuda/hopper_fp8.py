@@ -1,9 +1,10 @@
 """Attention of single tokens over fp8 keys and values on Hopper GPUs: programs of one warp, as many as fit.
 
-The same sums in the same order as `_attend_single_scaled` of scaled_attention.py, so the same bits. There a program has whole pages in
-shared memory and registers, and six or eight of them fit on a multiprocessor: they do not cover each other's waits, and a batch
-is done in two or three rounds of which the last is not full. Here parts of pages come by bulk copies into a ring of small buffers,
-and each is asked for again as soon as it has been read: a program needs half as much of both. Written in Gluon.
+The same sums in the same order as `_attend_single_scaled` of scaled_attention.py, so the same bits. There a program has whole
+pages in shared memory and registers, and six or eight of them fit on a multiprocessor: they do not cover each other's waits, and
+a batch is done in two or three rounds of which the last is not full. Here parts of pages come by bulk copies into a ring of small
+buffers, and what a buffer has next is asked for as soon as it has been read: a program needs half as much of both. Written in
+Gluon.
 """
 
 from __future__ import annotations
@@ -226,9 +227,7 @@ def _attend_single_fp8(
             if EARLY:
                 gdc_launch_dependents()
             if position < _OLD:
-                _ask_first(
-                    cache_desc, page, page1, num_blocks, rows_per_page, run, count, bufs, full, NUM_KV_HEADS, BLOCK, PARTS
-                )
+                _ask_first(cache_desc, page, page1, num_blocks, rows_per_page, run, count, bufs, full, NUM_KV_HEADS, BLOCK, PARTS)
         waited = 1
         _ask_for_scales(scales_ptr, page.to(gl.int64) * page_scales + run * (BLOCK // 2), pairs_bufs, 0, NUM_KV_HEADS, BLOCK)
         q_even, q_odd, down = _queries(qkv_ptr, token, num_tokens, kv_head, NUM_HEADS, NUM_KV_HEADS, DIM, by_score)
@@ -237,9 +236,8 @@ def _attend_single_fp8(
         nothing = gl.zeros((size, _ROWS), gl.float32, by_score)
         total = _sums((nothing, nothing), PARTS)
         for block in range(num_blocks):
-            _ask_for_scales(
-                scales_ptr, page1.to(gl.int64) * page_scales + run * (BLOCK // 2), pairs_bufs, (block + 1) % 2, NUM_KV_HEADS, BLOCK
-            )
+            at = page1.to(gl.int64) * page_scales + run * (BLOCK // 2)
+            _ask_for_scales(scales_ptr, at, pairs_bufs, (block + 1) % 2, NUM_KV_HEADS, BLOCK)
             page3 = gl.load(table + gl.minimum(block + 3, last))
             async_copy.wait_group(1)
             barrier()
@@ -283,8 +281,9 @@ def _attend_single_fp8(
                 operand = gl.convert_layout(weights[i].to(bf16) * v_scales.to(bf16)[:, None], second_operand)
                 buf = bufs.index(count % BUFFERS)
                 mbarrier.wait(full.index(count % BUFFERS), (count // BUFFERS) & 1)
+                words = buf.permute((1, 0)).load(first_operand)
                 even, odd = gl.inline_asm_elementwise(
-                    FP8_PLAIN, "=r,=r,r", [buf.permute((1, 0)).load(first_operand)], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+                    FP8_PLAIN, "=r,=r,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
                 )
                 acc_even, acc_odd = mma_v2(even, operand, acc_even), mma_v2(odd, operand, acc_odd)
                 barrier()

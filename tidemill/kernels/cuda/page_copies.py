@@ -2,7 +2,7 @@
 
 A tile of a prompt has 32 tokens or so and reads all keys before them: converted where they are read, they are converted again for
 every tile. So each layer's pages of a step's prompts are converted before its attention, into a buffer that the next layer uses
-again: at most `MOST_BYTES`, whatever the cache holds. What has no room there is converted where it is read.
+again: at most `kv_format.MOST_COPIED_BYTES`, whatever the cache holds. What has no room there is converted where it is read.
 
 A head's key or value has its even dimensions before its odd ones, as in all kernels of these formats (scaled_attention.py).
 """
@@ -18,7 +18,6 @@ from tidemill.kernels.cuda.records import COPIES, COPY_BLOCK, COPY_ROW, COPY_TO,
 from tidemill.kernels.cuda.scaled_attention import KINDS, _parts, places
 
 PROGRAMS = 64  # for each head's keys and values
-MOST_BYTES = 2**29
 
 
 @triton.jit(do_not_specialize=["layer_run"])

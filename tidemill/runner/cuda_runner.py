@@ -124,9 +124,7 @@ class CudaRunner:
         self._hidden = torch.empty(config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=self._device)
         self._logits = torch.empty(config.max_draws, shape.vocab_size, device=self._device)  # of the last step
         self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
-        num_words = 16 * (
-            num_slots + config.token_budget + 2 * config.max_draws + self._room + 1024
-        )  # more than any step's lists
+        num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + self._room + 1024)  # more than a step's
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         model.see_live(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()

@@ -41,7 +41,7 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of, load_core
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, elementwise, scaled_attention
+from tidemill.kernels.cuda import attention, elementwise, hopper_fp8, scaled_attention
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -52,7 +52,6 @@ from tidemill.wire import Submit
 
 NAMES: tuple[str, ...] = ("fp8", "int8")  # --formats
 RATE = 4.25e12  # bytes a second that an H200 reads
-SETTINGS = ((1, 3), (1, 5), (2, 3), (2, 5), (2, 7), (4, 3), (4, 5), (4, 7))  # warps and stages of the decode kernel
 LINES: list[dict[str, Any]] = []
 
 
@@ -267,19 +266,11 @@ def time_decode() -> None:
         plain = timed(scene)
         say(kernel="decode", batch=batch, length=length, format="bfloat16", us=plain, TBs=num_values * 2 / plain / 1e6)
         scene.cache, scene.scales = quantized
-        for warps, stages in SETTINGS if batch != 1 or length > 1000 else ((2, 5),):
-            how = {"num_warps": warps, "num_stages": stages, "TOGETHER": 4}
-            try:
-                with mock.patch.object(scaled_attention, "single_how", lambda _, how=how: how):
-                    us = timed(scene)
-            except Exception as error:
-                print(f"  {warps} warps, {stages} stages: {type(error).__name__}: {error}", flush=True)
-                continue
+        for ring in (True, False) if has_roles() else (False,):  # the kernel made for Hopper, or the other one
+            with mock.patch.object(hopper_fp8, "FEW", 0 if ring else 10**9):
+                us = timed(scene)
             rate = num_values * (1 + 2 / 128) / us / 1e6
-            say(
-                kernel="decode", batch=batch, length=length, format="fp8", warps=warps, stages=stages, us=us, TBs=rate,
-                gain=plain / us,
-            )  # fmt: skip
+            say(kernel="decode", batch=batch, length=length, format="fp8", ring=ring, us=us, TBs=rate, gain=plain / us)
         del scene, quantized
         for name in [name for name in NAMES if name != "fp8"]:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
@@ -304,15 +295,12 @@ def time_prompts() -> None:
         say(kernel="prompts", batch=batch, length=length, format="bfloat16", us=plain, TFLOPs=flops / plain / 1e6)
         for name in NAMES:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
-            for roles in (True, False) if name != "int4" else (False,):
-                try:
-                    with prompts_by(roles):
-                        us = timed(scene)
-                except Exception:
-                    traceback.print_exc()
-                    continue
+            for way in ("copied", "by roles", "other") if name != "int4" else ("other",):
+                scene.copies = scene.copies if way == "copied" else None
+                with prompts_by(way != "other"):
+                    us = timed(scene)
                 say(
-                    kernel="prompts", batch=batch, length=length, format=name, by_roles=roles, us=us, TFLOPs=flops / us / 1e6,
+                    kernel="prompts", batch=batch, length=length, format=name, way=way, us=us, TFLOPs=flops / us / 1e6,
                     gain=plain / us,
                 )  # fmt: skip
 

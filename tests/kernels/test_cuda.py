@@ -589,12 +589,12 @@ types |= dict(cache_ptr=B, partial_ptr=F, done_ptr=I, singles_ptr=I)
 build_gluon(hopper_single._attend_single_at_once, types, shape | dict(TOGETHER=8), 8, 224)
 layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
 types |= dict(copies_desc=types["cache_desc"], qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
-build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
-parts, buffers, registers = hopper_fp8.RING.parts, hopper_fp8.RING.buffers, hopper_fp8.RING.registers
-layout = gl.NVMMASharedLayout.get_default_for([64 // parts, 64], gl.int16)
-types |= dict(cache_desc=f"tensordesc<i16[{64 // parts}, 64],{layout!r}>", scales_ptr=I)
-how = dict(PARTS=parts, BUFFERS=buffers, TOGETHER=4, EARLY=True)
-build_gluon(hopper_fp8._attend_single_fp8, types, shape | how, 1, registers)
+build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types | dict(out_ptr=I), shape | dict(WORD=2, BUFFERS=3, FP8=True))
+for ring in hopper_fp8.RINGS:
+    layout = gl.NVMMASharedLayout.get_default_for([64 // ring.parts, 64], gl.int16)
+    types |= dict(cache_desc=f"tensordesc<i16[{64 // ring.parts}, 64],{layout!r}>", scales_ptr=I)
+    how = dict(PARTS=ring.parts, BUFFERS=ring.buffers, TOGETHER=4, EARLY=True)
+    build_gluon(hopper_fp8._attend_single_fp8, types, shape | how, 1, ring.registers)
 x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for kind in (gl.bfloat16, gl.int16))
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
              bias_ptr=B, out_ptr=B)

@@ -119,6 +119,8 @@ def singles(
     counts = _with_drafts(rows, positions, num_splits, at_once)
     own[(first_slot + num_splits - 1)[counts == 0]] = False  # the last split of those that are in another's record
     mine = np.flatnonzero(own)
+    keys = np.minimum(positions[request[mine]] + 1 - split[mine] * SPLIT, SPLIT)
+    mine = mine[np.argsort(-keys.astype(np.int16), kind="stable")]  # those with most keys first, as tiles of prompts
     num_here = np.bincount(request[mine], minlength=rows.size)
     who = request[mine]
     made = _records(

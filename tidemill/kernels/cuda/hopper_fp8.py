@@ -47,7 +47,7 @@ class Ring:
     registers: int  # of a thread, at most
 
 
-RING = Ring(2, 3, 128)
+RINGS = Ring(1, 3, 255), Ring(2, 3, 128)  # of up to 16 tokens, whose programs have room; of more
 FEW = 2  # tokens of a step, up to which four warps for each split are done sooner than one
 
 
@@ -327,14 +327,14 @@ def attend_single(
 ) -> None:  # fmt: skip
     """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's words."""
     num_kv_heads, block, dim = cache.shape[3:]
-    codes, pairs = cache.view(torch.int16), scales.view(torch.int32)
-    rows_per_page, height = codes.stride(0) // (dim // 2), block // RING.parts
+    codes, pairs, ring = cache.view(torch.int16), scales.view(torch.int32), RINGS[qkv_TC.shape[0] > 16]
+    rows_per_page, height = codes.stride(0) // (dim // 2), block // ring.parts
     pool = codes.as_strided((cache.shape[0] * rows_per_page, dim // 2), (dim // 2, 1))
     layout = gl.NVMMASharedLayout.get_default_for([height, dim // 2], gl.int16)
     launch(
         _attend_single_fp8, (num_kv_heads, num_programs),
         qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [height, dim // 2], layout), pairs, table, out_TC, partial,
         done, singles, layer * 2 * num_kv_heads, rows_per_page, pairs.stride(0), table.stride(0), scale,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, PARTS=RING.parts,
-        BUFFERS=RING.buffers, TOGETHER=4, EARLY=early, num_warps=1, maxnreg=RING.registers, launch_pdl=True,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, PARTS=ring.parts,
+        BUFFERS=ring.buffers, TOGETHER=4, EARLY=early, num_warps=1, maxnreg=ring.registers, launch_pdl=True,
     )  # fmt: skip

@@ -257,9 +257,11 @@ def _attend_single_fp8(
                 )  # fmt: skip
                 count += 1
                 k_scales = scales_bufs.index(block % 2 * 2).slice(i * size, size, dim=0).load(by_key).to(gl.float32)
-                made = made * gl.where(keys + i * size < left, k_scales, 0.0)[:, None] * down[None, :]
-                seen = (block * BLOCK + i * size + keys)[:, None] <= (position + behind)[None, :]
-                scores = scores + (gl.where(seen, made, float("-inf")),)
+                made = made * k_scales[:, None] * down[None, :]
+                if block * BLOCK + BLOCK > position:  # else all keys are seen
+                    seen = (block * BLOCK + i * size + keys)[:, None] <= (position + behind)[None, :]
+                    made = gl.where(seen, made, float("-inf"))
+                scores = scores + (made,)
             highest = gl.max(scores[0], 0)
             if PARTS == 2:
                 highest = gl.maximum(highest, gl.max(scores[1], 0))

@@ -48,6 +48,7 @@ class Ring:
 
 
 RINGS = Ring(1, 3, 255), Ring(2, 3, 128)  # of up to 16 tokens, whose programs have room; of more
+PER_MULTIPROCESSOR = 16  # programs
 FEW = 2  # tokens of a step, up to which four warps for each split are done sooner than one
 
 
@@ -327,8 +328,11 @@ def attend_single(
     singles: torch.Tensor, partial: torch.Tensor, done: torch.Tensor, scale: float, num_programs: int, num_heads: int, split: int,
     early: bool,
 ) -> None:  # fmt: skip
-    """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's words."""
+    """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's words. Programs that do not fit
+    would wait only to find that there is nothing to do: those that do take their records, too."""
     num_kv_heads, block, dim = cache.shape[3:]
+    fit = PER_MULTIPROCESSOR * torch.cuda.get_device_properties().multi_processor_count
+    num_programs = min(num_programs, max(fit // num_kv_heads, 1))
     codes, pairs, ring = cache.view(torch.int16), scales.view(torch.int32), RINGS[qkv_TC.shape[0] > 16]
     rows_per_page, height = codes.stride(0) // (dim // 2), block // ring.parts
     pool = codes.as_strided((cache.shape[0] * rows_per_page, dim // 2), (dim // 2, 1))

@@ -35,6 +35,9 @@ from tidemill.kernels.cuda.records import (
 )
 from tidemill.kernels.cuda.scaled_attention import FP8_HALVES, FP8_PLAIN
 
+# A name that has changed with Triton's versions.
+_buffer = gl.shared_memory_descriptor
+reinterpret = _buffer.reinterpret if hasattr(_buffer, "reinterpret") else _buffer._reinterpret
 ROWS = 8  # queries, times tokens of a record
 _ROWS = gl.constexpr(ROWS)
 _OLD = gl.constexpr(256)  # keys so many positions before a step's token were there before the step
@@ -188,7 +191,7 @@ def _attend_single_fp8(
     bufs = gl.allocate_shared_memory(cache_desc.dtype, [BUFFERS, size, half], cache_desc.layout)
     in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pairs_bufs = gl.allocate_shared_memory(gl.int32, [4, BLOCK // 2], in_order)
-    scales_bufs = pairs_bufs._reinterpret(gl.bfloat16, [4, BLOCK], in_order)
+    scales_bufs = reinterpret(pairs_bufs, gl.bfloat16, [4, BLOCK], in_order)
     full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(full.index(i), count=1)

@@ -158,6 +158,7 @@ class Scene:
         self.qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
         self.first = np.cumsum([0, *lengths])
         self.scales: torch.Tensor | None = None
+        self.copies: torch.Tensor | None = None  # room for pages in bfloat16, if there are scales
 
     def expected(self, row: int, start: int, count: int) -> torch.Tensor:
         pages, positions = self.table[row].long(), torch.arange(start, start + count, device="cuda")
@@ -181,7 +182,8 @@ class Scene:
         roles = attention.by_roles((self.spec,), self.scales is not None)
         tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
-        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile)
+        room = self.copies.shape[0] if self.copies is not None else 0
+        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile, room=room)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
         programs = tuple(-(-num // extra) if extra else num for num in lens)
         if by_flash:
@@ -197,7 +199,7 @@ class Scene:
         done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
         prompts = flash.Prompts.of(device, self.table) if by_flash else None
         return work, attention.Lists(
-            device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles
+            device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles, copies=self.copies
         )
 
     def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False, alone: bool = False) -> torch.Tensor:

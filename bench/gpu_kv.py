@@ -41,7 +41,7 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of, load_core
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, elementwise, scaled_attention
+from tidemill.kernels.cuda import attention, elementwise, hopper_fp8, scaled_attention
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -52,7 +52,6 @@ from tidemill.wire import Submit
 
 NAMES: tuple[str, ...] = ("fp8", "int8")  # --formats
 RATE = 4.25e12  # bytes a second that an H200 reads
-SETTINGS = ((1, 3), (1, 5), (2, 3), (2, 5), (2, 7), (4, 3), (4, 5), (4, 7))  # warps and stages of the decode kernel
 LINES: list[dict[str, Any]] = []
 
 
@@ -83,6 +82,8 @@ class ScaledScene(Scene):
             values[some], scales[some] = quantize(self.cache[some], kind)
             self.exact[some] = dequantize(values[some], scales[some], kind)
         self.cache, self.scales = values, scales
+        if has_roles() and name != "int4":
+            self.copies = self.exact.new_empty(num_pages, 2, kv_heads, page, dim)
 
     def expected(self, row: int, start: int, count: int) -> torch.Tensor:
         with mock.patch.object(self, "cache", self.exact):
@@ -113,12 +114,14 @@ def check_roles() -> None:
         scene = ScaledScene(name, lengths, 32, 8, 128)
         for items in ([(5, 0, 200)], [(row, 0, length) for row, length in enumerate(lengths)], [(7, 600, 700), (6, 10, 500)]):
             out = {}
-            for roles in (True, False):
+            for way, (roles, room) in {"copied": (True, 500), "some": (True, 21), "none": (True, 0), "other": (False, 0)}.items():
+                scene.copies = scene.exact.new_full((room, 2, 8, 64, 128), torch.nan) if room else None
                 with prompts_by(roles):
-                    out[roles] = scene.run(items)
+                    out[way] = scene.run(items)
                 torch.cuda.synchronize()
-            off = (out[True].float() - out[False].float()).abs().max()
-            assert torch.equal(out[True], out[False]), f"{name} {items}: up to {float(off):.3g} apart"
+            for way, one in out.items():
+                off = (one.float() - out["other"].float()).abs().max()
+                assert torch.equal(one, out["other"]), f"{name} {items}, {way}: up to {float(off):.3g} apart"
         print(f"  roles {name}: the same bits", flush=True)
 
 
@@ -263,19 +266,11 @@ def time_decode() -> None:
         plain = timed(scene)
         say(kernel="decode", batch=batch, length=length, format="bfloat16", us=plain, TBs=num_values * 2 / plain / 1e6)
         scene.cache, scene.scales = quantized
-        for warps, stages in SETTINGS if batch != 1 or length > 1000 else ((2, 5),):
-            how = {"num_warps": warps, "num_stages": stages, "TOGETHER": 4}
-            try:
-                with mock.patch.object(scaled_attention, "single_how", lambda _, how=how: how):
-                    us = timed(scene)
-            except Exception as error:
-                print(f"  {warps} warps, {stages} stages: {type(error).__name__}: {error}", flush=True)
-                continue
+        for ring in (True, False) if has_roles() else (False,):  # the kernel made for Hopper, or the other one
+            with mock.patch.object(hopper_fp8, "FEW", 0 if ring else 10**9):
+                us = timed(scene)
             rate = num_values * (1 + 2 / 128) / us / 1e6
-            say(
-                kernel="decode", batch=batch, length=length, format="fp8", warps=warps, stages=stages, us=us, TBs=rate,
-                gain=plain / us,
-            )  # fmt: skip
+            say(kernel="decode", batch=batch, length=length, format="fp8", ring=ring, us=us, TBs=rate, gain=plain / us)
         del scene, quantized
         for name in [name for name in NAMES if name != "fp8"]:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
@@ -300,15 +295,12 @@ def time_prompts() -> None:
         say(kernel="prompts", batch=batch, length=length, format="bfloat16", us=plain, TFLOPs=flops / plain / 1e6)
         for name in NAMES:
             scene = ScaledScene(name, [length] * batch, 32, 8, 128)
-            for roles in (True, False) if name != "int4" else (False,):
-                try:
-                    with prompts_by(roles):
-                        us = timed(scene)
-                except Exception:
-                    traceback.print_exc()
-                    continue
+            for way in ("copied", "by roles", "other") if name != "int4" else ("other",):
+                scene.copies = scene.copies if way == "copied" else None
+                with prompts_by(way != "other"):
+                    us = timed(scene)
                 say(
-                    kernel="prompts", batch=batch, length=length, format=name, by_roles=roles, us=us, TFLOPs=flops / us / 1e6,
+                    kernel="prompts", batch=batch, length=length, format=name, way=way, us=us, TFLOPs=flops / us / 1e6,
                     gain=plain / us,
                 )  # fmt: skip
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_COPIED_BYTES = 2**29
+
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
@@ -26,6 +28,13 @@ class KVFormat:
     def head_bytes(self, head_dim: int) -> int:
         """A token and head, with its scale."""
         return self.row_bytes(head_dim) + self.scale_bytes
+
+
+def num_copied_pages(kv_dtype: str, context: int, num_kv_heads: int, page_size: int, head_dim: int) -> int:
+    """On GPUs: of how many pages there may be copies in bfloat16, of one layer, for the prompts of a step. Those of the longest
+    context, up to a limit."""
+    num_bytes = 2 * num_kv_heads * page_size * head_dim * 2
+    return min(-(-context // page_size), MOST_COPIED_BYTES // num_bytes) if kv_dtype in ("fp8", "int8") else 0
 
 
 FORMATS = {

@@ -175,6 +175,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr(cuda_work, "SPLIT", 32)
+    monkeypatch.setattr(cuda_work, "BLOCK", 16)
     monkeypatch.setattr(cuda_work, "_PER_SPLIT", 2)
 
 
@@ -572,7 +573,8 @@ build(collectives._add_parts, dict(parts_ptr=B, out_ptr=B), SIZE=2, BLOCK=1024)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import hopper_attention, hopper_packed, hopper_scaled, hopper_single, scaled_attention
+from tidemill.kernels.cuda import (hopper_attention, hopper_fp8, hopper_packed, hopper_scaled, hopper_single, page_copies,
+                                   scaled_attention)
 
 def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -589,8 +591,13 @@ build_gluon(hopper_attention._attend_prompts_by_roles, types, shape | dict(WORD=
 types |= dict(cache_ptr=B, partial_ptr=F, done_ptr=I, singles_ptr=I)
 build_gluon(hopper_single._attend_single_at_once, types, shape | dict(TOGETHER=8), 8, 224)
 layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
-types |= dict(qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
-build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
+types |= dict(copies_desc=types["cache_desc"], qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
+build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types | dict(out_ptr=I), shape | dict(WORD=2, BUFFERS=3, FP8=True))
+for ring in hopper_fp8.RINGS:
+    layout = gl.NVMMASharedLayout.get_default_for([64 // ring.parts, 64], gl.int16)
+    types |= dict(cache_desc=f"tensordesc<i16[{64 // ring.parts}, 64],{layout!r}>", scales_ptr=I)
+    how = dict(PARTS=ring.parts, BUFFERS=ring.buffers, TOGETHER=4, EARLY=True)
+    build_gluon(hopper_fp8._attend_single_fp8, types, shape | how, 1, ring.registers)
 x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for kind in (gl.bfloat16, gl.int16))
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
              bias_ptr=B, out_ptr=B)
@@ -606,6 +613,7 @@ build_gluon(hopper_scaled._gemm_scaled_by_roles, own, dict(ROWS=128, OUTS=256, I
 build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
+build(page_copies._copy_pages, types, WORD=4, KIND=0, DIM=128, BLOCK=64)
 some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, KIND=1)
 build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=8, TOGETHER=4)
 build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
@@ -628,7 +636,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_at_once", "_attend_single_scaled",
-        "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles",
+        "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles", "_attend_single_fp8", "_copy_pages",
         "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from tests.helpers import same_bits
 from tests.kernels.test_cuda import KINDS, Scene, small_blocks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import elementwise
+from tidemill.kernels.cuda import elementwise, page_copies
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kv_format import FORMATS
@@ -92,6 +92,29 @@ def test_a_token_and_the_drafts_after_it(small_blocks):
     out = scene.attend(together, 16, (4, 1, 0))
     assert_close(out, reference(scene, exact), atol=1e-4, rtol=1e-5)
     assert torch.equal(scene.attend(each, 16, (4, 1, 0)), out)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_pages_of_prompts_are_copied(name, small_blocks, monkeypatch):
+    """Of the prompts that there is room for; what a key or value stands for, even dimensions first."""
+    monkeypatch.setattr(page_copies, "PROGRAMS", 2)
+    monkeypatch.setattr(cuda_work, "COPY_PROGRAMS", 2)
+    requests = [(70, 1), (3, 2), (40, 12), (0, 60)]
+    scene = Scene(requests, 2, 1)
+    items = np.array([(row, *request) for row, request in enumerate(requests)], np.int32)
+    work = cuda_work.make_work(items, np.ones(4, bool), [scene.table.numpy()], 16, 32, room=6)
+    assert {(row, copy) for *_, row, copy in work.prompts.tolist()} == {(1, 1), (2, 2), (3, 0)}
+    scene.cache, scene.scales, exact = in_format(scene, name)
+    words = np.full(4096, -1, np.int32)
+    work.write(words, 128, 0, (1, 1, 1))
+    copies = torch.full((6, 2, 1, 16, 16), 7.0)
+    page_copies.copy_pages(scene.cache, scene.scales, scene.layer, scene.table, torch.from_numpy(words), copies)
+    order = [*range(0, 16, 2), *range(1, 16, 2)]
+    for row, end, first in ((1, 5, 0), (2, 52, 1)):
+        for at in range(end):
+            found = copies[first + at // 16, :, :, at % 16]
+            assert torch.equal(found, exact[int(scene.table[row, at // 16]), scene.layer, :, :, at % 16][..., order])
+    assert (copies[5] == 7.0).all()
 
 
 def numbers(codes, name):

@@ -11,7 +11,7 @@ from tidemill.config.gpu_weights import gpu_weight_bytes
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import GIB, MIB, fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS
+from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
@@ -71,6 +71,8 @@ def measure(
     if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * max_draws * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+        copied = num_copied_pages(kv_dtype, context, model.num_kv_heads, page_size, model.head_dim)
+        activations += copied * 2 * model.num_kv_heads * page_size * model.head_dim * 2
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top. Scales lie
         # between the values of two pages, as so many rows.
         kind, num_rows = FORMATS[kv_dtype], 2 * layout.layers_per_page * model.num_kv_heads * page_size

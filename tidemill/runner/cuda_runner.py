@@ -49,7 +49,7 @@ from tidemill.runner.base import StepResult, accept, broken_rows, draws
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes, uncaptured
 from tidemill.runner.cuda_policies import CudaPolicies, Launches
 from tidemill.runner.cuda_sampler import CudaSampler, score
-from tidemill.runner.cuda_step import CudaStep, Launched, new_pool, pinned
+from tidemill.runner.cuda_step import CudaStep, Launched, new_copies, new_pool, pinned
 from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded, parts
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
@@ -110,6 +110,7 @@ class CudaRunner:
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
         self._by_roles = by_roles(shape.attention_layers, scales is not None) and config.kv_dtype != "int4"
+        self._copies_of_pages, self._room = new_copies(config, shape, self._device, self._by_roles)
         self._either = self._kinds_of_attention()  # graphs that differ in it
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
@@ -123,7 +124,7 @@ class CudaRunner:
         self._hidden = torch.empty(config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=self._device)
         self._logits = torch.empty(config.max_draws, shape.vocab_size, device=self._device)  # of the last step
         self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
-        num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + 1024)  # more than any step's lists
+        num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + self._room + 1024)  # more than a step's
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         model.see_live(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
@@ -384,7 +385,7 @@ class CudaRunner:
         how = tables, self._members_per_tile, tile, self._at_once
         if cut and not by_flash:
             return make_halves(table[:, :3], table[:, 3].astype(bool), cut, *how), False
-        work = make_work(table[:, :3], table[:, 3].astype(bool), *how)
+        work = make_work(table[:, :3], table[:, 3].astype(bool), *how, room=self._room)
         if self._states is not None:
             work.chains = chains(table[:, :3])
         return work, by_flash
@@ -579,7 +580,7 @@ class CudaRunner:
             singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
             prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
             lists = Lists(self._words, singles, *programs[:3], self._partial, self._done, prompts, self._by_roles)
-            lists.alone = rows_T.numel() == 1
+            lists.alone, lists.copies = rows_T.numel() == 1, self._copies_of_pages
             states = (
                 None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
             )

@@ -14,7 +14,7 @@ from tidemill.kernels.cuda.lanes import change_over, in_order
 from tidemill.kernels.cuda.scan import CudaStateStep
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.state import ScanInputs, StateWeights
-from tidemill.kv_format import FORMATS
+from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.model_config import ModelConfig
 from tidemill.runner.reports import Report
 from tidemill.sched.plan import StepPlan
@@ -72,6 +72,13 @@ def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> 
     if kind.has_scales:
         return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
+
+
+def new_copies(config: EngineConfig, shape: ModelConfig, device: torch.device, by_roles: bool) -> tuple[torch.Tensor | None, int]:
+    """Room for copies of the pages that a step's prompts read, if the kernel by roles reads them, and for how many."""
+    page = shape.num_kv_heads, config.page_size, shape.head_dim
+    num = num_copied_pages(config.kv_dtype, config.max_context, *page) if by_roles else 0
+    return torch.zeros(num, 2, *page, dtype=torch.bfloat16, device=device) if num else None, num
 
 
 def pinned(num: int, dtype: torch.dtype) -> torch.Tensor:

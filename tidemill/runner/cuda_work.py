@@ -10,11 +10,13 @@ import triton.language as tl
 
 from tidemill.kernels.cuda import records
 from tidemill.kernels.cuda.attention import BLOCK, SPLIT
-from tidemill.kernels.cuda.records import HEADER, LIVE, MEMBERS, PROMPTS, SHARED, STATES
+from tidemill.kernels.cuda.page_copies import PROGRAMS as COPY_PROGRAMS
+from tidemill.kernels.cuda.records import COPIES, HEADER, LIVE, MEMBERS, PROMPTS, SHARED, STATES
 from tidemill.sched.plan import StepItem
 
 _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
+_NO_PROMPTS, _NO_COPIES = (np.zeros((0, width.value), np.int32) for width in (records.PROMPT_WIDTH, records.COPY_WIDTH))
 
 
 def _records(width: tl.constexpr, *fields: tuple[tl.constexpr, np.ndarray]) -> np.ndarray:
@@ -42,6 +44,7 @@ class Work:
     prompts: np.ndarray
     last: np.ndarray  # tokens that yield logits
     chains: np.ndarray = field(default_factory=lambda: _NONE)  # sequences of which states are computed
+    copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)  # pages of prompts that are copied
     second: Work | None = None  # of a step in two halves: this one's lists are those of the first, that one's of the second
 
     @property
@@ -61,8 +64,8 @@ class Work:
             at += padded(size)
         places = []
         for values, num_programs in zip(
-            (self.singles, self.shared, self.members, self.prompts, self.chains),
-            (programs[0], programs[1], 0, 2 * programs[2], (*programs, 0)[3]),
+            (self.singles, self.shared, self.members, self.prompts, self.chains, self.copies),
+            (programs[0], programs[1], 0, 2 * programs[2], (*programs, 0)[3], COPY_PROGRAMS if programs[2] else 0),
             strict=True,
         ):
             places.append(at)
@@ -70,7 +73,7 @@ class Work:
             target[at:end] = values.reshape(-1)
             at = end + num_programs * values.shape[1]
             target[end:at] = 0
-        target[[SHARED, MEMBERS, PROMPTS, STATES]], target[LIVE] = places[1:], num
+        target[[SHARED, MEMBERS, PROMPTS, STATES, COPIES]], target[LIVE] = places[1:], num
         target[at : at + self.last.size] = self.last
         return at
 
@@ -116,6 +119,8 @@ def singles(
     counts = _with_drafts(rows, positions, num_splits, at_once)
     own[(first_slot + num_splits - 1)[counts == 0]] = False  # the last split of those that are in another's record
     mine = np.flatnonzero(own)
+    keys = np.minimum(positions[request[mine]] + 1 - split[mine] * SPLIT, SPLIT)
+    mine = mine[np.argsort(-keys.astype(np.int16), kind="stable")]  # those with most keys first, as tiles of prompts
     num_here = np.bincount(request[mine], minlength=rows.size)
     who = request[mine]
     made = _records(
@@ -184,8 +189,10 @@ def _groups(
     return tiles, _records(records.MEMBER_WIDTH, (records.MEMBER_TOKEN, tokens[request[who]]), (records.MEMBER_SLOT, who))
 
 
-def prompts(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np.ndarray, tile_len: int) -> np.ndarray:
-    """Tiles of prompts, those with most keys first: the longest should not be the last to start."""
+def prompts(
+    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np.ndarray, tile_len: int, copies: np.ndarray | None = None
+) -> np.ndarray:
+    """Tiles of prompts, those with most keys first: the longest should not be the last to start. `copies`: see `copied`."""
     num_tiles = -(-counts // tile_len)
     request = np.repeat(np.arange(rows.size), num_tiles)
     offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_len
@@ -196,8 +203,25 @@ def prompts(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np
         (records.PROMPT_TOKENS, lens),
         (records.PROMPT_POSITION, first_positions),
         (records.PROMPT_ROW, rows[request]),
+        (records.PROMPT_COPY, np.zeros_like(request) if copies is None else copies[request]),
     )
     return tiles[np.argsort(-(first_positions + lens), kind="stable")]
+
+
+def copied(rows: np.ndarray, ends: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each prompt the number of the first of its copied pages, from 1 on, or 0; and these pages. Of as many prompts as there
+    is room for."""
+    num_pages = -(-ends // BLOCK)
+    last = np.cumsum(num_pages)
+    firsts = np.where(last <= room, last - num_pages + 1, 0)
+    request = np.repeat(np.arange(rows.size), np.where(firsts > 0, num_pages, 0))
+    number = np.arange(1, request.size + 1)
+    return firsts, _records(
+        records.COPY_WIDTH,
+        (records.COPY_ROW, rows[request]),
+        (records.COPY_BLOCK, number - firsts[request]),
+        (records.COPY_TO, number),
+    )
 
 
 def chains(items: np.ndarray) -> np.ndarray:
@@ -231,23 +255,25 @@ def make_work(
     prompt_tile: int,
     at_once: int = 1,
     bases: np.ndarray | None = None,
+    room: int = 0,
 ) -> Work:
-    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see `singles`. The rest: tokens of a
-    tile or a record."""
+    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. `bases`: see `singles`. `room`: for copies of
+    pages. The rest: tokens of a tile or a record."""
     rows, starts, counts = items.T
     ends = np.cumsum(counts, dtype=np.int32)
     firsts = ends - counts
     one = counts == 1
     if one.all():
         single, shared, members = singles(rows, starts, firsts, tables, members_per_tile, at_once, bases)
-        return Work(rows, starts, single, shared, members, _NONE, np.flatnonzero(samples).astype(np.int32))
+        return Work(rows, starts, single, shared, members, _NO_PROMPTS, np.flatnonzero(samples).astype(np.int32))
     own = None if bases is None else bases[one]
     single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile, at_once, own)
     more = ~one
-    longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile)
+    copies, pages = copied(rows[more], (starts + counts)[more], room)
+    longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile, copies)
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)
     last = (ends - 1)[samples]
-    return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last)
+    return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last, copies=pages)
 
 
 def make_halves(

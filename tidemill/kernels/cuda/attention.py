@@ -417,6 +417,7 @@ class Lists:
     ends: torch.Tensor | None = None  # int32, of each row of the page table: where its prompt ends, if layers are bidirectional
     alone: bool = False  # the step has one token: all that its attention reads, but this one's, was there before
     paths: torch.Tensor | None = None  # int32, of each token (runner/cuda_trees.py), if drafts are trees
+    copies: torch.Tensor | None = None  # room for pages of prompts in bfloat16 (page_copies.py)
 
 
 def attend(

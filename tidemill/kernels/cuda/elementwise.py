@@ -375,6 +375,8 @@ def _enter_heads(
     stays = is_q | (there & (slot + tl.zeros_like(head) < 0))
     tl.store(base + low, first.to(qkv_ptr.dtype.element_ty), mask=stays[:, None])
     tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=stays[:, None])
+    if (tl.program_id(1) + 1) * HEADS <= NUM_HEADS:  # all of them are queries
+        return
     number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
     in_layer = number * PAGE + slot % PAGE
     to = cache_ptr + slot // PAGE * page_stride + layer_offset + in_layer[:, None] * (DIM // 2 if LARGEST == 7 else DIM)

@@ -5,8 +5,9 @@ twice as many rows, and because one group's softmax runs while the other's matmu
 multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
 next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 
-Of a cache with scales (scaled_attention.py), the warps that fetch also make bfloat16 of what they have fetched, on its way from
-one buffer to another: those that compute see no difference, but that even dimensions come before odd ones.
+Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have the even dimensions before
+the odd ones (page_copies.py). Where there was no room for copies, the warps that fetch also make bfloat16 of what they have
+fetched, on its way from one buffer to another, which takes issue slots from those that compute. The bits are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.launch import launch
-from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
+from tidemill.kernels.cuda.records import PROMPT_COPY, PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
 from tidemill.kernels.cuda.scaled_attention import FP8_PAIRS, INT8_PAIRS
 
 # Names that have changed with Triton's versions.
@@ -107,32 +108,58 @@ def _scales(scales_ptr, at, FP8: gl.constexpr):
 
 
 @gluon.jit
+def _tile(table_ptr, lists_ptr, table_width, turn, WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr):
+    """Of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins, and the
+    number of the first copied page."""
+    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
+    table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+    num = gl.load(tile + PROMPT_TOKENS)
+    left = gl.where(num > 0, gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK), 0)
+    return kv_head, left, table, gl.load(tile + PROMPT_COPY)
+
+
+@gluon.jit
 def _fetch_scaled(
-    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words, v_words,
-    words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
+    cache_desc, copies_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words,
+    v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Blocks are fetched ahead, as many as there is room for; each is converted when it is the next to compute with."""
+    """Blocks that are not copied are fetched ahead, as many as there is room for; each is converted when it is the next to
+    compute with."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     num_ahead: gl.constexpr = k_words.type.shape[0]
     by_words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, by_words))
     to_values: gl.constexpr = NUM_KV_HEADS * BLOCK
     turn = 0
-    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-    num = gl.load(tile + PROMPT_TOKENS)
-    left = gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)  # blocks of this tile
-    table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+    kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
     page = gl.load(table)
-    fetched, converted = 0, 0
+    fetched, converted, count = 0, 0, 0  # count: of all blocks, copied ones as well
     # Where the scales of blocks lie that are under way: of number n in n % 3. Those of the next are asked for while one is
     # converted.
     scales0 = page.to(gl.int64) * page_scales + (layer_run + kv_head) * BLOCK
     scales1, scales2 = scales0, scales0
     k_scales = _scales(scales_ptr, scales0 + keys, FP8)
     v_scales = _scales(scales_ptr, scales0 + to_values + keys, FP8)
-    while (num > 0) | (converted < fetched):
-        if num > 0:
+    while (left > 0) | (converted < fetched):
+        is_copied = (left > 0) & (copy > 0)
+        o, out_phase = count % num_buffers, (count // num_buffers) & 1
+        if is_copied & (converted == fetched):
+            row = ((copy - 1) * 2 * NUM_KV_HEADS + kv_head) * BLOCK
+            mbarrier.wait(k_free.index(o), out_phase ^ 1)
+            mbarrier.expect(k_full.index(o), copies_desc.block_type.nbytes)
+            fetch(copies_desc, [row, 0], k_full.index(o), k_bufs.index(o))
+            mbarrier.wait(v_free.index(o), out_phase ^ 1)
+            mbarrier.expect(v_full.index(o), copies_desc.block_type.nbytes)
+            fetch(copies_desc, [row + to_values, 0], v_full.index(o), v_bufs.index(o))
+            count += 1
+            left -= 1
+            copy += 1
+            if left == 0:
+                turn += 1
+                kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
+                page = gl.load(table)
+        elif (left > 0) & (copy == 0) & (fetched - converted < num_ahead):
             i = fetched % num_ahead
             row = page * rows_per_page + (layer_run + kv_head) * BLOCK
             mbarrier.expect(words_full.index(i), 2 * cache_desc.block_type.nbytes)
@@ -142,20 +169,20 @@ def _fetch_scaled(
             scales0 = gl.where(i == 0, at, scales0)
             scales1 = gl.where(i == 1, at, scales1)
             scales2 = gl.where(i == 2, at, scales2)
+            if converted == fetched:  # none before it asked for them
+                k_scales = _scales(scales_ptr, at + keys, FP8)
+                v_scales = _scales(scales_ptr, at + to_values + keys, FP8)
             fetched += 1
             left -= 1
             table += 1
             if left == 0:
                 turn += 1
-                tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-                num = gl.load(tile + PROMPT_TOKENS)
-                left = gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)
-                table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+                kv_head, left, table, copy = _tile(table_ptr, lists_ptr, table_width, turn, WORD, NUM_KV_HEADS, BLOCK)
             page = gl.load(table)
-        if (converted < fetched) & ((num == 0) | (fetched - converted == num_ahead)):
+        else:
             i, phase = converted % num_ahead, (converted // num_ahead) & 1
-            o, out_phase = converted % num_buffers, (converted // num_buffers) & 1
             converted += 1
+            count += 1
             after = converted % num_ahead
             at = gl.where(after == 0, scales0, gl.where(after == 1, scales1, scales2))
             k_scales_next = _scales(scales_ptr, at + keys, FP8)
@@ -219,10 +246,10 @@ def _merge(all_buf, all_top, all_total, acc, top, total, scale, acc_rows: gl.con
 
 
 @gluon.jit
-def _now(weights, total):
-    """Has them computed here, among the exponentials, which leave room for it: else the compiler does it where they are used."""
-    weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=False, pack=2)
-    return weights, gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [total], dtype=gl.float32, is_pure=False, pack=1)
+def _now(values):
+    """Has them computed here: else the compiler does it where they are used."""
+    pack: gl.constexpr = 32 // values.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=pack)
 
 
 @gluon.jit
@@ -237,7 +264,7 @@ def _queries(
     qkv_ptr, token0, num, kv_head, PART: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     HALVES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """In halves, two values come as one word."""
+    """In halves: two values come as one word; the even dimensions, then the odd ones."""
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     width: gl.constexpr = DIM // 2 if HALVES else DIM
     rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
@@ -246,23 +273,17 @@ def _queries(
     valid = (rows // group < num)[:, None]
     if HALVES:
         words = gl.load(qkv_ptr + (at + columns[None, :]), mask=valid, other=0)
-        even = words.to(gl.int16).to(gl.bfloat16, bitcast=True)
-        return even, (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        even, odd = words.to(gl.int16).to(gl.bfloat16, bitcast=True), (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        q = gl.reshape(gl.permute(gl.join(even, odd), (0, 2, 1)), (_HALF, DIM))
+        return _now(gl.convert_layout(q, layout))
     else:
-        q = gl.load(qkv_ptr + (at + columns[None, :]), mask=valid, other=0.0)
-        return q, q
+        return gl.load(qkv_ptr + (at + columns[None, :]), mask=valid, other=0.0)
 
 
 @gluon.jit
-def _scores(q, q_odd, k_buf, nothing, HALVES: gl.constexpr):
+def _scores(q, k_buf, nothing):
     """Started."""
-    if HALVES:
-        half: gl.constexpr = k_buf.type.shape[1] // 2
-        even = k_buf.slice(0, half, dim=1).permute((1, 0))
-        scores = warpgroup_mma(q, even, nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(q_odd, k_buf.slice(half, half, dim=1).permute((1, 0)), scores, is_async=True)
-    else:
-        return warpgroup_mma(q, k_buf.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(q, k_buf.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -271,7 +292,8 @@ def _compute(
     PART: gl.constexpr, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     SPLIT: gl.constexpr, BLOCK: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """`HALVES`: keys and values have the even dimensions first, then the odd ones."""
+    """`HALVES`: keys and values have the even dimensions first, then the odd ones. Queries and results, which have them in order,
+    come and go as words of two."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     dtype: gl.constexpr = k_bufs.dtype
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -284,14 +306,10 @@ def _compute(
     value_rows: gl.constexpr = gl.SliceLayout(1, by_value)
     by_line: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
-    line_rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_line))
-    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
-    if HALVES:
-        columns = 2 * (columns % (DIM // 2)) + columns // (DIM // 2)
     turn = 0
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     token0, num, start = _read(tile)
-    q, q_odd = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score)
+    q = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score)
     count = 0
     while num > 0:
         end = start + num
@@ -308,7 +326,7 @@ def _compute(
         num_blocks = gl.cdiv(end, BLOCK)
         i, phase = count % num_buffers, (count // num_buffers) & 1
         mbarrier.wait(k_full.index(i), phase)
-        scores, q, q_odd = warpgroup_mma_wait(0, (_scores(q, q_odd, k_bufs.index(i), nothing, HALVES), q, q_odd))
+        scores, q = warpgroup_mma_wait(0, (_scores(q, k_bufs.index(i), nothing), q))
         _done_with(k_free.index(i))
         if start + 1 < BLOCK:
             scores = _mask(scores, 0, positions, BLOCK, by_score)
@@ -321,11 +339,14 @@ def _compute(
             before, before_phase = count % num_buffers, (count // num_buffers) & 1
             count += 1
             i = count % num_buffers
-            scores_soon = _scores(q, q_odd, k_bufs.index(i), nothing, HALVES)
+            scores_soon = _scores(q, k_bufs.index(i), nothing)
             mbarrier.wait(v_full.index(before), before_phase)
             operand = gl.convert_layout(weights, for_value)
             acc_soon = warpgroup_mma(operand, v_bufs.index(before), acc, is_async=True)
-            scores, q, q_odd = warpgroup_mma_wait(1, (scores_soon, q, q_odd))
+            if HALVES:  # queries are alive, as the next block needs them; those made of words would be copied here
+                scores = warpgroup_mma_wait(1, (scores_soon,))
+            else:
+                scores, q = warpgroup_mma_wait(1, (scores_soon, q))
             _done_with(k_free.index(i))
             if (block + 1) * BLOCK > start + 1:
                 scores = _mask(scores, block * BLOCK, positions, BLOCK, by_score)
@@ -334,7 +355,7 @@ def _compute(
             exact, top, shrink = _weigh(scores, gl.where(begins, float("-inf"), top), scale)
             old_total = total
             total = _add_up(exact, gl.where(begins, 0.0, total), shrink)
-            weights, total = _now(exact.to(dtype), total)
+            weights, total = _now(exact.to(dtype)), _now(total)  # among the exponentials, which leave room for it
             # This wait keeps the weights in front of the next one, beside the matmul: else the assembler waits for that first.
             if block + 1 < num_blocks:
                 mbarrier.wait(k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
@@ -349,7 +370,7 @@ def _compute(
                 acc = acc * gl.convert_layout(shrink, value_rows)[:, None]
         i, phase = count % num_buffers, (count // num_buffers) & 1
         count += 1
-        q, q_odd = _queries(
+        q = _queries(
             qkv_ptr, token0_next, num_next, kv_head_next, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score
         )  # of the next tile
         mbarrier.wait(v_full.index(i), phase)
@@ -364,13 +385,17 @@ def _compute(
         _done_with(v_free.index(i))
         weight = _in_all(total, score_rows)
         all_acc, all_top, all_total = _merge(all_buf, all_top, all_total, acc, top, weight, scale, value_rows)
-        result = all_acc / gl.convert_layout(all_total, value_rows)[:, None]
-        out_at = ((token0 + line_rows // group) * NUM_HEADS + kv_head * group + line_rows % group)[:, None] * DIM
-        gl.store(
-            out_ptr + (out_at + columns[None, :]),
-            gl.convert_layout(result.to(dtype), by_line),
-            mask=(line_rows // group < num)[:, None],
-        )
+        result = (all_acc / gl.convert_layout(all_total, value_rows)[:, None]).to(dtype)
+        width: gl.constexpr = DIM // 2 if HALVES else DIM
+        if HALVES:  # a thread has an even dimension and the odd one after it: they become a word
+            even, odd = gl.split(gl.permute(gl.reshape(result.to(gl.int16, bitcast=True), (_HALF, 2, width)), (0, 2, 1)))
+            result = (even.to(gl.int32) & 0xFFFF) | (odd.to(gl.int32) << 16)
+        else:
+            result = gl.convert_layout(result, by_line)
+        rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, result.type.layout))
+        columns = gl.arange(0, width, layout=gl.SliceLayout(0, result.type.layout))
+        out_at = ((token0 + rows // group) * NUM_HEADS + kv_head * group + rows % group)[:, None] * width
+        gl.store(out_ptr + (out_at + columns[None, :]), result, mask=(rows // group < num)[:, None])
         token0, num, start, kv_head = token0_next, num_next, start_next, kv_head_next
 
 
@@ -426,7 +451,8 @@ def _attend_prompts_by_roles(
 
 @gluon.jit(do_not_specialize=["layer_run"])
 def _attend_prompts_scaled_by_roles(
-    qkv_ptr, cache_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, scale,
+    qkv_ptr, cache_desc, copies_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales,
+    table_width, scale,
     WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
@@ -470,8 +496,9 @@ def _attend_prompts_scaled_by_roles(
             (
                 _fetch_scaled,
                 (
-                    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width,
-                    k_words, v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free, WORD, NUM_KV_HEADS, BLOCK, FP8,
+                    cache_desc, copies_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales,
+                    table_width, k_words, v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free, WORD,
+                    NUM_KV_HEADS, BLOCK, FP8,
                 ),
             ),
         ],
@@ -495,19 +522,21 @@ def attend_prompts(
 
 
 def attend_prompts_scaled(
-    qkv_TC: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor, out_TC: torch.Tensor,
-    words: torch.Tensor, scale: float, num_programs: int, word: int, num_heads: int, split: int,
+    qkv_TC: torch.Tensor, cache: torch.Tensor, copies: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor,
+    out_TC: torch.Tensor, words: torch.Tensor, scale: float, num_programs: int, word: int, num_heads: int, split: int,
 ) -> None:  # fmt: skip
-    """The pool, of which `cache` and `scales` are parts, is copied from as rows of one head's words."""
+    """The pool, of which `cache` and `scales` are parts, is fetched from as rows of one head's words."""
     num_kv_heads, block, dim = cache.shape[3:]
     codes = cache.view(torch.int16)
     rows_per_page = codes.stride(0) // (dim // 2)
     pool = codes.as_strided((cache.shape[0] * rows_per_page, dim // 2), (dim // 2, 1))
     layout = gl.NVMMASharedLayout.get_default_for([block, dim // 2], gl.int16)
+    plain = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
     launch(
         _attend_prompts_scaled_by_roles, (num_programs,),
-        qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout), scales, table, out_TC, words,
-        layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
+        qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout),
+        TensorDescriptor.from_tensor(copies.view(-1, dim), [block, dim], plain), scales, table, out_TC.view(torch.int32),
+        words, layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         FP8=cache.dtype == torch.float8_e4m3fn, num_warps=4, maxnreg=168,
     )  # fmt: skip

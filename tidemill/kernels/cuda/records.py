@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 
 HEADER = 8  # words; of them, where these lists begin (singles follow the tokens), and how many tokens do not only fill up:
-SHARED, MEMBERS, PROMPTS, STATES, LIVE = 0, 1, 2, 3, 4
+SHARED, MEMBERS, PROMPTS, STATES, COPIES, LIVE = 0, 1, 2, 3, 4, 5
 
 
 def _words(num: int) -> list[tl.constexpr]:
@@ -30,9 +30,14 @@ SHARED_WIDTH = tl.constexpr(4)
 MEMBER_TOKEN, MEMBER_SLOT = _words(2)
 MEMBER_WIDTH = tl.constexpr(2)
 
-# A tile of a prompt: its first token's index in the step, how many tokens, the first one's position, the row of the page table.
-PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW = _words(4)
-PROMPT_WIDTH = tl.constexpr(4)
+# A tile of a prompt: its first token's index in the step, how many tokens, the first one's position, the row of the page table;
+# and the number of its sequence's first copied page, from 1 on, or 0 if its pages are not copied.
+PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW, PROMPT_COPY = _words(5)
+PROMPT_WIDTH = tl.constexpr(5)
+
+# A page that is copied in bfloat16 (page_copies.py): the row of its page table, its place there, the copy's number, from 1 on.
+COPY_ROW, COPY_BLOCK, COPY_TO = _words(3)
+COPY_WIDTH = tl.constexpr(3)
 
 # A sequence of which states are computed: its first token's index in the step, how many tokens, the first one's position, the row
 # of its page table.

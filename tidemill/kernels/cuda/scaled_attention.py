@@ -3,7 +3,8 @@ with a scale and an offset.
 
 The same work lists, splits and order of summation as attention.py, whose parts it uses. A tile is loaded as it is stored, two
 values (or four) in a word of 16 bits, and becomes bfloat16 in registers: value times scale, rounded once. So matmuls stay those
-of bfloat16 with sums in float32, and no copy of a cache in bfloat16 is ever in memory.
+of bfloat16 with sums in float32, and no copy of a cache in bfloat16 is in memory (but of what a step's prompts read in a layer:
+page_copies.py).
 
 A word goes through the matrix unit's loads as 16-bit values do and is taken apart there. So dimensions come in parts: the even
 ones, then the odd ones; of int4, those of the first half of a head, then those of the second. Scores add the products of one part
@@ -543,6 +544,12 @@ def single_how(num_tokens: int) -> dict[str, int]:
     return {"num_warps": 4 if num_tokens <= 2 else 2 if num_tokens <= 16 else 1, "num_stages": 5, "TOGETHER": 4}
 
 
+def hopper() -> Any:
+    from tidemill.kernels.cuda import hopper_fp8
+
+    return hopper_fp8
+
+
 def places(cache: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Values as words of 16 bits and scales as words of 32, and how many of each a page is further on."""
     words, pairs = cache.view(torch.int16), scales.view(torch.int32)
@@ -565,18 +572,25 @@ def attend_scaled(
             qkv_TC, words, pairs, table, lists.partial, lists.words, positions_T, bias, *where, *how_much, WORD=SHARED,
             ROWS=shared_rows(group), num_warps=4, num_stages=3, **common,
         )  # fmt: skip
-    if lists.num_single:
+    if lists.num_single and lists.by_roles and hopper().covers(cache, group, qkv_TC.shape[0]):
+        hopper().attend_single(
+            qkv_TC, cache, scales, layer, table, out_TC, lists.singles, lists.partial, lists.done, how_much[0], lists.num_single,
+            common["NUM_HEADS"], common["SPLIT"], common["AHEAD"] == 2,
+        )  # fmt: skip
+    elif lists.num_single:
         launch(
             _attend_single_scaled, (num_kv_heads, lists.num_single),
             qkv_TC, words, pairs, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
             SINKS=has_sinks, ROWS=single_rows(group, has_scales=True), **single_how(qkv_TC.shape[0]), **common,
         )  # fmt: skip
     if lists.num_prompts and lists.by_roles:
-        from tidemill.kernels.cuda import hopper_attention
+        from tidemill.kernels.cuda import hopper_attention, page_copies
 
+        if lists.copies is not None:
+            page_copies.copy_pages(cache, scales, layer, table, lists.words, lists.copies)
         hopper_attention.attend_prompts_scaled(
-            qkv_TC, cache, scales, layer, table, out_TC, lists.words, how_much[0], lists.num_prompts, PROMPTS,
-            common["NUM_HEADS"], common["SPLIT"],
+            qkv_TC, cache, qkv_TC if lists.copies is None else lists.copies, scales, layer, table, out_TC, lists.words,
+            how_much[0], lists.num_prompts, PROMPTS, common["NUM_HEADS"], common["SPLIT"],
         )  # fmt: skip
     elif lists.num_prompts:
         launch(

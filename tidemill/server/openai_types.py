@@ -24,7 +24,7 @@ from tidemill.sampling import (
     SamplingParams,
     closed,
 )
-from tidemill.server.body import Body, Seed
+from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool
@@ -163,7 +163,7 @@ class SamplingRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
-    seed: Seed | None = None
+    seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     # Beyond OpenAI's, under the names other engines use.
     top_k: int | None = None

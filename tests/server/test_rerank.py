@@ -174,6 +174,43 @@ def test_score(encoders, path):
     assert abs(cosine[0]["score"] - float(first @ second)) < 1e-5
 
 
+def test_vllms_names_of_scores(encoders):
+    running = encoders[0]
+    scores = [one["score"] for one in post(running, "/score", model="reranker", text_1="the mill", text_2=DOCUMENTS).json()["data"]]
+    for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        for path in ("/score", "/invocations"):
+            made = post(running, path, **{"model": "reranker", first: "the mill", second: DOCUMENTS}).json()
+            assert [one["score"] for one in made["data"]] == scores
+    ask = {"model": "reranker", "query": "the mill", "documents": DOCUMENTS}
+    ranked, invoked = (post(running, path, **ask).json() for path in ("/rerank", "/invocations"))
+    assert invoked["results"] == ranked["results"]
+    before = post(running, "/rerank", **ask, use_activation=False).json()["results"]
+    assert torch.allclose(
+        torch.tensor([one["relevance_score"] for one in before]).sigmoid(),
+        torch.tensor([one["relevance_score"] for one in ranked["results"]]),
+        atol=1e-6,
+    )
+    assert any(not 0 < one["relevance_score"] < 1 for one in before)
+    for body in ({"text_1": "a", "queries": "a", "text_2": "b"}, {"queries": "a", "items": [[5]]}, {"queries": "a", "query": "b"}):
+        assert post(running, "/score", model="reranker", **body).status_code == 400
+
+
+def test_documents_are_cut_to_so_many_tokens(encoders):
+    running = encoders[0]
+    ask = {"model": "reranker", "query": "the mill", "documents": ["water " * 20, "sea"]}
+    whole, none, cut = (
+        post(running, "/rerank", **ask, **more).json() for more in ({}, {"max_tokens_per_doc": 0}, {"max_tokens_per_doc": 4})
+    )
+    assert whole["results"] == none["results"]
+    assert whole["usage"]["prompt_tokens"] - cut["usage"]["prompt_tokens"] == 16
+    short = post(running, "/rerank", **ask | {"documents": ["water " * 4, "sea"]}).json()["results"]
+    assert [one["relevance_score"] for one in cut["results"]] == [one["relevance_score"] for one in short]
+    wrong = post(running, "/rerank", **ask, max_tokens_per_doc=-5)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens_per_doc")
+    texts = {"model": "embedder", "messages": [{"role": "user", "content": "the sea"}]}
+    assert post(running, "/invocations", **texts).json() == post(running, "/v1/embeddings", **texts).json()  # it has no template
+
+
 def test_what_cannot_be_scored(encoders):
     running = encoders[0]
     rerank = {"model": "reranker", "query": "the mill"}

@@ -171,8 +171,8 @@ def make_router(models: Models) -> APIRouter:
         call = request.state.caller.call
         if "prompt" in names:
             return await _respond(models, request, parse(CompletionRequest, raw, call), _prepare_completion)
-        if "input" in names:
-            model, respond = models.whole_responses["/v1/embeddings"]
+        if route := _of_encoders(models, names):
+            model, respond = models.whole_responses[route]
             made = respond(parse(model, raw, call), request.state.caller)
             return Response(await until_disconnect(request, made), media_type="application/json")
         return await _respond(models, request, parse(ChatRequest, raw, call), prepare_chat)
@@ -283,6 +283,15 @@ async def run_job(job: Job) -> None:
                 writer.take_ids(number, delta.token_ids[: text.num_tokens])
                 writer.take_stop(number, text.stop)
                 writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
+
+
+def _of_encoders(models: Models, names: dict[str, msgspec.Raw]) -> str:
+    """The route that a body of /invocations asks for, if it is not one that generates; else empty."""
+    if "messages" in names:
+        model = msgspec.json.decode(names.get("model", b"null"))
+        return "/v1/embeddings" if models.of(model if isinstance(model, str) else None).ready.model.pooler else ""
+    routes = {"input": "embeddings", "text_1": "score", "queries": "score", "data_1": "score", "documents": "rerank"}
+    return next((f"/v1/{route}" for name, route in routes.items() if name in names), "")
 
 
 async def prepare_job(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller, num_jobs: int = 1) -> Job:

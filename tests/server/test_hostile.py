@@ -155,7 +155,9 @@ async def test_every_field_takes_any_value_or_refuses_it(server, num_values):
         if "application/json" in told.get("post", {}).get("requestBody", {}).get("content", {})
     }
     assert set(schemas) == set(VALID), "a route is new or gone: say here what a valid body is"
-    places = [(path, where) for path, schema in schemas.items() for where in dict.fromkeys([*fields(schema), *FREE.get(path, ())])]
+    places = [
+        (path, where) for path, schema in schemas.items() for where in dict.fromkeys([*fields(schema), *FREE.get(path, ())])
+    ]
     bodies = [
         (path, put(VALID[path], where, VALUES[(turn + number) % len(VALUES)]))
         for turn, (path, where) in enumerate(places)

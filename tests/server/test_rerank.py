@@ -16,6 +16,9 @@ from tidemill.server.vectors import packed
 DOCUMENTS = ["slow water turns the wheel", "the night is old", "a boat of stone"]
 
 
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+
+
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
     """One server with an embedding model and a cross-encoder, and their references."""
@@ -23,6 +26,8 @@ def encoders(tmp_path_factory):
     paths = {name: tmp_path_factory.mktemp(name) for name in kinds}
     references = {name: make_encoder(paths[name], kind, **more) for name, (kind, more) in kinds.items()}
     pooling_files(paths["embedder"], max_length=64)
+    settings = paths["embedder"] / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     running = Server(None, *(f"{name}={path}" for name, path in paths.items())).wait()
     yield running, references, Tokenizer.load(paths["embedder"])
     running.stop()
@@ -176,7 +181,9 @@ def test_score(encoders, path):
 
 def test_vllms_names_of_scores(encoders):
     running = encoders[0]
-    scores = [one["score"] for one in post(running, "/score", model="reranker", text_1="the mill", text_2=DOCUMENTS).json()["data"]]
+    scores = [
+        one["score"] for one in post(running, "/score", model="reranker", text_1="the mill", text_2=DOCUMENTS).json()["data"]
+    ]
     for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         for path in ("/score", "/invocations"):
             made = post(running, path, **{"model": "reranker", first: "the mill", second: DOCUMENTS}).json()
@@ -191,7 +198,11 @@ def test_vllms_names_of_scores(encoders):
         atol=1e-6,
     )
     assert any(not 0 < one["relevance_score"] < 1 for one in before)
-    for body in ({"text_1": "a", "queries": "a", "text_2": "b"}, {"queries": "a", "items": [[5]]}, {"queries": "a", "query": "b"}):
+    for body in (
+        {"text_1": "a", "queries": "a", "text_2": "b"},
+        {"queries": "a", "items": [[5]]},
+        {"queries": "a", "query": "b"},
+    ):
         assert post(running, "/score", model="reranker", **body).status_code == 400
 
 
@@ -207,8 +218,21 @@ def test_documents_are_cut_to_so_many_tokens(encoders):
     assert [one["relevance_score"] for one in cut["results"]] == [one["relevance_score"] for one in short]
     wrong = post(running, "/rerank", **ask, max_tokens_per_doc=-5)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens_per_doc")
-    texts = {"model": "embedder", "messages": [{"role": "user", "content": "the sea"}]}
-    assert post(running, "/invocations", **texts).json() == post(running, "/v1/embeddings", **texts).json()  # it has no template
+
+
+def test_a_conversation_as_the_input_of_an_encoder(encoders):
+    """Without the tokens that are put around a text, unless they are asked for: a template writes those it wants."""
+    running, _, tokenizer = encoders
+    ask = {"model": "embedder", "messages": [{"role": "user", "content": "the sea"}]}
+    made, invoked = (post(running, path, **ask).json() for path in ("/v1/embeddings", "/invocations"))
+    assert invoked["data"] == made["data"]
+    for more, input in (({}, {"add_special_tokens": False}), ({"add_special_tokens": True}, {})):
+        of_text = post(running, "/v1/embeddings", model="embedder", input="user: the sea ", **input).json()
+        assert post(running, "/v1/embeddings", **ask, **more).json()["data"] == of_text["data"]
+    refused = post(running, "/v1/embeddings", **ask, continue_final_message=True, add_generation_prompt=True)
+    assert refused.json()["error"]["param"] == "continue_final_message"
+    more = post(running, "/v1/embeddings", model="embedder", input="sea", truncate_prompt_tokens=65)
+    assert more.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_what_cannot_be_scored(encoders):

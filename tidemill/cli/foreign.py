@@ -68,8 +68,8 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
 
 
 def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
-    """A flag, the member after a dot, the equals sign, and the value after it: `--flag=1`, and of others' short flags, as vLLM has
-    them, `-O3`, `-tp=2` and `-cc.mode=3`."""
+    """A flag, the member after a dot, the equals sign, and the value after it: `--flag=1`, and of others' short flags, as vLLM
+    has them, `-O3`, `-tp=2` and `-cc.mode=3`."""
     flag, equals, value = arg.partition("=")
     if arg.startswith("--"):
         flag = flag.replace("_", "-")

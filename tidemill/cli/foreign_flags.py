@@ -100,8 +100,8 @@ FOREIGN = (
     _same("--override-generation-config", VLLM, "--sampling-defaults"),
     _sampling("-s", LLAMA, "seed", "--seed", automatic=("-1",)),
     Foreign("--seed --random-seed", f"{LLAMA}, {VLLM}, {SGLANG}", ("--seed",), automatic=("-1",), is_optional=True,
-            why="requests draw seeds of their own; one seed for all is `seed` in --sampling-defaults, or -s. Beside flags that only "
-            "llama.cpp has, --seed is -s"),
+            why="requests draw seeds of their own; one seed for all is `seed` in --sampling-defaults, or -s. Beside flags that "
+            "only llama.cpp has, --seed is -s"),
     _same("-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf", LLAMA, "--draft-model"),
     _same("--draft --draft-n --draft-max --spec-draft-n-max", LLAMA, "--max-drafts"),
     _same("--ssl-key-file --ssl-keyfile", f"{LLAMA}, {VLLM}", "--tls-key"),

@@ -89,7 +89,11 @@ class Tokenizer:
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         ids: list[int] = self._encoded(text, self._marked_backend if marked else self._backend).ids
-        return [*self._before, *ids, *self._after] if add_special else ids
+        return self.with_special(ids) if add_special else ids
+
+    def with_special(self, ids: list[int]) -> list[int]:
+        """As `encode` has them, around ids."""
+        return [*self._before, *ids, *self._after]
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if len(text) > max_tokens * self._longest_bytes:

@@ -21,7 +21,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
-from tidemill.server.openai import merge, prompts_of, truncated
+from tidemill.server.openai import check_truncation, merge, prompts_of, truncated
 from tidemill.server.openai_types import EmbeddingRequest, PoolingRequest
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
@@ -155,7 +155,9 @@ async def _prompts(service: Service, body: EmbeddingRequest) -> list[list[int]]:
         raise InvalidRequest("Give one of input and messages.", param="input")
     if body.messages is not None:
         chat = body.chat()
-        prompts = [await service.encode_chat(chat.conversation(), **chat.how())]
+        prompts = [await service.encode_chat(chat.conversation(), to_embed=True, **chat.how())]
+        if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:  # a template writes those it wants
+            prompts = [service.tokenizer.with_special(ids) for ids in prompts]
         return truncated(service, prompts, body.truncate_prompt_tokens, 0, body.truncation_side)
     num: int | None = body.truncate_prompt_tokens
     texts: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input or [])
@@ -170,7 +172,8 @@ def num_kept(service: Service, num: int) -> int:
     """Tokens that an input is truncated to. -1: as many as the model takes."""
     if num == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
-    return service.max_context if num < 0 else min(num, service.max_context)
+    check_truncation(service, num)
+    return service.max_context if num < 0 else num
 
 
 def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list[float]:

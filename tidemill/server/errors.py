@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed, TidemillError
+from tidemill.errors import Cancelled, ClientTooSlow, ContextTooLong, DeadlineExceeded, ModelFailed, TidemillError
 from tidemill.server.sse import ClientGone
 
 _log = logging.getLogger("tidemill.server")
@@ -70,7 +70,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:
         request.state.call.error = error.kind
-        return JSONResponse(shaped(request.url.path, error_body(error)), error.status, headers_of(error))
+        body = error_body(error)
+        if request.state.call.is_llamacpp and isinstance(error, ContextTooLong):
+            body["error"]["type"] = "exceed_context_size_error"
+        return JSONResponse(shaped(request.url.path, body), error.status, headers_of(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -364,6 +364,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
         caller.call.ignored.add("thinking_token_budget")
     params = reading.gated(params, budget)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
+    writer.begins_with_null = caller.call.is_llamacpp
     holds = _holds(prompts, body, caller, cache)
     marked = await mark_holds(service, caller.tenant, prompts[0], body.marks(before), body.how(), body.cache_salt or "")
     return Job(service, prompts, params, body, writer, caller, reading, holds=[holds[0] + marked])
@@ -400,6 +401,12 @@ async def _params(service: Service, body: CompletionRequest | ChatRequest) -> Sa
     return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(tuple(word) for word in words if word)))
 
 
+def check_truncation(service: Service, num: int) -> None:
+    if num > service.max_context:
+        what = f"truncate_prompt_tokens value is greater than max_model_len: {num}, of {service.max_context} tokens."
+        raise InvalidRequest(what, fix="Give less, or -1 for as many as fit.", param="truncate_prompt_tokens")
+
+
 def truncated(
     service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None, side: str | None = None
 ) -> list[list[int]]:
@@ -408,6 +415,7 @@ def truncated(
         return prompts
     if num == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
+    check_truncation(service, num)
     num = num if num > 0 else max(service.max_context - (1 if max_tokens is None else max_tokens), 1)
     return [prompt[:num] if side == "right" else prompt[-num:] for prompt in prompts]
 

@@ -27,7 +27,7 @@ from tidemill.sampling import (
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
-from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool
+from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool, check_ends
 from tidemill.server.retention import MAX_KEY_CHARS, Retention
 from tidemill.server.vectors import EmbedDType, Endianness
 
@@ -496,6 +496,7 @@ class TokenizeRequest(Body):
 
 def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None) -> ChatMessages:
     assert body.messages is not None
+    check_ends(body.continue_final_message, body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set)
     return ChatMessages.model_construct(
         messages=body.messages,
         tools=tools,

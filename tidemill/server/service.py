@@ -170,8 +170,11 @@ class Service:
         work = partial(self.tokenizer.decode, token_ids, skip_special=skip_special)
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
-    async def encode_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, /, **how: Any) -> list[int]:
-        self.check_chat()
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, /, *, to_embed: bool = False, **how: Any
+    ) -> list[int]:
+        if not to_embed:
+            self.check_chat()
         work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.context_of(params), **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 

@@ -102,6 +102,7 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "-ctk f16",
         "--random-seed 3",
         "-O3",
+        "--max-total-tokens 1000",
         "-O=3",
         "-cc.mode=3",
         "--compilation-config.pass_config.fuse_norm true",

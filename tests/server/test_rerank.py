@@ -104,7 +104,9 @@ def test_pooling_and_vectors_that_are_not_normalized(encoders):
     (scores,) = post(running, "/pooling", model="reranker", input=DOCUMENTS[0]).json()["data"]
     assert len(scores["data"]) == 1
     for wrong in ({"model": "embedder", "task": "classify"}, {"model": "reranker", "task": "embed"}):
-        assert post(running, "/pooling", input="a", **wrong).status_code == 400
+        told = post(running, "/pooling", input="a", **wrong).json()["error"]
+        assert told["message"].startswith(f"Unsupported task: {wrong['task']!r}")
+        assert (told["type"], told["param"]) == ("BadRequestError", "task")  # vLLM's words
 
 
 def test_dimensions_base64_and_truncation(encoders):
@@ -222,7 +224,7 @@ def test_documents_are_cut_to_so_many_tokens(encoders):
 
 def test_a_conversation_as_the_input_of_an_encoder(encoders):
     """Without the tokens that are put around a text, unless they are asked for: a template writes those it wants."""
-    running, _, tokenizer = encoders
+    running, _, _ = encoders
     ask = {"model": "embedder", "messages": [{"role": "user", "content": "the sea"}]}
     made, invoked = (post(running, path, **ask).json() for path in ("/v1/embeddings", "/invocations"))
     assert invoked["data"] == made["data"]

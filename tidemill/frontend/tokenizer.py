@@ -100,7 +100,7 @@ class Tokenizer:
             raise ContextTooLong(
                 f"The prompt ({len(text)} characters) is too large: it is longer than the model's context length. This model's "
                 f"maximum context length is {max_tokens} tokens, which it cannot fit.",
-                fix="Shorten the prompt.",
+                fix="Please reduce the length of the input prompt.",
                 param="prompt",
             )
 

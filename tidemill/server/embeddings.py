@@ -128,6 +128,10 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
     service = models.of(body.model)
     pooling = pooling_of(service, body.pooling)
     task = body.task if isinstance(body, PoolingRequest) else "embed"
+    can_score = service.ready.model.pooler is not None and service.ready.model.pooler.how == "score"
+    if isinstance(body, PoolingRequest) and task not in (None, "classify" if can_score else "embed"):
+        fix = f"This model has the task {'classify' if can_score else 'embed'}."
+        raise InvalidRequest(f"Unsupported task: {task[:40]!r}.", fix=fix, param="task")
     if task == "classify" or (task is None and pooling == "score"):
         service.ready.model.check_pooling("score")
         pooling = "score"

@@ -40,6 +40,8 @@ def shaped(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """An error as the clients of that path's API expect it."""
     if path.startswith("/api/"):  # Ollama's
         return {"error": body["error"]["message"]}
+    if path == "/pooling" and body["error"]["type"] == "invalid_request_error":  # vLLM's
+        return {"error": body["error"] | {"type": "BadRequestError"}}
     return {"type": "error"} | body if path.startswith("/v1/messages") else body
 
 

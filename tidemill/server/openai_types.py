@@ -469,7 +469,7 @@ class EmbeddingRequest(Body):
 class PoolingRequest(EmbeddingRequest):
     """vLLM's: the same for embeddings and for the scores of a classifier."""
 
-    task: Literal["embed", "classify"] | None = None  # None: what the model does
+    task: str | None = None  # None: what the model does
 
 
 class TokenizeRequest(Body):

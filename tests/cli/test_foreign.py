@@ -53,6 +53,7 @@ def read(command: str, *args: str) -> list[str]:
         ("x --lora-modules a=p b=q --schedule-policy lpm", "x --lora a=p --lora b=q --queue-order prefix"),
         ("--skip-chat-parsing --kv-offloading-size 2", "--tool-parser none --reasoning-parser none --kv-host-memory 2GiB"),
         ("-tp=2 -q=fp8", "--tensor-parallel 2 --quantization fp8"),
+        ("--context-len 8192 --served-model x", "--max-context 8192 --served-name x"),  # the beginnings of flags
         ("--override-generation-config.top_k 4", '--sampling-defaults {"top_k":4}'),
         ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
     ],
@@ -144,6 +145,7 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
         ("--draft-modl x", "Did you mean --draft-model?"),
         ("--middleware m", "code is not loaded"),
         ("-sc.method=ngram", "give --speculate"),
+        ("--enable-l", "There is no option --enable-l."),  # of several
     ],
 )
 def test_what_would_change_answers_is_refused_with_the_reason(given, words):

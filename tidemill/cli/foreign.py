@@ -41,6 +41,7 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
         if arg == "--":
             return [*done, arg, *left]
         flag, member, equals, value = _parts(arg, known)
+        flag = _whole(flag, known)
         if flag == "--seed" and is_llama and flag not in known:
             flag = "-s"  # of each request; in vLLM and SGLang it is that of the engine
         if flag in known:
@@ -80,6 +81,14 @@ def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
     base, dot, member = flag.partition(".")
     is_whole = not dot or flag in known or flag in _BY_FLAG or base not in _BY_FLAG
     return (flag, "", equals, value) if is_whole else (base, member.replace("-", "_"), equals, value)
+
+
+def _whole(flag: str, known: Iterable[str]) -> str:
+    """A flag of another program by its beginning, if no other begins so: vLLM and SGLang take these."""
+    if flag in _BY_FLAG or not flag.startswith("--") or any(own.startswith(flag) for own in known):
+        return flag
+    found = {foreign.names: name for name, foreign in _BY_FLAG.items() if name.startswith(flag)}
+    return next(iter(found.values())) if len(found) == 1 and len(flag) > 5 else flag
 
 
 def _peers(args: Iterable[str]) -> set[str]:

@@ -290,7 +290,7 @@ FOREIGN = (
                "--sleep-on-idle --disable-outlines-disk-cache --enable-request-time-stats-logging",
                SGLANG, "it changes no answer"),
     _no_effect("--enable-deterministic-inference", SGLANG, "answers never depend on the batch"),
-    _no_effect("--max-total-tokens --max-total-token", SGLANG, "--kv-memory gives the KV cache its size", takes_value=True),
+    _no_effect("--max-total-tokens", SGLANG, "--kv-memory gives the KV cache its size", takes_value=True),
     _refused("--allow-auto-truncate", SGLANG, "give `truncate_prompt_tokens` in a request"),
     _refused("--base-gpu-id --gpu-id-step --device-ids", f"{SGLANG}, {VLLM}", "set CUDA_VISIBLE_DEVICES"),
     _refused("--pooler-config", VLLM, "give --pooling mean, last or cls"),

@@ -131,7 +131,8 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
     can_score = service.ready.model.pooler is not None and service.ready.model.pooler.how == "score"
     if isinstance(body, PoolingRequest) and task not in (None, "classify" if can_score else "embed"):
         fix = f"This model has the task {'classify' if can_score else 'embed'}."
-        raise InvalidRequest(f"Unsupported task: {task[:40]!r}.", fix=fix, param="task")
+        what = "No IOProcessor plugin installed." if task == "plugin" else f"Unsupported task: {task[:40]!r}."
+        raise InvalidRequest(what, fix=fix, param="task")
     if task == "classify" or (task is None and pooling == "score"):
         service.ready.model.check_pooling("score")
         pooling = "score"

@@ -404,7 +404,8 @@ async def _params(service: Service, body: CompletionRequest | ChatRequest) -> Sa
 def check_truncation(service: Service, num: int) -> None:
     if num > service.max_context:
         what = f"truncate_prompt_tokens value is greater than max_model_len: {num}, of {service.max_context} tokens."
-        raise InvalidRequest(what, fix="Please request a smaller truncation size. -1 keeps as many as fit.", param="truncate_prompt_tokens")
+        fix = "Please request a smaller truncation size. -1 keeps as many as fit."
+        raise InvalidRequest(what, fix=fix, param="truncate_prompt_tokens")
 
 
 def truncated(

@@ -168,6 +168,11 @@ def test_a_small_machine_gets_a_shorter_context():
     assert config.full_context_requests >= 1
 
 
+def test_a_small_token_budget_has_fewer_slots():
+    small = resolve(EngineOptions(token_budget=40), SMOLLM2, LARGE)
+    assert (small.token_budget, small.max_requests) == (40, 40)
+
+
 def test_reasons_use_common_words():
     gpu = replace(LARGE, gpu="NVIDIA Test", gpu_bytes=80 * 2**30, gpu_free_bytes=78 * 2**30)
     reasons = resolve(EngineOptions(), SMOLLM2, LARGE).reasons | resolve(EngineOptions(), SMOLLM2, gpu).reasons

@@ -123,7 +123,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             if num > context:
                 raise ContextTooLong(
                     f"The input is too large: it has {num} tokens, and this model takes {context}.",
-                    fix="Shorten it, or let it be truncated (truncate_prompt_tokens: -1).",
+                    fix="Please reduce the length of the input prompt, or let it be truncated (truncate_prompt_tokens: -1).",
                     param="input",
                 )
             return
@@ -131,7 +131,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             raise ContextTooLong(
                 f"The prompt ({num} tokens) is longer than the model's context length. This model's maximum context length is "
                 f"{context} tokens, one of them for the output.",
-                fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
+                fix=f"Please reduce the length of the input prompt to {context - 1} tokens, or serve with more --max-context.",
                 param="prompt",
             )
         if max_tokens is not None and num + max_tokens > context:

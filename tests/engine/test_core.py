@@ -32,7 +32,7 @@ def core(model):
             [1] * 512,
             greedy(1),
             ContextTooLong,
-            "length is 512 tokens, one of them for the output. Shorten the prompt to 511",
+            "length is 512 tokens, one of them for the output. Please reduce the length of the input prompt to 511",
         ),
         ([1] * 500, greedy(13), ContextTooLong, "Lower max_tokens to 12"),
         ([1], greedy(1, stop_token_ids=(400,)), InvalidRequest, "stop_token_ids names token 400"),

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from tests.helpers import byte_tokenizer
 from tidemill.errors import CheckpointError, ConfigError, InvalidRequest
@@ -303,11 +304,15 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
         ("mistral-v7", "[SYSTEM_PROMPT] Be brief.[/SYSTEM_PROMPT][INST] Hi[/INST]"),
     ],
 )
-def test_a_chat_template_by_its_name(tiny_folder, name, prompt):
+def test_a_chat_template_by_its_name(tiny_folder, tmp_path, name, prompt):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    text = Tokenizer.load(tiny_folder, name).render_chat(messages)
-    assert text.endswith(prompt)
-    assert len(text) - len(prompt) < 10  # nothing before it but the token that begins a text
+    assert Tokenizer.load(tiny_folder, name).render_chat(messages) == prompt
+    with_bos = Backend.from_file(str(tiny_folder / "tokenizer.json"))
+    with_bos.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    with_bos.save(str(tmp_path / "tokenizer.json"))
+    begun = Tokenizer.load(tmp_path, name)
+    assert begun.render_chat(messages) == ("" if name == "chatml" else "<s>") + prompt
+    assert begun.as_prompt(begun.render_chat(messages)) == prompt  # which `encode` begins with it
 
 
 def test_an_unknown_name_of_a_chat_template(tiny_folder):

@@ -89,9 +89,20 @@ def test_minus_one_is_any_seed_though_there_is_a_default_one(kind, body):
 
     assert drawn() == drawn(seed=None) == 5
     assert drawn(seed=7) == 7
-    assert len({drawn(seed=-1) for _ in range(4)} | {-1, 5}) == 6
-    unsigned = {drawn(seed=2**32 - 1) for _ in range(4)}  # llama.cpp's -1
-    assert len(unsigned) == 4 if kind is CompletionOptions else unsigned == {2**32 - 1}
+    assert drawn(seed=-1) is None
+    assert drawn(seed=2**32 - 1) == (None if kind is CompletionOptions else 2**32 - 1)  # llama.cpp's -1
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/completion"])
+def test_each_prompt_of_a_list_draws_its_own_seed(server, route):
+    body = {"prompt": ["tide"] * 3, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+
+    def texts(seed):
+        done = post(server, route, **body, seed=seed)
+        return [one["text"] for one in done["choices"]] if route == "/v1/completions" else [one["content"] for one in done]
+
+    assert len(set(texts(-1))) == 3
+    assert len(set(texts(5))) == 1
 
 
 def test_limit_of_answers(with_defaults):

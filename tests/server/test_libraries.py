@@ -106,7 +106,6 @@ def test_litellm_answers_whole_and_streamed(litellm, lite, provider):
     assert whole.choices[0].finish_reason == "length"
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(litellm.completion(**lite[provider], messages=MESSAGES, **LIMITS, **streamed))
-    assert len(chunks) > 1  # on a busy machine one has several tokens
     rebuilt = litellm.stream_chunk_builder(chunks)
     assert rebuilt.choices[0].message.content == whole.choices[0].message.content
     assert rebuilt.usage.completion_tokens == 20
@@ -300,8 +299,9 @@ def test_instructor(instructor, client, mode):
 def test_instructor_streams(instructor, client):
     asked = instructor.from_openai(client)
     parts = list(asked.create_partial(model="tiny", messages=MESSAGES, response_model=Water, **ROOM))
-    assert parts  # few on a busy machine: one has several tokens then
-    assert Water.model_validate(parts[-1].model_dump())
+    whole = Water.model_validate(parts[-1].model_dump())
+    told = [part.model_dump(exclude_none=True) for part in parts]  # each is a part of the whole
+    assert all(whole.model_dump()[name] == value for part in told for name, value in part.items())
     several = asked.create_iterable(model="tiny", messages=MESSAGES, response_model=Water, **ROOM)
     assert all(isinstance(water, Water) for water in several)
 

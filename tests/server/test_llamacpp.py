@@ -145,6 +145,19 @@ def test_timings_per_token(roomy, path, more):
     assert ask(roomy, path, max_tokens=5, timings_per_token=True, **more)["timings"]["predicted_n"] <= 5
 
 
+def test_the_first_chunk_and_a_long_prompt_as_the_clients_of_each_path_know_them(roomy):
+    """Programs that ask OpenAI want a text, also in the first chunk; those that ask llama.cpp's own path know its null."""
+    for path, content, kind in (
+        ("/v1/chat/completions", "", "invalid_request_error"),
+        ("/chat/completions", None, "exceed_context_size_error"),
+    ):
+        first, second, *_ = events(roomy, path, messages=HI, max_tokens=3, temperature=0)
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": content}
+        assert "role" not in second["choices"][0]["delta"]
+        told = ask(roomy, path, 400, messages=[HI[0] | {"content": "long " * 2000}])["error"]
+        assert (told["type"], told["code"]) == (kind, "context_length_exceeded")
+
+
 def test_sampling_under_its_names(roomy):
     same = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5, "presence_penalty": 0.4}
     expected = openai_text(roomy, "The tide", **same, repetition_penalty=0.05, max_tokens=24)

@@ -16,6 +16,9 @@ from tidemill.server.vectors import packed
 DOCUMENTS = ["slow water turns the wheel", "the night is old", "a boat of stone"]
 
 
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+
+
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
     """One server with an embedding model and a cross-encoder, and their references."""
@@ -23,6 +26,8 @@ def encoders(tmp_path_factory):
     paths = {name: tmp_path_factory.mktemp(name) for name in kinds}
     references = {name: make_encoder(paths[name], kind, **more) for name, (kind, more) in kinds.items()}
     pooling_files(paths["embedder"], max_length=64)
+    settings = paths["embedder"] / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     running = Server(None, *(f"{name}={path}" for name, path in paths.items())).wait()
     yield running, references, Tokenizer.load(paths["embedder"])
     running.stop()
@@ -99,7 +104,9 @@ def test_pooling_and_vectors_that_are_not_normalized(encoders):
     (scores,) = post(running, "/pooling", model="reranker", input=DOCUMENTS[0]).json()["data"]
     assert len(scores["data"]) == 1
     for wrong in ({"model": "embedder", "task": "classify"}, {"model": "reranker", "task": "embed"}):
-        assert post(running, "/pooling", input="a", **wrong).status_code == 400
+        told = post(running, "/pooling", input="a", **wrong).json()["error"]
+        assert told["message"].startswith(f"Unsupported task: {wrong['task']!r}")
+        assert (told["type"], told["param"]) == ("BadRequestError", "task")  # vLLM's words
 
 
 def test_dimensions_base64_and_truncation(encoders):
@@ -172,6 +179,62 @@ def test_score(encoders, path):
     cosine = post(running, path, model="embedder", text_1="the mill", text_2=DOCUMENTS[0]).json()["data"]
     first, second = (reference_embedding(references["embedder"], tokenizer.encode(t)) for t in ("the mill", DOCUMENTS[0]))
     assert abs(cosine[0]["score"] - float(first @ second)) < 1e-5
+
+
+def test_vllms_names_of_scores(encoders):
+    running = encoders[0]
+    scores = [
+        one["score"] for one in post(running, "/score", model="reranker", text_1="the mill", text_2=DOCUMENTS).json()["data"]
+    ]
+    for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        for path in ("/score", "/invocations"):
+            made = post(running, path, **{"model": "reranker", first: "the mill", second: DOCUMENTS}).json()
+            assert [one["score"] for one in made["data"]] == scores
+    ask = {"model": "reranker", "query": "the mill", "documents": DOCUMENTS}
+    ranked, invoked = (post(running, path, **ask).json() for path in ("/rerank", "/invocations"))
+    assert invoked["results"] == ranked["results"]
+    before = post(running, "/rerank", **ask, use_activation=False).json()["results"]
+    assert torch.allclose(
+        torch.tensor([one["relevance_score"] for one in before]).sigmoid(),
+        torch.tensor([one["relevance_score"] for one in ranked["results"]]),
+        atol=1e-6,
+    )
+    assert any(not 0 < one["relevance_score"] < 1 for one in before)
+    for body in (
+        {"text_1": "a", "queries": "a", "text_2": "b"},
+        {"queries": "a", "items": [[5]]},
+        {"queries": "a", "query": "b"},
+    ):
+        assert post(running, "/score", model="reranker", **body).status_code == 400
+
+
+def test_documents_are_cut_to_so_many_tokens(encoders):
+    running = encoders[0]
+    ask = {"model": "reranker", "query": "the mill", "documents": ["water " * 20, "sea"]}
+    whole, none, cut = (
+        post(running, "/rerank", **ask, **more).json() for more in ({}, {"max_tokens_per_doc": 0}, {"max_tokens_per_doc": 4})
+    )
+    assert whole["results"] == none["results"]
+    assert whole["usage"]["prompt_tokens"] - cut["usage"]["prompt_tokens"] == 16
+    short = post(running, "/rerank", **ask | {"documents": ["water " * 4, "sea"]}).json()["results"]
+    assert [one["relevance_score"] for one in cut["results"]] == [one["relevance_score"] for one in short]
+    wrong = post(running, "/rerank", **ask, max_tokens_per_doc=-5)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens_per_doc")
+
+
+def test_a_conversation_as_the_input_of_an_encoder(encoders):
+    """Without the tokens that are put around a text, unless they are asked for: a template writes those it wants."""
+    running, _, _ = encoders
+    ask = {"model": "embedder", "messages": [{"role": "user", "content": "the sea"}]}
+    made, invoked = (post(running, path, **ask).json() for path in ("/v1/embeddings", "/invocations"))
+    assert invoked["data"] == made["data"]
+    for more, input in (({}, {"add_special_tokens": False}), ({"add_special_tokens": True}, {})):
+        of_text = post(running, "/v1/embeddings", model="embedder", input="user: the sea ", **input).json()
+        assert post(running, "/v1/embeddings", **ask, **more).json()["data"] == of_text["data"]
+    refused = post(running, "/v1/embeddings", **ask, continue_final_message=True, add_generation_prompt=True)
+    assert refused.json()["error"]["param"] == "continue_final_message"
+    more = post(running, "/v1/embeddings", model="embedder", input="sea", truncate_prompt_tokens=65)
+    assert more.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_what_cannot_be_scored(encoders):

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from tidemill.cli.foreign_flags import FAMILIES, FOREIGN, Foreign
+from tidemill.cli.foreign_flags import FAMILIES, FOREIGN, LLAMA, Foreign
 from tidemill.errors import ConfigError
 
 _GPU_SHARE = 0.8  # at least this part of a GPU is what is taken anyway
@@ -35,12 +35,15 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
     if any(param.param_type_name == "argument" and param.name == "model" for param in params):
         known["MODEL"] = True
     left, done, has_model = list(args), list[str](), False
+    is_llama = _peers(args) == {LLAMA}
     while left:
         arg = left.pop(0)
         if arg == "--":
             return [*done, arg, *left]
-        flag, equals, value = arg.partition("=") if arg.startswith("--") else (arg, "", "")
-        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        flag, member, equals, value = _parts(arg, known)
+        flag = _whole(flag, known)
+        if flag == "--seed" and is_llama and flag not in known:
+            flag = "-s"  # of each request; in vLLM and SGLang it is that of the engine
         if flag in known:
             done.append(flag + equals + value)
             has_model |= flag in ("-m", "--model")
@@ -50,6 +53,8 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
             foreign = _BY_FLAG[flag]
             if foreign.takes_value and not equals and not foreign.is_refused:
                 value = _next_value(foreign, flag, left)
+            for name in reversed(member.split(".") if member else ()):
+                value = json.dumps({name: _json(value)})
             is_open = foreign.several or flag == "--served-model-name"  # vLLM takes several, with spaces between them
             while is_open and has_model and left and not left[0].startswith("-"):
                 value += ("\n" if foreign.several else ",") + left.pop(0)
@@ -61,6 +66,35 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
             done.append(arg)
             has_model = True
     return _joined(done)
+
+
+def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
+    """A flag, the member after a dot, the equals sign, and the value after it: `--flag=1`, and of others' short flags, as vLLM
+    has them, `-O3`, `-tp=2` and `-cc.mode=3`."""
+    flag, equals, value = arg.partition("=")
+    if arg.startswith("--"):
+        flag = flag.replace("_", "-")
+    elif arg[:2] not in known and arg[:2] in _BY_FLAG and arg[2:].isdigit():
+        return arg[:2], "", "=", arg[2:]
+    elif flag not in _BY_FLAG and flag.partition(".")[0] not in _BY_FLAG:
+        return arg, "", "", ""
+    base, dot, member = flag.partition(".")
+    is_whole = not dot or flag in known or flag in _BY_FLAG or base not in _BY_FLAG
+    return (flag, "", equals, value) if is_whole else (base, member.replace("-", "_"), equals, value)
+
+
+def _whole(flag: str, known: Iterable[str]) -> str:
+    """A flag of another program by its beginning, if no other begins so: vLLM and SGLang take these."""
+    if flag in _BY_FLAG or not flag.startswith("--") or any(own.startswith(flag) for own in known):
+        return flag
+    found = {foreign.names: name for name, foreign in _BY_FLAG.items() if name.startswith(flag)}
+    return next(iter(found.values())) if len(found) == 1 and len(flag) > 5 else flag
+
+
+def _peers(args: Iterable[str]) -> set[str]:
+    """The programs that have one of these flags and are the only ones to have it."""
+    found = (_BY_FLAG.get(arg.partition("=")[0]) for arg in args)
+    return {each.source for each in found if each and "," not in each.source}
 
 
 def _joined(args: list[str]) -> list[str]:
@@ -119,11 +153,7 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
         return [value] if mine == "MODEL" else [mine, value + foreign.unit] if has_value else [mine]
     option, member = foreign.inside
     if option in known:
-        try:
-            shown = json.loads(value)
-        except ValueError:
-            shown = value
-        return [option, json.dumps({member: shown})]
+        return [option, json.dumps({member: _json(value)})]
     if (foreign.ours or option) and not foreign.is_optional:
         raise ConfigError(f"This command has no {(*foreign.ours, option)[0]}, which {flag} means.", fix="See --help.")
     if flag == "--gpu-memory-utilization":
@@ -134,6 +164,13 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
         return ["--device", "cpu"]
     print(f"note: {flag} has no effect: {foreign.why}.", file=sys.stderr)
     return []
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _stands_for(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list[str]:

@@ -100,7 +100,8 @@ FOREIGN = (
     _same("--override-generation-config", VLLM, "--sampling-defaults"),
     _sampling("-s", LLAMA, "seed", "--seed", automatic=("-1",)),
     Foreign("--seed --random-seed", f"{LLAMA}, {VLLM}, {SGLANG}", ("--seed",), automatic=("-1",), is_optional=True,
-            why="requests draw seeds of their own; one seed for all is `seed` in --sampling-defaults, or -s"),
+            why="requests draw seeds of their own; one seed for all is `seed` in --sampling-defaults, or -s. Beside flags that "
+            "only llama.cpp has, --seed is -s"),
     _same("-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf", LLAMA, "--draft-model"),
     _same("--draft --draft-n --draft-max --spec-draft-n-max", LLAMA, "--max-drafts"),
     _same("--ssl-key-file --ssl-keyfile", f"{LLAMA}, {VLLM}", "--tls-key"),
@@ -289,7 +290,7 @@ FOREIGN = (
                "--sleep-on-idle --disable-outlines-disk-cache --enable-request-time-stats-logging",
                SGLANG, "it changes no answer"),
     _no_effect("--enable-deterministic-inference", SGLANG, "answers never depend on the batch"),
-    _refused("--max-total-tokens", SGLANG, "give --kv-memory SIZE"),
+    _no_effect("--max-total-tokens", SGLANG, "--kv-memory gives the KV cache its size", takes_value=True),
     _refused("--allow-auto-truncate", SGLANG, "give `truncate_prompt_tokens` in a request"),
     _refused("--base-gpu-id --gpu-id-step --device-ids", f"{SGLANG}, {VLLM}", "set CUDA_VISIBLE_DEVICES"),
     _refused("--pooler-config", VLLM, "give --pooling mean, last or cls"),

@@ -103,9 +103,12 @@ def decide_max_requests(options: EngineOptions, device: str, model: ModelConfig)
         return at_least("max_requests", options.max_requests, 1), "given"
     if device == "cuda" and model.pooler is not None:
         return 512, "slots: inputs of two steps, one of which is computed while the next is gathered"
+    most, why = 64, "slots; more would only make each request slower on a CPU"
     if device == "cuda":
-        return 256, "slots: the largest CUDA graph batch"
-    return 64, "slots; more would only make each request slower on a CPU"
+        most, why = 256, "slots: the largest CUDA graph batch"
+    if options.token_budget is not None and 1 <= options.token_budget < most and model.pooler is None:
+        return options.token_budget, "slots: a token of each in a step, with this token budget"
+    return most, why
 
 
 def decide_token_budget(

@@ -19,6 +19,7 @@ from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import PACKAGED, packaged_file, read_json
 
 SOURCES = ("model", "neutral")
+ANY_SEED = -1  # of a request: vLLM's and llama.cpp's word for no seed, also where there is a default one
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "penalty_window": -1}
 _API_NAMES = {"penalty_window": "repeat_last_n"}  # where the API has another one
 # Measured: docs/sampling.md.
@@ -50,8 +51,8 @@ class SamplingDefaults:
         chosen: dict[str, Any] = {name: value for name, value in values.items() if not params.is_given(name)}
         if not params.is_given("max_tokens") or (null_is_absent and params.max_tokens is None):
             chosen["max_tokens"] = None if self.limit is None else max(min(self.limit, room), params.min_tokens, 1)
-        if params.seed is None and self.seed is not None:
-            chosen["seed"] = self.seed
+        if params.seed is None or params.seed == ANY_SEED:
+            chosen["seed"] = self.seed if params.seed is None else None  # drawn when the request is submitted
         return msgspec.structs.replace(params, **chosen)
 
     def shown(self) -> dict[str, float | int | None]:

@@ -39,6 +39,14 @@ def check_scores(model: ModelConfig) -> bool:
     return True
 
 
+def without_activation(score: float, model: ModelConfig) -> float:
+    """Of a cross-encoder: what its activation was applied to, in float64."""
+    if model.pooler is None or model.pooler.activation != "sigmoid":
+        return score
+    score = min(max(score, 1e-300), 1 - 2**-53)  # where the logistic function is 0 or 1
+    return math.log(score) - math.log1p(-score)
+
+
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     return _dot(first, second) / max(math.sqrt(_dot(first, first) * _dot(second, second)), 1e-12)
 

@@ -78,7 +78,7 @@ class Tokenizer:
             made = _from_folder(path) if path.is_dir() else _from_gguf(path)
         made.path = path
         if chat_template:
-            made.chat_template = ChatTemplate(_read_template(chat_template), made.control_texts())
+            made.chat_template = ChatTemplate(_read_template(chat_template, bool(made._before)), made.control_texts())
         if chat_template_kwargs:
             made.variables = _read_variables(chat_template_kwargs)
         return made
@@ -89,14 +89,18 @@ class Tokenizer:
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         ids: list[int] = self._encoded(text, self._marked_backend if marked else self._backend).ids
-        return [*self._before, *ids, *self._after] if add_special else ids
+        return self.with_special(ids) if add_special else ids
+
+    def with_special(self, ids: list[int]) -> list[int]:
+        """As `encode` has them, around ids."""
+        return [*self._before, *ids, *self._after]
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if len(text) > max_tokens * self._longest_bytes:
             raise ContextTooLong(
                 f"The prompt ({len(text)} characters) is too large: it is longer than the model's context length. This model's "
                 f"maximum context length is {max_tokens} tokens, which it cannot fit.",
-                fix="Shorten the prompt.",
+                fix="Please reduce the length of the input prompt.",
                 param="prompt",
             )
 
@@ -114,17 +118,25 @@ class Tokenizer:
         ids = self._encoded_cut(text, room, side).ids
         return [*before, *(ids[:room] if side == "right" else ids[-room:]), *after]
 
-    def encode_pair(self, first: str, second: str, *, max_tokens: int, truncate: bool = False) -> tuple[list[int], int]:
-        """Ids of two texts as the model expects a pair, and where tokens of type 1 begin (0: nowhere). With `truncate`, the
-        longer of the two is cut until they fit; else a pair that does not is for the engine to refuse."""
+    def encode_pair(
+        self, first: str, second: str, *, max_tokens: int, truncate: bool = False, max_second: int | None = None
+    ) -> tuple[list[int], int]:
+        """Ids of two texts as the model expects a pair, and where tokens of type 1 begin (0: nowhere). The second is cut to
+        `max_second` tokens. With `truncate`, the longer of the two is cut until they fit; else a pair that does not is for the
+        engine to refuse."""
         before, between, after, has_types = self._pair
         if truncate:
             room = max(max_tokens - len(before) - len(between) - len(after), 2)
             one, other = (self._encoded_cut(text, 4 * room).ids for text in (first, second))  # enough to tell the longer
+            other = other[:max_second]
             num, num_other = _fitted(len(one), len(other), room)
             one, other = one[:num], other[:num_other]
         else:
-            one, other = (self.encode(text, add_special=False, max_tokens=max_tokens) for text in (first, second))
+            one = self.encode(first, add_special=False, max_tokens=max_tokens)
+            if max_second is None:
+                other = self.encode(second, add_special=False, max_tokens=max_tokens)
+            else:
+                other = self._encoded_cut(second, max_second).ids[:max_second]
         start = len(before) + len(one) + len(between)
         return [*before, *one, *between, *other, *after], start if has_types else 0
 
@@ -400,12 +412,13 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
-def _read_template(given: str) -> str:
-    """Of a user: a template has braces, a path has none; some templates have names."""
+def _read_template(given: str, adds_bos: bool) -> str:
+    """Of a user: a template has braces, a path has none; some templates have names. These begin with the first token only if the
+    tokenizer puts it before texts (`adds_bos`)."""
     if "{" in given:
         return given
     if given in NAMED and not Path(given).exists():
-        return NAMED[given]
+        return NAMED[given] if adds_bos else NAMED[given].removeprefix("{{ bos_token }}")
     try:
         return Path(given).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,6 @@ header x-tidemill-ignored; a field that would change the output and is not suppo
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import UserDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -42,13 +41,7 @@ _ALL_WITHIN_S = 120.0
 UPLOAD_WITHIN_S = 3600.0
 
 
-def _drawn(seed: int) -> int:
-    """-1 asks for any seed (vLLM, llama.cpp), also where the server has a default one."""
-    return secrets.randbits(53) if seed == -1 else seed
-
-
-Seed = Annotated[int, AfterValidator(_drawn)]
-UnsignedSeed = Annotated[int, AfterValidator(lambda seed: _drawn(-1 if seed == 2**32 - 1 else seed))]  # llama.cpp's
+UnsignedSeed = Annotated[int, AfterValidator(lambda seed: -1 if seed == 2**32 - 1 else seed)]  # llama.cpp's
 
 
 class NotJSON(InvalidRequest):

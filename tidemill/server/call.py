@@ -38,6 +38,7 @@ _PREFIXES = {
     "/v1/score": "score",
 }
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names
+_LLAMACPP = frozenset({"/completion", "/completions", "/infill", "/embedding", "/embeddings"})
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
@@ -66,6 +67,7 @@ class Call:
     status: int = 0
     labels: list[str] = field(default_factory=list)  # what the client calls it; others may be called the same
     trace: dict[str, str] = field(default_factory=dict)  # traceparent and tracestate, as the client sent them
+    is_llamacpp: bool = False  # called under a path that only llama.cpp has
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
 
     def fields(self) -> dict[str, Any]:
@@ -174,6 +176,7 @@ class Called:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        is_llamacpp = scope["path"] in _WITHOUT_V1 or scope["path"] in _LLAMACPP
         if scope["path"] in _WITHOUT_V1:
             scope = dict(scope) | {"path": f"/v1{scope['path']}", "raw_path": b"/v1" + scope.get("raw_path", b"")}
         path = scope["path"]
@@ -181,6 +184,7 @@ class Called:
         labels = [given] if re.fullmatch(ID_PATTERN, given) else []
         trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
         call = Call(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace)
+        call.is_llamacpp = is_llamacpp
         scope.setdefault("state", {})["call"] = call
 
         def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own

@@ -21,7 +21,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
-from tidemill.server.openai import merge, prompts_of, truncated
+from tidemill.server.openai import check_truncation, merge, prompts_of, truncated
 from tidemill.server.openai_types import EmbeddingRequest, PoolingRequest
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
@@ -128,6 +128,11 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
     service = models.of(body.model)
     pooling = pooling_of(service, body.pooling)
     task = body.task if isinstance(body, PoolingRequest) else "embed"
+    can_score = service.ready.model.pooler is not None and service.ready.model.pooler.how == "score"
+    if isinstance(body, PoolingRequest) and task not in (None, "classify" if can_score else "embed"):
+        fix = f"This model has the task {'classify' if can_score else 'embed'}."
+        what = "No IOProcessor plugin installed." if task == "plugin" else f"Unsupported task: {task[:40]!r}."
+        raise InvalidRequest(what, fix=fix, param="task")
     if task == "classify" or (task is None and pooling == "score"):
         service.ready.model.check_pooling("score")
         pooling = "score"
@@ -155,7 +160,9 @@ async def _prompts(service: Service, body: EmbeddingRequest) -> list[list[int]]:
         raise InvalidRequest("Give one of input and messages.", param="input")
     if body.messages is not None:
         chat = body.chat()
-        prompts = [await service.encode_chat(chat.conversation(), **chat.how())]
+        prompts = [await service.encode_chat(chat.conversation(), to_embed=True, **chat.how())]
+        if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:  # a template writes those it wants
+            prompts = [service.tokenizer.with_special(ids) for ids in prompts]
         return truncated(service, prompts, body.truncate_prompt_tokens, 0, body.truncation_side)
     num: int | None = body.truncate_prompt_tokens
     texts: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input or [])
@@ -170,7 +177,8 @@ def num_kept(service: Service, num: int) -> int:
     """Tokens that an input is truncated to. -1: as many as the model takes."""
     if num == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
-    return service.max_context if num < 0 else min(num, service.max_context)
+    check_truncation(service, num)
+    return service.max_context if num < 0 else num
 
 
 def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list[float]:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed, TidemillError
+from tidemill.errors import Cancelled, ClientTooSlow, ContextTooLong, DeadlineExceeded, ModelFailed, TidemillError
 from tidemill.server.sse import ClientGone
 
 _log = logging.getLogger("tidemill.server")
@@ -40,6 +40,8 @@ def shaped(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """An error as the clients of that path's API expect it."""
     if path.startswith("/api/"):  # Ollama's
         return {"error": body["error"]["message"]}
+    if path == "/pooling" and body["error"]["type"] == "invalid_request_error":  # vLLM's
+        return {"error": body["error"] | {"type": "BadRequestError"}}
     return {"type": "error"} | body if path.startswith("/v1/messages") else body
 
 
@@ -70,7 +72,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:
         request.state.call.error = error.kind
-        return JSONResponse(shaped(request.url.path, error_body(error)), error.status, headers_of(error))
+        body = error_body(error)
+        if request.state.call.is_llamacpp and isinstance(error, ContextTooLong):
+            body["error"]["type"] = "exceed_context_size_error"
+        return JSONResponse(shaped(request.url.path, body), error.status, headers_of(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

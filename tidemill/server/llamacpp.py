@@ -427,7 +427,9 @@ def _exceeds(error: ContextTooLong) -> ContextTooLong:
     """In llama.cpp's words, which its clients look for."""
     figures = error.figures or {}
     what = f"request ({figures['n_prompt_tokens']} tokens) exceeds the available context size ({figures['n_ctx']} tokens)."
-    made = ContextTooLong(what, fix="Shorten the prompt, or serve with a larger --max-context.", param=error.param)
+    made = ContextTooLong(
+        what, fix="Please reduce the length of the input prompt, or serve with a larger --max-context.", param=error.param
+    )
     made.figures = figures
     return made
 

@@ -171,8 +171,8 @@ def make_router(models: Models) -> APIRouter:
         call = request.state.caller.call
         if "prompt" in names:
             return await _respond(models, request, parse(CompletionRequest, raw, call), _prepare_completion)
-        if "input" in names:
-            model, respond = models.whole_responses["/v1/embeddings"]
+        if route := _of_encoders(models, names):
+            model, respond = models.whole_responses[route]
             made = respond(parse(model, raw, call), request.state.caller)
             return Response(await until_disconnect(request, made), media_type="application/json")
         return await _respond(models, request, parse(ChatRequest, raw, call), prepare_chat)
@@ -285,6 +285,15 @@ async def run_job(job: Job) -> None:
                 writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
 
 
+def _of_encoders(models: Models, names: dict[str, msgspec.Raw]) -> str:
+    """The route that a body of /invocations asks for, if it is not one that generates; else empty."""
+    if "messages" in names:
+        model = msgspec.json.decode(names.get("model", b"null"))
+        return "/v1/embeddings" if models.of(model if isinstance(model, str) else None).ready.model.pooler else ""
+    routes = {"input": "embeddings", "text_1": "score", "queries": "score", "data_1": "score", "documents": "rerank"}
+    return next((f"/v1/{route}" for name, route in routes.items() if name in names), "")
+
+
 async def prepare_job(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller, num_jobs: int = 1) -> Job:
     """`num_jobs`: that share one response."""
     service = models.of(body.model)
@@ -355,6 +364,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
         caller.call.ignored.add("thinking_token_budget")
     params = reading.gated(params, budget)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
+    writer.begins_with_null = caller.call.is_llamacpp
     holds = _holds(prompts, body, caller, cache)
     marked = await mark_holds(service, caller.tenant, prompts[0], body.marks(before), body.how(), body.cache_salt or "")
     return Job(service, prompts, params, body, writer, caller, reading, holds=[holds[0] + marked])
@@ -391,6 +401,13 @@ async def _params(service: Service, body: CompletionRequest | ChatRequest) -> Sa
     return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(tuple(word) for word in words if word)))
 
 
+def check_truncation(service: Service, num: int) -> None:
+    if num > service.max_context:
+        what = f"truncate_prompt_tokens value is greater than max_model_len: {num}, of {service.max_context} tokens."
+        fix = "Please request a smaller truncation size. -1 keeps as many as fit."
+        raise InvalidRequest(what, fix=fix, param="truncate_prompt_tokens")
+
+
 def truncated(
     service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None, side: str | None = None
 ) -> list[list[int]]:
@@ -399,6 +416,7 @@ def truncated(
         return prompts
     if num == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
+    check_truncation(service, num)
     num = num if num > 0 else max(service.max_context - (1 if max_tokens is None else max_tokens), 1)
     return [prompt[:num] if side == "right" else prompt[-num:] for prompt in prompts]
 

@@ -184,6 +184,14 @@ class AllowedTools(Body):
     allowed_tools: Allowed
 
 
+def check_ends(goes_on: bool, begins: bool) -> None:
+    """A prompt ends within the last message, or with the beginning of a new one."""
+    if goes_on and begins:
+        what = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        fix = "The one goes on with the last message, the other begins a new one."
+        raise InvalidRequest(what, fix=fix, param="continue_final_message")
+
+
 class ChatMessages(Body):
     """What the prompt is made of."""
 
@@ -207,9 +215,7 @@ class ChatMessages(Body):
     def _of_one_age(self) -> ChatMessages:
         if (self.functions or self.function_call) and (self.tools or self.tool_choice):
             raise InvalidRequest("functions are what tools were before.", fix="Send tools and tool_choice.", param="functions")
-        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            what = "add_generation_prompt begins a new message, and continue_final_message goes on with the last one."
-            raise InvalidRequest(what, fix="Give one.", param="continue_final_message")
+        check_ends(self.continue_final_message, self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set)
         return self
 
     @property

@@ -24,10 +24,10 @@ from tidemill.sampling import (
     SamplingParams,
     closed,
 )
-from tidemill.server.body import Body, Seed
+from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
-from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool
+from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool, check_ends
 from tidemill.server.retention import MAX_KEY_CHARS, Retention
 from tidemill.server.vectors import EmbedDType, Endianness
 
@@ -163,7 +163,7 @@ class SamplingRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
-    seed: Seed | None = None
+    seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     # Beyond OpenAI's, under the names other engines use.
     top_k: int | None = None
@@ -469,7 +469,7 @@ class EmbeddingRequest(Body):
 class PoolingRequest(EmbeddingRequest):
     """vLLM's: the same for embeddings and for the scores of a classifier."""
 
-    task: Literal["embed", "classify"] | None = None  # None: what the model does
+    task: str | None = None  # None: what the model does
 
 
 class TokenizeRequest(Body):
@@ -496,6 +496,7 @@ class TokenizeRequest(Body):
 
 def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None) -> ChatMessages:
     assert body.messages is not None
+    check_ends(body.continue_final_message, body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set)
     return ChatMessages.model_construct(
         messages=body.messages,
         tools=tools,

@@ -402,12 +402,14 @@ class ChatWriter(Writer):
             for _ in range(params.n)
         ]
         self._echoed = body.echoed
+        self.begins_with_null = False  # as llama.cpp's chats; OpenAI's with an empty text
         self._kept = [_Message() for _ in range(params.n)]
         for kept in self._kept if self._echoed else ():
             kept.add({"content": self._echoed})
 
     def first_chunk(self, number: int) -> dict[str, Any]:
-        return _delta(number, {"role": "assistant", "content": self._echoed})
+        content = None if self.begins_with_null and not self._echoed else self._echoed
+        return _delta(number, {"role": "assistant", "content": content})
 
     def without_text(self, number: int) -> dict[str, Any]:
         return _delta(number, {})

@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.scoring import MAX_PAIRS, check_scores, cosine, pairs_of
+from tidemill.frontend.scoring import MAX_PAIRS, check_scores, cosine, pairs_of, without_activation
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.embeddings import Input, num_kept, pooled, pooling_of
 from tidemill.server.guard import Caller
@@ -46,16 +46,26 @@ class RerankRequest(Body):
     return_documents: bool = True
     return_text: bool = False  # with `texts`
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    max_tokens_per_doc: int | None = None  # of each document, which is cut; 0: all
+    use_activation: bool | None = None  # False: of a cross-encoder, scores without its activation
+
+
+_FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
 
 
 class ScoreRequest(Body):
-    """Of pairs of texts, or SGLang's: how likely labels follow each item."""
+    """Of pairs of texts, under any of vLLM's names, or SGLang's: how likely labels follow each item."""
 
     without_effect = frozenset({"user"})
     model: str | None = None
     text_1: Texts | None = None
+    queries: Texts | None = None
+    data_1: Texts | None = None
     text_2: Texts | None = None
+    documents: Texts | None = None
+    data_2: Texts | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    use_activation: bool | None = None
     query: str | list[Id] | None = None
     items: Items | None = None
     label_token_ids: Labels | None = None
@@ -65,13 +75,25 @@ class ScoreRequest(Body):
     @property
     def of_labels(self) -> LabelScoreRequest | None:
         given = {name: value for name in _OF_LABELS if (value := getattr(self, name)) is not None}
-        if not given:
+        pairs = [name for name in (*_FIRST, *_SECOND) if name != "items" and getattr(self, name) is not None]
+        if not given or (pairs and [*given] == ["items"]):
             return None
-        if self.text_1 is not None or self.text_2 is not None:
-            raise InvalidRequest("text_1 and text_2 do not go with items.", fix="Give one of them.", param="items")
+        if pairs:
+            raise InvalidRequest(f"{pairs[0]} does not go with {next(iter(given))}.", fix="Give one of them.", param="items")
         if missing := [name for name in ("query", "items", "label_token_ids") if name not in given]:
             raise InvalidRequest(f"The parameter {missing[0]!r} is required.", param=missing[0])
         return LabelScoreRequest.model_construct(**{"apply_softmax": False, "item_first": False} | given)
+
+    def texts(self, names: tuple[str, ...]) -> tuple[str, list[str]]:
+        """The one of these names that is given, and its texts."""
+        given = [name for name in names if getattr(self, name) is not None]
+        if not given:
+            raise InvalidRequest(f"The parameter {names[0]!r} is required.", param=names[0])
+        value = getattr(self, given[0])
+        texts = [value] if isinstance(value, str) else value
+        if len(given) > 1 or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"Give texts, as one of {', '.join(names)}.", param=given[-1])
+        return given[0], texts
 
 
 def make_router(models: Models) -> APIRouter:
@@ -101,8 +123,11 @@ async def _rerank(models: Models, body: RerankRequest, caller: Caller) -> bytes:
     service = models.of(body.model)
     if (body.documents is None) == (body.texts is None):
         raise InvalidRequest("Give one of documents and texts.", param="documents")
+    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < 0:
+        raise InvalidRequest("max_tokens_per_doc must be a non-negative integer.", param="max_tokens_per_doc")
     texts = body.texts or [one if isinstance(one, str) else one.text for one in body.documents or ()]
-    scored = await _scored(service, caller, [body.query], texts, ("query", "documents"), body.truncate_prompt_tokens)
+    how = _How(body.truncate_prompt_tokens, body.max_tokens_per_doc or None, body.use_activation is not False)
+    scored = await _scored(service, caller, [body.query], texts, ("query", "documents"), how)
     best = sorted(range(len(texts)), key=lambda i: -scored.scores[i])[: body.top_n or None]
     if body.texts is not None:
         return _json([{"index": i, "score": scored.scores[i]} | ({"text": texts[i]} if body.return_text else {}) for i in best])
@@ -119,14 +144,21 @@ async def _score(models: Models, body: ScoreRequest, caller: Caller) -> bytes:
         made = await label_scores(service, of_labels, caller)
         usage = {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens, "completion_tokens": 0}
         return _json({"object": "scoring", "model": service.model_name, "scores": made.by_item, "usage": usage})
-    if body.text_1 is None or body.text_2 is None:
-        name = "text_1" if body.text_1 is None else "text_2"
-        raise InvalidRequest(f"The parameter {name!r} is required.", param=name)
-    first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
-    scored = await _scored(service, caller, first, second, ("text_1", "text_2"), body.truncate_prompt_tokens)
+    (name, first), (other, second) = body.texts(_FIRST), body.texts(_SECOND)
+    how = _How(body.truncate_prompt_tokens, is_activated=body.use_activation is not False)
+    scored = await _scored(service, caller, first, second, (name, other), how)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scored.scores)]
     head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
     return _json(head | {"data": data, "usage": scored.usage})
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """`truncate`: a pair, or a text, to so many tokens. `max_second`: tokens of each second text."""
+
+    truncate: int | None = None
+    max_second: int | None = None
+    is_activated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +172,19 @@ class _Scored:
 
 
 async def _scored(
-    service: Service, caller: Caller, first: list[str], second: list[str], names: tuple[str, str], truncate: int | None
+    service: Service, caller: Caller, first: list[str], second: list[str], names: tuple[str, str], how: _How
 ) -> _Scored:
     pairs = pairs_of(first, second, names)
-    most = None if truncate is None else num_kept(service, truncate)
-    if check_scores(service.ready.model):
-        inputs = [Input(*await service.encode_pair(first[i], second[j], most)) for i, j in pairs]
-        made = await _all(service, caller, inputs)
-        return _Scored([scores[0] for scores in made], sum(len(one.ids) for one in inputs))
-    texts = [*first, *second]
-    inputs = [Input(await service.encode(text) if most is None else await service.encode_cut(text, most)) for text in texts]
+    most = None if how.truncate is None else num_kept(service, how.truncate)
+    model = service.ready.model
+    if check_scores(model):
+        inputs = [Input(*await service.encode_pair(first[i], second[j], most, how.max_second)) for i, j in pairs]
+        made = [scores[0] for scores in await _all(service, caller, inputs)]
+        made = made if how.is_activated else [without_activation(score, model) for score in made]
+        return _Scored(made, sum(len(one.ids) for one in inputs))
+    of_second = most if how.max_second is None else min(how.max_second, most or how.max_second)
+    texts = [*((text, most) for text in first), *((text, of_second) for text in second)]
+    inputs = [Input(await service.encode(text) if num is None else await service.encode_cut(text, num)) for text, num in texts]
     for i, one in enumerate(inputs):
         if not one.ids:
             raise InvalidRequest("A text is empty.", fix="Give texts.", param=names[0 if i < len(first) else 1])

@@ -142,7 +142,7 @@ class Responses:
         variables, unknown = template_variables(template.source if template else None, effort, None)
         call.ignored |= {"reasoning.effort"} if unknown else set()
         tools = [{"type": "function", "function": one.function()} for one in body.callees()]
-        how = {"tools": tools or None, "variables": variables | (body.chat_template_kwargs or {})}
+        how: dict[str, Any] = {"tools": tools or None, "variables": variables | (body.chat_template_kwargs or {})}
         messages = with_one_system(messages)
         if body.truncation != "auto":
             return await service.encode_chat(messages, **how)

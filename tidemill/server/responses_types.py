@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
-from tidemill.server.body import Body, Seed
+from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES
@@ -259,7 +259,7 @@ class ResponseRequest(ResponsePrompt):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: Seed | None = None
+    seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
     ignore_eos: bool | None = None

@@ -144,9 +144,12 @@ class Service:
         work = partial(self.tokenizer.encode_cut, text, num, side=side, add_special=add_special)
         return await self._tokenized(work, len(text))
 
-    async def encode_pair(self, first: str, second: str, truncate: int | None = None) -> tuple[list[int], int]:
-        """As a cross-encoder takes them, and where tokens of type 1 begin. `truncate`: to so many tokens; None: not at all."""
-        how: Any = {"max_tokens": truncate or self.max_context, "truncate": truncate is not None}
+    async def encode_pair(
+        self, first: str, second: str, truncate: int | None = None, max_second: int | None = None
+    ) -> tuple[list[int], int]:
+        """As a cross-encoder takes them, and where tokens of type 1 begin. `truncate`: to so many tokens; None: not at all.
+        `max_second`: tokens of the second."""
+        how: Any = {"max_tokens": truncate or self.max_context, "truncate": truncate is not None, "max_second": max_second}
         return await self._tokenized(partial(self.tokenizer.encode_pair, first, second, **how), len(first) + len(second))
 
     async def _tokenized(self, work: Callable[[], T], num_chars: int) -> T:
@@ -167,8 +170,11 @@ class Service:
         work = partial(self.tokenizer.decode, token_ids, skip_special=skip_special)
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
-    async def encode_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, /, **how: Any) -> list[int]:
-        self.check_chat()
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, /, *, to_embed: bool = False, **how: Any
+    ) -> list[int]:
+        if not to_embed:
+            self.check_chat()
         work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.context_of(params), **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 

@@ -30,6 +30,7 @@ if native.lib:
     native.lib.set_threads(2)
 with contextlib.suppress(ImportError):  # without Triton, tests of its kernels are skipped
     interpreted.replace_language_once()
+    interpreted.make_types_once()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Servers may be slow, and 5 s are the default: an object that all functions of httpx share.

@@ -59,7 +59,7 @@ def fragile(tmp_path_factory):
 def shared(fragile, roomy_folder):
     """Who does not read is ended by the bound of his backlog, however long the engine takes to fill it. Half of the usual one is
     still more than lies in the sockets' buffers."""
-    patch = f"from tidemill.engine import inbox\nfrom tidemill.server import protocol\n"
+    patch = "from tidemill.engine import inbox\nfrom tidemill.server import protocol\n"
     patch += f"inbox.MAX_CELLS = 2**17\nprotocol.READ_WITHIN_S = {LONG_S}"
     running = Server(roomy_folder, patch=patch).wait()
     yield running

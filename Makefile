@@ -4,6 +4,9 @@ PY := $(VENV)/bin/python
 MODEL ?= smollm2
 ARGS ?=
 
+# Tests start some hundred interpreters, and each would compile torch and the rest anew: 6 s of CPU time for a server.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve test test-slow lint types layers suite soak clean
 
 serve: $(VENV)/.ready

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import typer.testing
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import interpreted
@@ -30,6 +31,7 @@ if native.lib:
     native.lib.set_threads(2)
 with contextlib.suppress(ImportError):  # without Triton, tests of its kernels are skipped
     interpreted.replace_language_once()
+    interpreted.make_types_once()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Servers may be slow, and 5 s are the default: an object that all functions of httpx share.
@@ -37,6 +39,8 @@ for _name in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, LONG_S)
 # A client of httpx reads all certificates of the Web, 50 ms each time, and tests have thousands that talk plain HTTP.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
+# Typer makes all commands with all their options anew, 0.15 s for each command that a test invokes.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.

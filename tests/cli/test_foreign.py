@@ -2,15 +2,18 @@
 
 import os
 import re
+from functools import cache
 
 import pytest
-from typer.main import get_command
+from typer import main
 
 from tidemill.cli.foreign import translate
 from tidemill.cli.foreign_flags import FOREIGN
 from tidemill.cli.main import app
 from tidemill.cli.settings import Settings
 from tidemill.errors import ConfigError
+
+get_command = cache(main.get_command)
 
 
 def read(command: str, *args: str) -> list[str]:

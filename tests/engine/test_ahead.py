@@ -138,8 +138,15 @@ def guessed(model, asked, chance, eos=(), **options):
 
 
 @pytest.mark.usefixtures("follow_all")
-@pytest.mark.parametrize("chance", [0.0, 0.6, 0.95, 1.0])
-@pytest.mark.parametrize("options", [{}, {"token_budget": 16, "max_requests": 8}, {"kv_memory_bytes": 130_000}, {"page_size": 1}])
+@pytest.mark.parametrize(
+    ("chance", "options"),
+    [
+        *((chance, {}) for chance in (0.0, 0.6, 0.95, 1.0)),
+        (0.6, {"token_budget": 16, "max_requests": 8}),
+        (0.95, {"kv_memory_bytes": 130_000}),
+        (0.6, {"page_size": 1}),
+    ],
+)
 def test_steps_may_follow_drafts_that_are_being_verified(model, chance, options):
     """Always, however often that is for nothing: the same tokens and logprobs."""
     asked = {f"r{i}": (prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts(16))}

@@ -31,6 +31,17 @@ SHAPES = {
 PROMPT_LEN = 150
 
 
+def with_kinds(values):
+    """Each value with each way of sampling; in `make test`, each of the former and each of the latter at least once."""
+    kinds = list(PARAMS)
+    often = {(i % len(kinds), i) for i in range(len(values))} | {(j, j % len(values)) for j in range(len(kinds))}
+    return [
+        pytest.param(kind, value, marks=() if (j, i) in often else pytest.mark.slow)
+        for i, value in enumerate(values)
+        for j, kind in enumerate(kinds)
+    ]
+
+
 @pytest.fixture(scope="module", params=["smollm2 quantized", "smollm2 float32", "odd float32", "smollm2 torch"])
 def model(request, tmp_path_factory):
     """4- and 8-bit weights with bfloat16 keys and values; float32; torch's attention under compiled products; torch alone."""
@@ -77,16 +88,14 @@ def test_among_31_others(model, alone, kind):
     assert run(make_core(model), requests)["x"] == alone[kind]
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("kind", "chunk"), with_kinds([1, 7, 64]))
 def test_in_chunks(model, alone, kind, chunk):
     prompt = ids(model, PROMPT_LEN, 0)
     core = make_core(model, token_budget=chunk, max_requests=1)
     assert run(core, {"x": (prompt, PARAMS[kind])})["x"] == alone[kind]
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("page_size", [1, 32])
+@pytest.mark.parametrize(("kind", "page_size"), with_kinds([1, 32]))
 def test_in_other_pages(model, alone, kind, page_size):
     prompt = ids(model, PROMPT_LEN, 0)
     assert run(make_core(model, page_size=page_size), {"x": (prompt, PARAMS[kind])})["x"] == alone[kind]
@@ -120,8 +129,7 @@ def test_with_a_prefix_hit_within_a_page(model, alone):
     assert again == alone["seeded"]
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("kind", "caching"), with_kinds([True, False]))
 def test_after_preemption(model, alone, kind, caching):
     """Preempted in the middle of the prompt and twice in the middle of the output, with neighbours."""
     prompt = ids(model, PROMPT_LEN, 0)

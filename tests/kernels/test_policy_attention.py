@@ -1,6 +1,7 @@
 """Attention with KV policies against a cache that is a list of tokens for each KV head."""
 
 import itertools
+from functools import cache
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ class ByHand:
         self.policy, self.angles, self.head, self.qkv = policy, angles, head, qkv
         self.tokens: list[int] = []
         self.scores: dict[int, float] = {}
+        self.key = cache(self.key)
 
     def key(self, token: int, position: int) -> torch.Tensor:
         return turned(self.qkv[token, HEADS + self.head][None], position, self.angles)[0]
@@ -96,18 +98,27 @@ class ByHand:
             self.tokens = sorted(sorted(older, key=lambda one: -self.scores[one])[:15]) + recent
 
 
+QKV = torch.randn(NUM, HEADS + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(1))
+ANGLES = Angles(*rope_tables(*rope_frequencies(DIM, 10000.0, None), 128))
+
+
+@cache
+def by_hand(policy: CachePolicy) -> torch.Tensor:
+    """The same for every backend."""
+    heads = [ByHand(policy, QKV, head, ANGLES) for head in range(KV_HEADS)]
+    return torch.stack([torch.cat([one.attend(token) for one in heads]).flatten() for token in range(NUM)])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", GIVEN)
 def test_against_a_list_of_tokens(kind, backend):
     """A prompt in three pieces, then token by token, beside a row without a policy."""
     policy = settle(read_policy(GIVEN[kind]), PROMPT, NUM - PROMPT, 128)
     assert policy is not None
-    qkv = torch.randn(NUM, HEADS + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    angles = Angles(*rope_tables(*rope_frequencies(DIM, 10000.0, None), 128))
     cache = new_cache(80, 1, KV_HEADS, PAGE, DIM)
     tables = torch.zeros(2, 32, dtype=torch.int32)
     tables[0], tables[1] = torch.randperm(64)[:32] + 1, torch.randperm(15)[:1] + 65
-    kv = PagedKV(cache, [tables], (spec_of(HEADS, KV_HEADS, DIM),), [angles], one_group(1, PAGE).places)
+    kv = PagedKV(cache, [tables], (spec_of(HEADS, KV_HEADS, DIM),), [ANGLES], one_group(1, PAGE).places)
     policies, made, plain = Policies(kv), [], NativeAttention(kv) if backend == "compiled" else None
     policies.take(0, policy)
     cuts = [0, 1, 33, PROMPT, *range(PROMPT + 1, NUM + 1)]
@@ -120,7 +131,5 @@ def test_against_a_list_of_tokens(kind, backend):
         slots = torch.from_numpy(np.where(places < 0, -1, where)[None].astype(np.int64))
         positions = torch.cat([torch.arange(2), torch.arange(start, end)])
         step = plan_policies(kv, rounds, positions, slots) if plain is None else plain.plan_policies(rounds, positions, slots)
-        made.append(step.attend(0, torch.cat([qkv[:2], qkv[start:end]]).flatten(1).clone())[2:])
-    heads = [ByHand(policy, qkv, head, angles) for head in range(KV_HEADS)]
-    expected = torch.stack([torch.cat([one.attend(token) for one in heads]).flatten() for token in range(NUM)])
-    assert torch.allclose(torch.cat(made), expected, atol=2e-5)
+        made.append(step.attend(0, torch.cat([QKV[:2], QKV[start:end]]).flatten(1).clone())[2:])
+    assert torch.allclose(torch.cat(made), by_hand(policy), atol=2e-5)

@@ -92,8 +92,9 @@ def test_codes_whose_offsets_are_those_of_signed_ones_are_held_signed():
 @needs_library
 @pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bias", [False, True])
-def test_it_multiplies_and_looks_up(kind, shape, bias):
+def test_it_multiplies_and_looks_up(kind, shape):
+    """With a bias by turns, so that each kind and each shape is with one and without."""
+    bias = ([*KINDS, *GROUPED].index(kind) + SHAPES.index(shape)) % 2
     torch.manual_seed(0)
     weight, x = random_codes(kind, *shape), torch.randn(33, shape[1])
     x[3] = 0.0

@@ -12,7 +12,7 @@ from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams, sample_seed
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, 0.7, -3.0])
-NUM_DRAWS = 40_000
+NUM_DRAWS = 10_000
 
 
 def draws(**settings) -> torch.Tensor:

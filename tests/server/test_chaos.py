@@ -19,7 +19,7 @@ from tests.server.conftest import Server
 from tests.server.test_lifecycle import gone
 from tests.server.watch import children
 
-LONG = 250
+LONG = 120
 
 
 def request(i: int) -> tuple[str, dict]:
@@ -113,7 +113,7 @@ async def kill_engines(server: Server, num: int, rng: random.Random, responses: 
     """Each at a random moment: when there are some more pieces, or all clients have what they wanted."""
     for _ in range(num):
         begun = sum(one.num_pieces for one in responses)
-        some = rng.randrange(1, 300)
+        some = rng.randrange(1, 200)
         while sum(one.num_pieces for one in responses) < begun + some and not all(one.is_settled for one in responses):
             await asyncio.sleep(0.001)
         num_before = metrics(server)["engine_restarts_total"]

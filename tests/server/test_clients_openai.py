@@ -388,7 +388,7 @@ def test_refusals_have_a_status_and_later_errors_are_events(narrow):
         assert httpx.post(f"{narrow.url}/v1/completions", json={"prompt": ["a", "x" * 5000], "stream": True}).status_code == 400
         late = httpx.post(f"{narrow.url}/v1/completions", json=short)
         assert (late.status_code, late.headers["x-should-retry"]) == (408, "false")
-        with httpx.stream("POST", f"{narrow.url}/v1/completions", json=short | {"stream": True, "timeout": 3}) as streaming:
+        with httpx.stream("POST", f"{narrow.url}/v1/completions", json=short | {"stream": True, "timeout": 1}) as streaming:
             assert streaming.status_code == 200
             told = [line for line in streaming.iter_lines() if line.startswith("data: {")]
         assert json.loads(told[-1][6:])["error"]["type"] == "deadline_exceeded"

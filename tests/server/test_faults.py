@@ -57,8 +57,10 @@ def fragile(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(fragile, roomy_folder):
-    """Who does not read is ended by the bound of his backlog, however long the engine takes to fill it."""
-    patch = f"from tidemill.server import protocol\nprotocol.READ_WITHIN_S = {LONG_S}"
+    """Who does not read is ended by the bound of his backlog, however long the engine takes to fill it. Half of the usual one is
+    still more than lies in the sockets' buffers."""
+    patch = "from tidemill.engine import inbox\nfrom tidemill.server import protocol\n"
+    patch += f"inbox.MAX_CELLS = 2**17\nprotocol.READ_WITHIN_S = {LONG_S}"
     running = Server(roomy_folder, patch=patch).wait()
     yield running
     fragile.open_gate()
@@ -214,11 +216,11 @@ def test_a_client_that_does_not_read_is_ended_at_a_bound_and_told(server):
 
 
 def test_a_request_is_aborted_at_once_though_its_client_does_not_read(server, fragile):
-    """The engine waits at position 600, when more has been sent than lies in the sockets' buffers, and less than may wait."""
+    """The engine waits at position 300, when more has been sent than lies in the sockets' buffers, and less than may wait."""
     before = metrics(server)["output_tokens_total"]
     aborted_before = aborted(server)
-    with unread(server, MANY | {"prompt": [GATED, 60], "request_id": "unread"}):
-        until(lambda: metrics(server)["output_tokens_total"] >= before + 16 * 595)
+    with unread(server, MANY | {"prompt": [GATED, 30], "request_id": "unread"}):
+        until(lambda: metrics(server)["output_tokens_total"] >= before + 16 * 295)
         assert httpx.delete(f"{server.url}/v1/requests/unread").json()["cancelled"]
         fragile.open_gate()
         until(lambda: aborted(server) == aborted_before + 16)

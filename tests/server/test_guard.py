@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import KEYS, Server, behind_our_protocol
+from tests.server.conftest import KEYS, Server, behind_our_protocol, until
 from tidemill.errors import ConfigError
 from tidemill.sched.request import BACKGROUND
 from tidemill.server import page, protocol
@@ -27,7 +27,7 @@ def server(tiny_folder, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"# digests only\nsha256:{hashlib.sha256(OTHER.encode()).hexdigest()} priority=5\n")
     options = ("--api-key", KEY, "--api-key-file", str(keys), "--admin-key", ADMIN, "--allowed-host", "mill.example")
-    running = Server(tiny_folder, *options, "--allowed-origin", "https://chat.example").wait()
+    running = Server(tiny_folder, *options, "--allowed-origin", "https://chat.example", "--max-requests", "1").wait()
     yield running
     assert running.stop() == 0
 
@@ -83,6 +83,25 @@ def test_a_request_is_cancelled_by_its_tenant_or_the_admin_only(server):
             lines = reply.iter_lines()  # kept: when it goes, so does the connection
             name = json.loads(next(lines)[6:])["id"]
             assert ask(server, key, f"/v1/requests/{name}", "DELETE").status_code == status
+
+
+def test_slots_show_requests_without_their_texts_to_the_admin(server):
+    """llama.cpp's route."""
+    assert ask(server, "", "/slots").status_code == 401
+    assert ask(server, KEY, "/slots").status_code == 403
+    until(lambda: ask(server, ADMIN, "/slots?fail_on_no_slot=1").status_code == 200)
+    (free,) = ask(server, ADMIN, "/slots").json()
+    assert free["is_processing"] is False
+    body = {"prompt": "a secret", "stream": True, "ignore_eos": True, "max_tokens": 500, "n": 100}  # one sequence after the other
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}) as reply:
+        lines = reply.iter_lines()  # kept: when it goes, so does the connection
+        name = json.loads(next(lines)[6:])["id"]
+        until(lambda: ask(server, ADMIN, "/slots?fail_on_no_slot=1").status_code == 503)
+        while not (slot := ask(server, ADMIN, "/slots").json()[0])["is_processing"]:  # between two sequences
+            pass
+    assert slot["id_task"].startswith(name)
+    assert slot["n_prompt_tokens"] == len("a secret")
+    assert "secret" not in json.dumps(slot)
 
 
 def test_prompts_of_another_key_are_not_found_in_the_cache(server):

@@ -3,13 +3,9 @@
 import json
 import math
 import re
-import threading
-import time
 
 import httpx
 import pytest
-
-from tests.server.conftest import Server
 
 HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "n_predict": 12}
@@ -277,39 +273,6 @@ def test_templates_and_properties(roomy):
     assert props["eos_token"] == "</s>"
     assert "m['content']" in props["chat_template"]
     assert httpx.get(f"{roomy.url}/health").json() == {"status": "ok"}
-
-
-def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
-    mine, admin = "a-key-of-the-tests", "a-key-of-the-admin"
-    running = Server(tiny_folder, "--api-key", mine, "--admin-key", admin, "--max-requests", "1").wait()
-    try:
-        assert httpx.get(f"{running.url}/slots").status_code == 401
-        assert httpx.get(f"{running.url}/slots", headers={"x-api-key": mine}).status_code == 403
-        headers = {"x-api-key": admin}
-        (free,) = httpx.get(f"{running.url}/slots?fail_on_no_slot=1", headers=headers).json()
-        assert free["is_processing"] is False
-        leave = threading.Event()
-
-        def stream():
-            while not leave.is_set():
-                body = {"prompt": "a secret", "stream": True, "ignore_eos": True, "n_predict": 500}
-                httpx.post(f"{running.url}/completion", json=body, headers={"x-api-key": mine})
-
-        thread = threading.Thread(target=stream)
-        thread.start()
-        try:
-            while not (slot := httpx.get(f"{running.url}/slots", headers=headers).json()[0])["is_processing"]:
-                time.sleep(0.02)
-            while httpx.get(f"{running.url}/slots?fail_on_no_slot=1", headers=headers).status_code != 503:
-                time.sleep(0.02)
-        finally:
-            leave.set()
-            thread.join()
-        assert slot["id_task"].startswith("req-")
-        assert slot["n_prompt_tokens"] == len("a secret")
-        assert "secret" not in json.dumps(slot)
-    finally:
-        assert running.stop() == 0
 
 
 def test_penalties_of_a_window(roomy):

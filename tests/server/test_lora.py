@@ -51,7 +51,7 @@ def paths(tiny_folder, tmp_path_factory) -> list[Path]:
     return [make_lora(folder / f"l{i}", base, i, rank=4 + i) for i in range(4)]
 
 
-LONG = {"prompt": [GATED, 20], "max_tokens": 400}  # it does not end while the gate is closed
+LONG = {"prompt": [GATED, 5], "max_tokens": 100}  # it does not end while the gate is closed
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_adapters_come_and_go_while_requests_run(client, paths, fragile):
         assert "added successfully" in reply.text
     assert client.names() == {"tiny": None, "first": "tiny", "second": "tiny", "third": "tiny"}
     models = ["first", "second", "third", "tiny"]
-    alone = {name: client.tokens(name, max_tokens=100) for name in models}
+    alone = {name: client.tokens(name, max_tokens=40) for name in models}
     assert len({tuple(tokens) for tokens in alone.values()}) == 4
     with ThreadPoolExecutor(8) as threads:
-        asked = [(name, threads.submit(client.tokens, name, max_tokens=100)) for name in models * 2]
+        asked = [(name, threads.submit(client.tokens, name, max_tokens=40)) for name in models * 2]
         assert all(answer.result() == alone[name] for name, answer in asked)
         long = client.tokens("second", **LONG)
         fragile.close_gate()
@@ -99,11 +99,11 @@ def test_adapters_come_and_go_while_requests_run(client, paths, fragile):
         assert refused.status_code == 404
         assert "'tiny', 'first', 'third'" in refused.json()["error"]["message"]
         assert client.load("second", paths[3]).status_code == 200
-        other = client.tokens("second", max_tokens=100)
+        other = client.tokens("second", max_tokens=40)
         assert other not in alone.values()
         assert all(answer.result() == long for answer in last)
     assert client.load("second", paths[1], load_inplace=True).status_code == 200
-    assert client.tokens("second", max_tokens=100) == alone["second"]
+    assert client.tokens("second", max_tokens=40) == alone["second"]
     chat = client.post("/v1/messages", json={"model": "second", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]})
     assert chat.status_code == 200
     assert chat.json()["model"] == "second"

@@ -549,7 +549,7 @@ def test_timings(client):
 def test_every_sampling_parameter_is_taken(client):
     extra = {
         "top_k": 5, "min_p": 0.01, "typical_p": 0.9, "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [3],
-        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "priority": 1, "timeout": 20,
+        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "priority": 1, "timeout": 600,
     }  # fmt: skip
     reply = client.completions.create(
         model="tiny", prompt="x", max_tokens=4, temperature=0.7, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.5,

@@ -200,6 +200,9 @@ def test_a_folder_of_ggufs(tmp_path):
         (tmp_path / name).write_bytes(b"GGUF")
     assert locate(str(tmp_path)).name == "a-Q8_0.gguf"
     assert locate(f"{tmp_path}:iq2_xxs").name == "a-IQ2_XXS.gguf"
+    (tmp_path / "a.bin").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFound, match=r"a\.bin is not a \.gguf file"):
+        locate(str(tmp_path / "a.bin"))
     (tmp_path / "b-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFound, match=r"3 GGUF models\. It has a-IQ2_XXS, a-Q8_0, b-Q8_0"):
         locate(str(tmp_path))

@@ -129,6 +129,7 @@ def test_a_right_guess_ends_the_rest_of_a_drafter(model):
         before = drafter.num_asked
         core.step()
         asked.append(drafter.num_asked - before)
+    assert asked[:2] == [0, 1]  # the prompt, then the first step that decodes
     assert sum(asked[:30]) < 12
     assert asked[35:59] == [1] * 24
 

@@ -169,5 +169,5 @@ def test_kernels_with_adapters_change_only_where_the_choice_of_tiles_does():
     """Of each choice one number of tokens is compiled at start."""
     seen = {}
     for num in range(1, 5000):
-        kind = tile_with_adapters(num, 6144, 4096), num > cuda._MOST_IN_STRETCHES, num > launch.FEW
+        kind = tile_with_adapters(num, 6144, 4096), num > cuda._MOST_IN_STRETCHES, num > cuda._FEW, num > launch.FEW
         assert seen.setdefault(choice_of(num), kind) == kind

@@ -157,11 +157,13 @@ def test_an_error_of_the_network_is_told_unless_there_is_a_better_reason(monkeyp
     assert "cable" in told[0]
 
     monkeypatch.setattr(gathers, "_PATIENCE_S", LONG_S)
-    wire = Asked()
+    before, wire = set(threading.enumerate()), Asked()
     group = GatherGroup(Alone(), wire, lambda error: told.append(error.message))
+    (watcher,) = set(threading.enumerate()) - before
     wire.error = "remote error (its process ended)"
     group.fail()
     assert wire.has_ended.wait(LONG_S)
+    watcher.join(LONG_S)
     assert len(told) == 1
 
 

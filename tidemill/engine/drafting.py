@@ -216,7 +216,8 @@ class Drafting:
                 name, tokens = drafted.by[seq], drafts_of[seq]
             if not tokens:
                 self._acceptance[self._drafters[-1].name].fade(seq)
-                self._rest(seq, False)
+                if guess is not _NO_GUESS:  # else nobody was asked: its first token
+                    self._rest(seq, False)
                 continue
             num_right, num_compared = _compare(tokens, done.token_ids)
             self._rest(seq, num_right > 0)

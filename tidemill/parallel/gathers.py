@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from tidemill.errors import WorkerLost
+from tidemill.errors import TidemillError, WorkerLost
 from tidemill.kernels.cuda.lanes import in_order
 from tidemill.parallel.group import Group
 
@@ -44,7 +44,8 @@ class Wire(Protocol):
 
 class GatherGroup:
     """Until `begin`, only steps that are captured in CUDA graphs call the library, and capturing waits for nobody: ranks load
-    kernels and allocate memory in their own time."""
+    kernels and allocate memory in their own time. A graph that is replayed before it (trials of nano-batching) does wait for the
+    others, which replay the same ones in the same order."""
 
     def __init__(self, host: Group, wire: Wire, on_error: Callable[[WorkerLost], None] = lambda error: None) -> None:
         """`host`: of the same ranks. `on_error`: is told, from a thread, if the library fails while all ranks live."""
@@ -121,7 +122,7 @@ class GatherGroup:
         while not self._ended.wait(_LOOK_S):
             try:
                 error = self._wire.error
-            except WorkerLost as found:
+            except TidemillError as found:
                 error = found.message
             if error and not self._ended.wait(_PATIENCE_S):
                 self._on_error(WorkerLost(f"The engine cannot go on: rank {self.rank} has lost the others. {error}"))
@@ -130,7 +131,7 @@ class GatherGroup:
 
 
 def _padded(x: torch.Tensor, num: int) -> torch.Tensor:
-    assert x.is_contiguous()
+    x = x.contiguous()
     return x.view(-1) if x.numel() == num else torch.cat([x.view(-1), x.new_zeros(num - x.numel())])
 
 

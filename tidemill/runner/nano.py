@@ -116,7 +116,7 @@ def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
                 seen.append((graph.out if decodes else rivals.hidden[:size]).clone())
     for used in (state.pages, state.tokens, rivals.cache[1:last]):
         used.zero_()
-    # Ranks that have not begun do not wait for each other, and sums are of whatever is there.
+    # By CUDA IPC, ranks that have not begun do not wait for each other, and sums are of whatever is there.
     is_same = rivals.group.size > 1 or torch.equal(*seen)
     return NanoTrial(decodes, size, min(times[0]), min(times[1]), is_same)
 

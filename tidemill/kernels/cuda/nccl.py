@@ -96,7 +96,7 @@ class Library:
         code = getattr(self._lib, name)(*arguments)
         if code in _MISUSES:
             fix = "Ranks of one host need a GPU each. NCCL_DEBUG=INFO shows more."
-            raise ConfigError(f"NCCL cannot join the ranks: {self._words(code)}.", fix=fix, param="collectives")
+            raise ConfigError(f"NCCL refuses {name}: {self._words(code)}.", fix=fix, param="collectives")
         if code:
             raise WorkerLost(f"{name} failed: {self._words(code)}.")
 
@@ -112,7 +112,7 @@ def _found() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    what = "Ranks of several hosts exchange by NCCL, and libnccl.so.2 was not found."
+    what = "These ranks exchange by NCCL, and libnccl.so.2 was not found."
     raise ConfigError(what, fix="Install a torch with CUDA, or nvidia-nccl-cu12.", param="collectives")
 
 

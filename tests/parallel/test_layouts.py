@@ -57,7 +57,7 @@ def test_auto_takes_the_fastest_that_the_model_and_options_allow():
     options = EngineOptions(tensor_parallel=4, tensor_layout="auto")
     name, why = settle_layout(options, "cpu", MODEL, here)
     assert why.startswith(f"estimated for a prompt of 512 tokens and 256 more: {name} ")
-    assert all(f"{other} " in why for other in ("1d", "2d", "gathered", "phased"))
+    assert all(f"{other} " in why for other in ("1d", "2d", "gathered"))
     assert "2d" not in settle_layout(replace(options, tensor_parallel=3), "cpu", MODEL, here)[1]  # no grid
     assert "gathered" not in settle_layout(options, "cpu", MODEL, replace(here, kernels=""))[1]
     assert settle_layout(options, "cuda", MODEL, here)[0] == "1d"

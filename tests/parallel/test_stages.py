@@ -82,6 +82,7 @@ def test_a_file_of_something_else_is_refused(folder, tmp_path):
     file = tmp_path / "layers.json"
     for other, match in [
         ({"threads": 7}, "threads: 7, here 1"),
+        ({"tensor_parallel": 2}, "tensor_parallel: 2, here 1"),
         ({"machine": "abacus"}, "machine: abacus"),
         ({"dtype": "bfloat16"}, "dtype: bfloat16"),
         ({"model": "0" * 16}, "model: 0000"),
@@ -99,9 +100,11 @@ def test_a_file_of_something_else_is_refused(folder, tmp_path):
         division(folder, pipeline_layers=str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         division(folder, pipeline_layers=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        division(folder, pipeline_layers="~nobody-of-this-name/layers.json")
 
 
-@pytest.mark.parametrize("given", ["3", "3,2", "6,0", "2,2,2", ","])
+@pytest.mark.parametrize("given", ["3", "3,2", "6,0", "2,2,2", ",", "3 3", "9" * 5000])
 def test_numbers_that_cannot_be(folder, given):
     with pytest.raises(ConfigError, match="2 stages of a model with 6 layers"):
         division(folder, pipeline_layers=given)

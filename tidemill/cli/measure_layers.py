@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.config.compute import decide_device
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 from tidemill.parallel.stages import LayerTimes, computed_ends, counts_of, stage_ms
@@ -34,14 +35,15 @@ def measure_layers(
     if options.pipeline_parallel < 2:
         fix = "Add --pipeline-parallel N."
         raise ConfigError("Layers are measured in the stages of a pipeline.", fix=fix, param="pipeline_parallel")
-    target = (out or Path(f"{locate(options.model, fetch=True).stem}-layers.json")).expanduser()
+    if decide_device(options, here)[0] != "cpu":
+        fix = "Give numbers of layers to --pipeline-layers, or leave it out."
+        raise ConfigError("Layers are measured on CPUs only.", fix=fix, param="device")
+    found = locate(options.model, fetch=True)
+    target = (out or Path(f"{found.name if found.is_dir() else found.stem}-layers.json")).expanduser()
     core = load_core(options)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True, highlight=False)
     try:
-        if core.config.device != "cpu":
-            fix = "Give numbers of layers to --pipeline-layers, or leave it out."
-            raise ConfigError("Layers are measured on CPUs only.", fix=fix, param="device")
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("Measuring", total=1.0)
             made = measure_layers(core, options, here, lambda part: progress.update(task, completed=part))

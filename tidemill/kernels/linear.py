@@ -130,6 +130,7 @@ class PlacedMatrix(Weight):
         self._addresses = (codes, scales, bias if self._bias is None else self._bias.data_ptr())
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        assert x_TK.shape[1] == self.num_in
         return self._lib.linear(self.kind, x_TK, *self._addresses, self.num_out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ the 1D layout, bit for bit. So every step may be computed in the way that is fas
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -56,6 +57,7 @@ class PhasedWeights(Streaming):
         """`path`: of a file in shared memory."""
         super().__init__(0)
         self._group, self._store = group_of(shard), SharedWeights(shard, path)
+        weakref.finalize(self, self._store.close)  # where the load fails
         self._linears = list[tuple[Linear, Shown]]()
         self._by_rows = False
 
@@ -76,6 +78,7 @@ class PhasedWeights(Streaming):
         assert isinstance(whole, ModelConfig)
         self._store.finish(self._group)
         regions = [self._store.map(rank) for rank in range(self._group.size)]
+        self._store.close()  # what is mapped stays
         for linear, shown in self._linears:
             linear.all_ranks = AllRanks(shown.matrices(regions), linear.act, linear.adds_up)
         self._regions = regions  # which matrices are placed in

@@ -40,13 +40,16 @@ class MeasuredWith(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     scheme: str
     threads: int
+    tensor_parallel: int
+    expert_parallel: bool
 
     @staticmethod
     def of(options: EngineOptions, model: ModelConfig, machine: Machine) -> MeasuredWith:
         device = decide_device(options, machine)[0]
         dtype = decide_dtype(options, device, model, machine)[0]
         scheme, threads = decide_scheme(options, device, dtype, model)[0], decide_threads(options, machine)[0]
-        return MeasuredWith(_shape_of(model), _name_of(machine), device, dtype, scheme, threads)
+        shared = options.tensor_parallel, options.expert_parallel
+        return MeasuredWith(_shape_of(model), _name_of(machine), device, dtype, scheme, threads, *shared)
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -124,8 +127,11 @@ def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) 
     if given is None:
         return counts_of(computed_ends(model, num)), "computed: of the weights that a token is multiplied by, each has as many"
     if re.fullmatch(r"[\d,\s]+", given):
-        return _given(given, num, model), "given"
-    times = LayerTimes.load(Path(given).expanduser())
+        return _given(given, num, model), "given, or as the first start had it"
+    try:
+        times = LayerTimes.load(Path(given).expanduser())
+    except RuntimeError as error:  # ~somebody
+        raise _unusable(f"{given} cannot be read: {error}") from error
     here = MeasuredWith.of(options, model, machine)
     differing = [
         f"{name}: {theirs}, here {ours}"
@@ -150,7 +156,8 @@ def stage_ms(times: LayerTimes, ends: tuple[int, ...]) -> list[float]:
 
 
 def _given(given: str, num_stages: int, model: ModelConfig) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in given.split(",") if part.strip())
+    parts = [part.strip() for part in given.split(",")]
+    counts = tuple(int(part) if re.fullmatch(r"\d{1,6}", part) else 0 for part in parts)
     if len(counts) != num_stages or sum(counts) != model.num_layers or min(counts) < 1:
         raise ConfigError(
             f"pipeline_layers is {given!r}, for {num_stages} stages of a model with {model.num_layers} layers.",

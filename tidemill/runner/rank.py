@@ -39,16 +39,17 @@ def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 
 
 def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
-    """How ranks share layers. `auto`: by the cost of a prompt and an output. Only the layout phased computes some steps in
-    another way than others: a token's bits must not depend on what else is in its step, and the other layouts sum in different
-    orders. By rates that are written down, not measured, so that every start chooses the same."""
+    """How ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts that every model has; phased, which
+    only a load finds out to be for a model, is asked for by name. It alone computes some steps in another way than others: a
+    token's bits must not depend on what else is in its step, and the other layouts sum in different orders. By rates that are
+    written down, not measured, so that every start chooses the same."""
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
         return decide_tensor_layout(options, device, model, machine)
     size, rates, seconds = options.tensor_parallel, DEVICES["h200" if device == "cuda" else "cpu"], dict[str, float]()
     prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
     of_prompt, of_step = (engine_seconds(model, size, phase, rates) for phase in (prefill, decode))
     for name, spent in of_prompt.items():
-        if not unfit(name, options, device, model, machine):
+        if name != "phased" and not unfit(name, options, device, model, machine):
             seconds[name] = spent + of_step[name] * _OUTPUT / _BATCH
     best, *_ = order = sorted(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {1000 * seconds[name]:.0f} ms" for name in order)

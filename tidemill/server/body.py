@@ -184,9 +184,9 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is not supported.", param=path[0])
     if first["type"] == "missing":
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is required.", param=path[0])
-    if first["type"] == "value_error":
-        return InvalidRequest(f"The parameter {path[0]!r} is not valid: {first['msg'].removeprefix('Value error, ')}.", param=path[0])
-    given = first.get("input")
-    got = f"; got {given[:_MAX_SHOWN]!r}" if first["type"] == "literal_error" and isinstance(given, str) else ""
-    # with pydantic's name of the mistake, which clients of vLLM look for
-    return InvalidRequest(f"The parameter {path[0]!r} is not valid: {first['msg']}{got} ({first['type']}).", param=path[0])
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] != "value_error":  # pydantic's own: with its name of the mistake, which clients of vLLM look for
+        given = first.get("input")
+        got = f"; got {given[:_MAX_SHOWN]!r}" if first["type"] == "literal_error" and isinstance(given, str) else ""
+        what = f"{what}{got} ({first['type']})"
+    return InvalidRequest(f"The parameter {path[0]!r} is not valid: {what}.", param=path[0])

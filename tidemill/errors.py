@@ -38,6 +38,17 @@ class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class TruncationTooLong(InvalidRequest):
+    """More tokens shall be kept of a prompt than fit. Only vLLM has the parameter, so words and kind are vLLM's."""
+
+    kind = "BadRequestError"
+
+    def __init__(self, num: int, max_context: int) -> None:
+        what = "truncate_prompt_tokens value is greater than max_model_len."
+        super().__init__(what, fix="Please request a smaller truncation size.", param="truncate_prompt_tokens")
+        self.figures = {"truncate_prompt_tokens": num, "max_model_len": max_context}
+
+
 class RequestTooLarge(InvalidRequest):
     """More bytes than a request may have."""
 

@@ -154,7 +154,10 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "top_p": True}, "top_p", ""),
     ({"prompt": "x", "n": 0}, "n", ""),
     ({"prompt": "x", "n": 2**31}, "n", ""),
-    ({"prompt": "x", "seed": 2**63}, "seed", ""),
+    ({"prompt": "x", "seed": 2**63}, "seed", "(less_than_equal)"),  # pydantic's name of it, as vLLM tells it
+    ({"prompt": "x", "seed": -(2**63) - 1}, "seed", "(greater_than_equal)"),
+    ({"prompt": "x", "truncation_side": "z" * 999}, "truncation_side", f"; got '{'z' * 100}' (literal_error)."),
+    ({"prompt": "x", "truncation_side": [["left"] * 999]}, "truncation_side", "'right' (literal_error)."),
     ({"prompt": "x", "logprobs": 1000}, "logprobs", "20"),
     ({"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias", "token ids"),
     ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "5000"),
@@ -191,6 +194,19 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
         assert error["param"] == param, (str(body)[:100], error)
         assert words in error["message"], (str(body)[:100], error)
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("of_chat", [False, True])
+def test_options_of_a_stream_are_refused_without_one(server, of_chat):
+    """As by OpenAI and vLLM."""
+    path, body = "/v1/completions", {"prompt": "x", "max_tokens": 2}
+    if of_chat:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for options in ({"include_usage": True}, {"include_usage": None}, {}):
+        error = httpx.post(f"{server.url}{path}", json=body | {"stream_options": options}).json()["error"]
+        assert (error["param"], error["type"]) == ("stream_options", "invalid_request_error")
+        assert "only allowed when 'stream' is enabled" in error["message"]
+    assert httpx.post(f"{server.url}{path}", json=body | {"stream_options": None}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ def test_pooling_and_vectors_that_are_not_normalized(encoders):
         told = post(running, "/pooling", input="a", **wrong).json()["error"]
         assert told["message"].startswith(f"Unsupported task: {wrong['task']!r}")
         assert (told["type"], told["param"]) == ("BadRequestError", "task")  # vLLM's words
+    plugin = post(running, "/pooling", input="a", model="embedder", task="plugin").json()["error"]["message"]
+    assert plugin.startswith("No IOProcessor plugin installed.")
 
 
 def test_dimensions_base64_and_truncation(encoders):
@@ -234,7 +236,11 @@ def test_a_conversation_as_the_input_of_an_encoder(encoders):
     refused = post(running, "/v1/embeddings", **ask, continue_final_message=True, add_generation_prompt=True)
     assert refused.json()["error"]["param"] == "continue_final_message"
     more = post(running, "/v1/embeddings", model="embedder", input="sea", truncate_prompt_tokens=65)
-    assert more.json()["error"]["param"] == "truncate_prompt_tokens"
+    words = "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size."
+    assert more.json()["error"] == {
+        "message": words, "type": "BadRequestError", "param": "truncate_prompt_tokens", "code": None,
+        "truncate_prompt_tokens": 65, "max_model_len": 64,
+    }  # fmt: skip
 
 
 def test_what_cannot_be_scored(encoders):

@@ -254,7 +254,7 @@ FOREIGN = (
     _switch("--disable-uvicorn-access-log", VLLM, "--no-request-log"),
     _choice("--schedule-policy", SGLANG, fcfs=(), lpm=("--queue-order", "prefix")),
     _no_effect("--scheduling-policy", VLLM, "requests have priorities always", accepted=("fcfs", "priority")),
-    _no_effect("--max-logprobs", VLLM, "a request may ask for 20", accepted=tuple(str(num) for num in range(21))),
+    _no_effect("--max-logprobs", VLLM, "a request may ask for 20", takes_value=True),
     _no_effect("--tokenizer-mode --config-format --model-impl", f"{VLLM}, {SGLANG}",
                "files are read as what they are", accepted=("auto", "hf", "safetensors", "gguf", "vllm", "sglang")),
     _no_effect("--enable-log-outputs --enable-log-deltas --no-enable-log-deltas", VLLM, "prompts and outputs are never logged"),

@@ -30,6 +30,8 @@ MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
 MAX_PARTS = 2**16  # objects, lists and members
 MAX_ITEMS = 2**20
 _MAX_MISTAKES = 1000  # that are looked at one by one
+_FEW_MISTAKES = 4  # of which the values are looked at, too
+_MAX_SHOWN = 100  # characters of a value in an error
 _EVENT = {  # of a stream: its schema is that of each
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -170,7 +172,8 @@ def _explain(error: ValidationError) -> InvalidRequest:
     """The first error, with the parameter's name; of a union, the error of the member that fits best."""
     if error.error_count() > _MAX_MISTAKES:  # formatting them all would take seconds
         return InvalidRequest(f"The body has {error.error_count()} errors.", fix="Compare it with /openapi.json.")
-    problems = error.errors(include_url=False, include_context=True, include_input=False)
+    # Each input is a copy, and those of many mistakes may be of the same large object.
+    problems = error.errors(include_url=False, include_context=True, include_input=error.error_count() <= _FEW_MISTAKES)
     first = max((one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not JSON: {first['ctx'].get('error', 'malformed')}.")
@@ -181,4 +184,9 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is not supported.", param=path[0])
     if first["type"] == "missing":
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is required.", param=path[0])
-    return InvalidRequest(f"The parameter {path[0]!r} is not valid: {first['msg'].removeprefix('Value error, ')}.", param=path[0])
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] != "value_error":  # pydantic's own: with its name of the mistake, which clients of vLLM look for
+        given = first.get("input")
+        got = f"; got {given[:_MAX_SHOWN]!r}" if first["type"] == "literal_error" and isinstance(given, str) else ""
+        what = f"{what}{got} ({first['type']})"
+    return InvalidRequest(f"The parameter {path[0]!r} is not valid: {what}.", param=path[0])

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.errors import InvalidRequest, TidemillError, TruncationTooLong
 from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Reading
@@ -403,9 +403,7 @@ async def _params(service: Service, body: CompletionRequest | ChatRequest) -> Sa
 
 def check_truncation(service: Service, num: int) -> None:
     if num > service.max_context:
-        what = f"truncate_prompt_tokens value is greater than max_model_len: {num}, of {service.max_context} tokens."
-        fix = "Please request a smaller truncation size. -1 keeps as many as fit."
-        raise InvalidRequest(what, fix=fix, param="truncate_prompt_tokens")
+        raise TruncationTooLong(num, service.max_context)
 
 
 def truncated(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from json import dumps
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import (
+    INTEGERS,
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BEAMS,
@@ -163,7 +164,7 @@ class SamplingRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=INTEGERS["seed"][0], le=INTEGERS["seed"][1])
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     # Beyond OpenAI's, under the names other engines use.
     top_k: int | None = None
@@ -237,6 +238,13 @@ class SamplingRequest(Body):
                 raise InvalidRequest(f"{name} and {alias} differ.", fix="Give one.", param=alias)
             kept[name] = kept.get(name) if value is None else value
         return kept
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:  # refused by OpenAI and vLLM, in these words
+            what = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+            raise InvalidRequest(what, fix="Set stream to true, or leave it out.", param="stream_options")
+        return self
 
     @property
     def wants_usage_always(self) -> bool:

@@ -60,13 +60,13 @@ def test_fields_that_change_nothing_are_accepted_and_named(client):
         **CHAT, store=True, metadata={"a": "b"}, service_tier="auto", prompt_cache_key="k", safety_identifier="s", user="u",
         verbosity="low", modalities=["text"], prediction={"type": "content", "content": "x"}, reasoning_effort="low",
         extra_body={
-            "prompt_cache_retention": "24h",
+            "prompt_cache_retention": "24h", "stream_options": {"include_usage": True, "include_obfuscation": False},
             "cache_prompt": True, "mirostat": 0, "use_beam_search": False, "logit_bias": None, "tools": None,
         },
     )  # fmt: skip
     assert reply.parse().choices[0].message.content == plain.choices[0].message.content
     assert reply.headers["x-tidemill-ignored"].split(", ") == [
-        "cache_prompt", "metadata", "mirostat", "prediction", "reasoning_effort",
+        "cache_prompt", "include_obfuscation", "metadata", "mirostat", "prediction", "reasoning_effort",
         "safety_identifier", "service_tier", "store", "user", "verbosity",
     ]  # fmt: skip
     assert "x-tidemill-ignored" not in client.completions.with_raw_response.create(**COMPLETION).headers
@@ -79,7 +79,7 @@ def test_completions_take_null_for_absent(client):
 
 
 def test_usage_in_every_chunk(client):
-    options = {"continuous_usage_stats": True, "include_usage": True, "include_obfuscation": False}
+    options = {"continuous_usage_stats": True, "include_usage": True}
     chunks = list(client.chat.completions.create(**CHAT, stream=True, stream_options=options, extra_body={"ignore_eos": True}))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)

@@ -196,19 +196,6 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].finish_reason
 
 
-@pytest.mark.parametrize("of_chat", [False, True])
-def test_options_of_a_stream_are_refused_without_one(server, of_chat):
-    """As by OpenAI and vLLM."""
-    path, body = "/v1/completions", {"prompt": "x", "max_tokens": 2}
-    if of_chat:
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    for options in ({"include_usage": True}, {"include_usage": None}, {}):
-        error = httpx.post(f"{server.url}{path}", json=body | {"stream_options": options}).json()["error"]
-        assert (error["param"], error["type"]) == ("stream_options", "invalid_request_error")
-        assert "only allowed when 'stream' is enabled" in error["message"]
-    assert httpx.post(f"{server.url}{path}", json=body | {"stream_options": None}).status_code == 200
-
-
 @pytest.mark.parametrize(
     "body",
     [

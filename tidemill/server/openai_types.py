@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from json import dumps
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
@@ -238,13 +238,6 @@ class SamplingRequest(Body):
                 raise InvalidRequest(f"{name} and {alias} differ.", fix="Give one.", param=alias)
             kept[name] = kept.get(name) if value is None else value
         return kept
-
-    @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:  # refused by OpenAI and vLLM, in these words
-            what = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
-            raise InvalidRequest(what, fix="Set stream to true, or leave it out.", param="stream_options")
-        return self
 
     @property
     def wants_usage_always(self) -> bool:

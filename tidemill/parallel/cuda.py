@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from tidemill.parallel.group import Group
+from tidemill.parallel.group import Group, OverHost
 
 _ANY_TURN = 2**30  # in both halves of a count: later than any
 
 
-class CudaGroup:
-    """`host`: of the same ranks."""
-
+class CudaGroup(OverHost):
     def __init__(self, host: Group) -> None:
         from tidemill.kernels.cuda.collectives import MOST_PROGRAMS, Exchange, flags_offset, memory_bytes
         from tidemill.kernels.cuda.virtual_memory import Driver
 
-        self.rank, self.size, self._host = host.rank, host.size, host
+        super().__init__(host)
         driver = Driver(torch.cuda.current_device())
         self._driver, self._rescue = driver, torch.cuda.Stream()
         own, handle = driver.allocate_shared(memory_bytes(self.size))
@@ -47,17 +45,6 @@ class CudaGroup:
             return self._exchange.all_gather(x, sizes)
         flat = self._exchange.all_gather(x.reshape(1, -1), [num * x.shape[1] for num in sizes])
         return flat.view(-1, x.shape[1])
-
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Through the host: how many rows come is known there alone."""
-        made = self._host.all_to_all([part.float().cpu() for part in parts], counts)
-        return [part.to(parts[0].device, parts[0].dtype) for part in made]
-
-    def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
-        return self._host.broadcast_bytes(data, source)
-
-    def barrier(self) -> None:
-        self._host.barrier()
 
     def fail(self) -> None:
         """Kernels that wait for a rank that is gone go on, and what they compute is of no use."""

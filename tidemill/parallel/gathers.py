@@ -14,7 +14,7 @@ import torch
 
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.kernels.cuda.lanes import in_order
-from tidemill.parallel.group import Group
+from tidemill.parallel.group import Group, OverHost
 
 _LARGE_BYTES = 2**18  # where the time of a message begins to be that of its bytes
 _LOOK_S = 0.5
@@ -42,14 +42,15 @@ class Wire(Protocol):
         ...
 
 
-class GatherGroup:
+class GatherGroup(OverHost):
     """Until `begin`, only steps that are captured in CUDA graphs call the library, and capturing waits for nobody: ranks load
     kernels and allocate memory in their own time. A graph that is replayed before it (trials of nano-batching) does wait for the
     others, which replay the same ones in the same order."""
 
     def __init__(self, host: Group, wire: Wire, on_error: Callable[[WorkerLost], None] = lambda error: None) -> None:
         """`host`: of the same ranks. `on_error`: is told, from a thread, if the library fails while all ranks live."""
-        self.rank, self.size, self._host, self._wire = host.rank, host.size, host, wire
+        super().__init__(host)
+        self._wire = wire
         self._on_error, self._ended, self._has_begun = on_error, threading.Event(), False
         threading.Thread(target=self._watch, name="watches the network", daemon=True).start()
 
@@ -82,17 +83,6 @@ class GatherGroup:
             parts = self._gather(x, max(sizes) * other)
             filled = [part[: num * other] for part, num in zip(parts, sizes, strict=True)]
             return torch.cat([part.view(-1, other) if dim == 0 else part.view(other, -1) for part in filled], dim)
-
-    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Through the host: how many rows come is known there alone."""
-        made = self._host.all_to_all([part.float().cpu() for part in parts], counts)
-        return [part.to(parts[0].device, parts[0].dtype) for part in made]
-
-    def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
-        return self._host.broadcast_bytes(data, source)
-
-    def barrier(self) -> None:
-        self._host.barrier()
 
     def fail(self) -> None:
         """Kernels that wait for a rank that is gone go on, and what they compute is of no use."""

@@ -82,6 +82,25 @@ _groups = dict[Shard, Group]()
 _alone = Alone()
 
 
+class OverHost:
+    """What ranks whose tensors are on GPUs exchange through their hosts."""
+
+    def __init__(self, host: Group) -> None:
+        """`host`: of the same ranks."""
+        self.rank, self.size, self._host = host.rank, host.size, host
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Through the host: how many rows come is known there alone."""
+        made = self._host.all_to_all([part.float().cpu() for part in parts], counts)
+        return [part.to(parts[0].device, parts[0].dtype) for part in made]
+
+    def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
+        return self._host.broadcast_bytes(data, source)
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+
 def use(shard: Shard, group: Group) -> None:
     """From now on, layers with this shard exchange what they compute in this group."""
     assert (group.rank, group.size) == (shard.rank, shard.size)

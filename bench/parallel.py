@@ -101,12 +101,17 @@ def parts_of(layout: str) -> tuple[int, int, str]:
     return tensor, stages, how or "1d"
 
 
+def threads_of(given: argparse.Namespace, layout: str) -> int:
+    """Of each rank."""
+    tensor, stages, _ = parts_of(layout)
+    return given.rank_threads or max(1, given.threads // (tensor * stages))
+
+
 def start(given: argparse.Namespace, layout: str) -> EngineCore:
     tensor, stages, how = parts_of(layout)
-    threads = given.rank_threads or max(1, given.threads // (tensor * stages))
     core = load_core(
         EngineOptions(
-            model=given.model, dtype=given.dtype, device="cpu", threads=threads, max_requests=given.requests,
+            model=given.model, dtype=given.dtype, device="cpu", threads=threads_of(given, layout), max_requests=given.requests,
             tensor_parallel=tensor, tensor_layout=how if how in TENSOR_LAYOUTS else "1d", expert_parallel=how == "experts",
             pipeline_parallel=stages, pipeline_layers=how if "," in how else None, kv_memory_bytes=2**28, speculate="off",
             prefix_caching=False, load_format="dummy" if given.random else "auto",
@@ -184,6 +189,7 @@ def measure(given: argparse.Namespace) -> None:
     with contextlib.suppress(KeyboardInterrupt):  # what has been measured by then is shown
         for number in range(given.rounds):
             for layout, core in cores.items():
+                machine.set_threads(threads_of(given, layout))  # this process has rank 0 of all layouts, and one pool of threads
                 taken[layout].append(decode(core, given, str(number)))
     took = {}
     for layout, times in taken.items():

@@ -59,11 +59,23 @@ def make_group(request, tmp_path):
     return prepare
 
 
+def check_gathers(group):
+    """Of three ranks, along both dimensions, of equal and of different sizes."""
+    rank, seeded = group.rank, torch.Generator().manual_seed(1)  # ranks are threads, and draw the same
+    xs = [torch.randn(7, 100, generator=seeded) for _ in range(3)]
+    wide = [torch.randn(5, 130 + each, generator=seeded) for each in range(3)]
+    long = [torch.randn(40 + each, 33, generator=seeded) for each in range(3)]
+    assert torch.equal(group.all_gather(wide[rank], 1, [each.shape[1] for each in wide]), torch.cat(wide, 1))
+    assert torch.equal(group.all_gather(long[rank], 0, [len(each) for each in long]), torch.cat(long))
+    assert torch.equal(group.all_gather(xs[rank]), torch.cat(xs, 1))
+    few = xs[0][: int(rank == 1)]  # as of a step with fewer tokens than ranks
+    assert torch.equal(group.all_gather(few, 0, [0, 1, 0]), xs[0][:1])
+
+
 def test_every_collective(make_group):
     size = 3
     torch.manual_seed(0)
     xs = [torch.randn(7, 100) * 10**rank for rank in range(size)]
-    wide, long = [torch.randn(5, 130 + rank) for rank in range(size)], [torch.randn(40 + rank, 33) for rank in range(size)]
     parts = [[torch.randn((3 * rank + other) % 5 * 30, 11) for other in range(size)] for rank in range(size)]
     total = xs[0].clone()
     for x in xs[1:]:
@@ -73,11 +85,7 @@ def test_every_collective(make_group):
     def work(group):
         rank = group.rank
         assert torch.equal(group.all_reduce(xs[rank].clone()), total)
-        assert torch.equal(group.all_gather(wide[rank], 1, [each.shape[1] for each in wide]), torch.cat(wide, 1))
-        assert torch.equal(group.all_gather(long[rank], 0, [len(each) for each in long]), torch.cat(long))
-        assert torch.equal(group.all_gather(xs[rank]), torch.cat(xs, 1))
-        few = xs[0][: int(rank == 1)]  # as of a step with fewer tokens than ranks
-        assert torch.equal(group.all_gather(few, 0, [0, 1, 0]), xs[0][:1])
+        check_gathers(group)
         came = group.all_to_all(parts[rank], [len(parts[other][rank]) for other in range(size)])
         assert all(torch.equal(came[other], parts[other][rank]) for other in range(size))
         assert group.broadcast_bytes(b"plan" * 900 if rank == 1 else b"", 1) == b"plan" * 900

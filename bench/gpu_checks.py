@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.cuda import attention, elementwise, flash, launch, records, sampling, tuning
+from tidemill.kernels.cuda import attention, attention_lists, elementwise, flash, launch, records, sampling, tuning
+from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT, Lists, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
@@ -142,7 +143,7 @@ class Scene:
         given = {"scale": dim**-0.5} | more
         self.spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotation=None, **given)
         self.sinks = torch.randn(heads, device="cuda") if self.spec.has_sinks else None
-        page = attention.BLOCK
+        page = BLOCK
         self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
         num_pages = sum(-(-length // page) for length in lengths) + 1
         self.cache = torch.randn(num_pages, layers, 2, kv_heads, page, dim, device="cuda", dtype=torch.bfloat16)
@@ -176,11 +177,11 @@ class Scene:
         weights = scores.softmax(-1)[..., : k.shape[0]]
         return torch.einsum("ntl,lnd->tnd", weights, v.repeat_interleave(num_repeats, 1)).flatten(1)
 
-    def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, attention.Lists]:
+    def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, Lists]:
         """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
         group = self.heads // self.kv_heads
-        roles = attention.by_roles((self.spec,), self.scales is not None)
-        tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
+        roles = attention_lists.by_roles((self.spec,), self.scales is not None)
+        tile, members = prompt_rows(group, roles) // group, shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
         room = self.copies.shape[0] if self.copies is not None else 0
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile, room=room)
@@ -189,16 +190,16 @@ class Scene:
         if by_flash:
             programs = (*programs[:2], flash.MOST_PROMPTS)
         elif not extra and len(work.prompts):
-            programs = (*programs[:2], attention.num_prompt_programs(len(work.prompts), self.kv_heads, roles))
+            programs = (*programs[:2], num_prompt_programs(len(work.prompts), self.kv_heads, roles))
         words = np.zeros(2**22, np.int32)
         size = work.rows.size
         work.write(words, size, 0, programs)  # type: ignore[arg-type]
         device = torch.from_numpy(words).cuda()
-        num_parts = size * int(work.positions.max() // attention.SPLIT + 1)
+        num_parts = size * int(work.positions.max() // SPLIT + 1)
         partial = torch.full((num_parts, self.heads, self.dim + 2), float("nan"), device="cuda")
         done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
         prompts = flash.Prompts.of(device, self.table) if by_flash else None
-        return work, attention.Lists(
+        return work, Lists(
             device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles, copies=self.copies
         )
 
@@ -256,8 +257,8 @@ def check_early() -> None:
         work, lists = scene.prepare([(row, length - 1, 1) for row, length in enumerate(lengths)])
         lists.alone = len(lengths) == 1
         positions = torch.from_numpy(work.positions).cuda()
-        page = scene.table[torch.arange(len(lengths), device="cuda"), positions.long() // attention.BLOCK].long()
-        slots = page * attention.BLOCK + positions % attention.BLOCK
+        page = scene.table[torch.arange(len(lengths), device="cuda"), positions.long() // BLOCK].long()
+        slots = page * BLOCK + positions % BLOCK
         angle = torch.randn(max(lengths), scene.dim // 2, device="cuda")
         source, qkv = scene.qkv[: len(lengths)].contiguous(), scene.qkv[: len(lengths)].clone()
         outs = [source.new_zeros(len(source), scene.heads * scene.dim) for _ in range(8)]
@@ -280,7 +281,7 @@ def check_early() -> None:
 
 
 def _attend_layers(
-    scene: Scene, lists: attention.Lists, positions: torch.Tensor, slots: torch.Tensor, angles: Angles, source: torch.Tensor,
+    scene: Scene, lists: Lists, positions: torch.Tensor, slots: torch.Tensor, angles: Angles, source: torch.Tensor,
     qkv: torch.Tensor, outs: list[torch.Tensor],
 ) -> None:  # fmt: skip
     for layer, out in enumerate(outs):

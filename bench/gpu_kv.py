@@ -41,7 +41,7 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of, load_core
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, elementwise, hopper_fp8, scaled_attention
+from tidemill.kernels.cuda import attention, attention_lists, elementwise, hopper_fp8, scaled_values
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -96,7 +96,7 @@ def prompts_by(roles: bool) -> Iterator[None]:
     if roles:
         yield
     else:
-        with mock.patch.object(attention, "by_roles", return_value=False):
+        with mock.patch.object(attention_lists, "by_roles", return_value=False):
             yield
 
 
@@ -129,7 +129,7 @@ def check_roles() -> None:
 def _unpack(words_ptr, scales_ptr, out_ptr, FP8: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scales = tl.load(scales_ptr + at).to(tl.float32)
-    low, high = scaled_attention.unpack(tl.load(words_ptr + at), scales * (1.329227995784916e36 if FP8 else 1.0), FP8, AHEAD)
+    low, high = scaled_values.unpack(tl.load(words_ptr + at), scales * (1.329227995784916e36 if FP8 else 1.0), FP8, AHEAD)
     tl.store(out_ptr + 2 * at, low)
     tl.store(out_ptr + 2 * at + 1, high)
 
@@ -138,7 +138,7 @@ def _unpack(words_ptr, scales_ptr, out_ptr, FP8: tl.constexpr, AHEAD: tl.constex
 def _unpack_four(words_ptr, scales_ptr, offsets_ptr, out_ptr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scales, offsets = tl.load(scales_ptr + at).to(tl.float32), tl.load(offsets_ptr + at).to(tl.float32)
-    parts = scaled_attention.unpack_four(tl.load(words_ptr + at), scales, offsets, True)
+    parts = scaled_values.unpack_four(tl.load(words_ptr + at), scales, offsets, True)
     for i in tl.static_range(4):
         tl.store(out_ptr + 4 * at + i, parts[i])
 
@@ -525,12 +525,12 @@ PARTS: dict[str, tuple[int, list[Callable[..., None]]]] = {  # seconds it may ta
 
 def without_roles() -> None:
     """8-bit prompts go through the kernel for all GPUs."""
-    of_plain = attention.by_roles
+    of_plain = attention_lists.by_roles
 
     def by_roles(specs: Any, has_scales: bool = False) -> bool:
         return not has_scales and of_plain(specs)
 
-    attention.by_roles = cuda_runner.by_roles = by_roles  # type: ignore[assignment]
+    attention_lists.by_roles = cuda_runner.by_roles = by_roles  # type: ignore[assignment]
 
 
 def run_part(label: str, turns: int, roles: bool) -> None:

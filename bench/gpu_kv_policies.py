@@ -29,7 +29,7 @@ from tidemill.cache_layout import one_group
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.kernels.cuda import attention
+from tidemill.kernels.cuda import attention_lists
 from tidemill.kernels.kv_cache import Angles, PagedKV
 from tidemill.kernels.policies import Policies
 from tidemill.kernels.policy_attention import plan_policies
@@ -60,12 +60,12 @@ def attended(kind: str, cuts: list[int], qkv: torch.Tensor, device: str) -> torc
     table[0], table[1, 0] = torch.from_numpy(np.random.default_rng(0).permutation(20)[:16] + 1), 22
     kv = PagedKV(cache, [table.to(device)], (spec, spec), [angles, angles], one_group(2, PAGE).places)
     group, made = HEADS // KV_HEADS, []
-    roles = device == "cuda" and attention.by_roles((spec,))
+    roles = device == "cuda" and attention_lists.by_roles((spec,))
     partial = torch.empty(2**12, HEADS, DIM + 2, device=device)
     done = torch.zeros(1024, KV_HEADS, dtype=torch.int32, device=device)
     how = Launches(
-        partial, done, attention.shared_rows(group) // group, attention.prompt_rows(group, roles) // group,
-        attention.single_rows(group) // group, roles, 64, 16, 32, 16,
+        partial, done, attention_lists.shared_rows(group) // group, attention_lists.prompt_rows(group, roles) // group,
+        attention_lists.single_rows(group) // group, roles, 64, 16, 32, 16,
     )  # fmt: skip
     rows = CudaPolicies(kv, table.numpy(), how) if device == "cuda" else None
     plain = Policies(kv)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from tests.helpers import LONG_S
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, launch, records, sampling, tuning
+from tidemill.kernels.cuda import attention, attention_lists, elementwise, flash, gemm, launch, records, sampling, tuning
 from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
@@ -172,10 +172,9 @@ def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(attention, "SPLIT", 32)
-    monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(cuda_work, "SPLIT", 32)
-    monkeypatch.setattr(cuda_work, "BLOCK", 16)
+    for module in (attention, attention_lists, cuda_work):
+        monkeypatch.setattr(module, "SPLIT", 32)
+        monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(cuda_work, "_PER_SPLIT", 2)
 
 
@@ -223,12 +222,12 @@ class Scene:
         assert words[begin : begin + work.last.size].tolist() == work.last.tolist()
         words = torch.from_numpy(words)
         out = torch.full((self.qkv.shape[0], self.heads * 16), float("nan"))
-        partial = torch.full((work.rows.size * (work.positions.max() // attention.SPLIT + 1), self.heads, 18), float("nan"))
+        partial = torch.full((work.rows.size * (work.positions.max() // attention_lists.SPLIT + 1), self.heads, 18), float("nan"))
         done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
         singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
-        lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends, paths=paths)
+        lists = attention_lists.Lists(words, singles, *programs, partial, done, prompts, ends=ends, paths=paths)
         positions = torch.from_numpy(work.positions.copy())  # as the words have them: side by side
         attention.attend(
             self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias, self.scales
@@ -240,7 +239,7 @@ class Scene:
         items = np.array([(row, *request) for row, request in enumerate(self.requests)], np.int32)
         samples = np.ones(len(self.requests), bool)
         group = self.heads // self.cache.shape[3]
-        tile = tile or attention.prompt_rows(group, by_roles=False) // group
+        tile = tile or attention_lists.prompt_rows(group, by_roles=False) // group
         return cuda_work.make_work(items, samples, [self.table.numpy()], members_per_tile, tile)
 
 
@@ -449,7 +448,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import (attention, collectives, elementwise, gemm, logprobs, lora, outliers, packed_gemm,
+from tidemill.kernels.cuda import (collectives, elementwise, gemm, logprobs, lora, outliers, packed_gemm, paged_attention,
                                    policy_attention, pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, stages=3, **constants):
@@ -532,17 +531,17 @@ types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, tab
              factor="fp32", softcap="fp32")
 for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some, BIAS=some)
-    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=False, ROWS=16, TOGETHER=4)
-    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=True, ROWS=16, TOGETHER=4)
-    build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
-    build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
+    build(paged_attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=False, ROWS=16, TOGETHER=4)
+    build(paged_attention._attend_single, types, 2, **shape, **kind, SINKS=some, TREES=True, ROWS=16, TOGETHER=4)
+    build(paged_attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
+    build(paged_attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
 how = {name: shape[name] for name in ("NUM_HEADS", "NUM_KV_HEADS", "DIM")}
 slots = types | dict(weights_ptr=F, tiles_ptr=I, segments_ptr=I, sums_ptr=L, summary_ptr=B, bounds_ptr=F, queries_ptr=I)
 build(policy_attention._weigh_slots, slots, ROWS=16, BLOCK=64, **how)
 build(policy_attention._add_to_slots, slots, ROWS=16, BLOCK=64, ONE=2.0**32, **how)
 build(policy_attention._bound_pages, slots, PAGES=16, **how)
 kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)
-build(attention._attend_prompts, types, **shape, **kind, SINKS=False, BOTH_WAYS=True, WORD=2, ROWS=64)
+build(paged_attention._attend_prompts, types, **shape, **kind, SINKS=False, BOTH_WAYS=True, WORD=2, ROWS=64)
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
              step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, words_ptr=I, rows_ptr=I,
              positions_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")

@@ -18,7 +18,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.coverage import uncovered
-from tidemill.kernels.cuda.attention import Lists, num_prompt_programs, prompt_rows
+from tidemill.kernels.cuda.attention_lists import Lists, num_prompt_programs, prompt_rows
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.pooling import pool

@@ -12,7 +12,7 @@ import torch
 
 from tidemill.config import TREES, EngineConfig
 from tidemill.errors import ConfigError
-from tidemill.kernels.cuda.attention import Lists
+from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.elementwise import look_up
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.models.base import CausalLM

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.kernels.cuda.attention import Lists
+from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.policy_attention import PAGES, CudaPolicyStep, Moved, RoundWork, Sparse, Watched
 from tidemill.kernels.cuda.records import HEADER, SINGLE_ROW
 from tidemill.kernels.kv_cache import PagedKV

@@ -22,7 +22,7 @@ from tidemill.config import EngineConfig
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
-from tidemill.kernels.cuda.attention import (
+from tidemill.kernels.cuda.attention_lists import (
     SPLIT,
     Lists,
     by_roles,

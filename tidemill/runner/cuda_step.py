@@ -8,7 +8,8 @@ from math import prod
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.kernels.cuda.attention import Lists, attend
+from tidemill.kernels.cuda.attention import attend
+from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
 from tidemill.kernels.cuda.scan import CudaStateStep

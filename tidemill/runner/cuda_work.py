@@ -9,7 +9,7 @@ import numpy as np
 import triton.language as tl
 
 from tidemill.kernels.cuda import records
-from tidemill.kernels.cuda.attention import BLOCK, SPLIT
+from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT
 from tidemill.kernels.cuda.page_copies import PROGRAMS as COPY_PROGRAMS
 from tidemill.kernels.cuda.records import COPIES, HEADER, LIVE, MEMBERS, PROMPTS, SHARED, STATES
 from tidemill.sched.plan import StepItem

@@ -1,9 +1,9 @@
 """Attention of prompts on Hopper GPUs, with roles: one warp fetches keys and values, two groups of four warps compute.
 
-The same sums in the same order as `_attend_prompts` of attention.py, so the same bits; faster because the fetched blocks serve
-twice as many rows, and because one group's softmax runs while the other's matmuls do, and its own: the values of a block are
-multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
-next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
+The same sums in the same order as `_attend_prompts` of paged_attention.py, so the same bits; faster because the fetched blocks
+serve twice as many rows, and because one group's softmax runs while the other's matmuls do, and its own: the values of a block
+are multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what
+the next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 
 Of a cache with scales (scaled_attention.py), blocks come from copies of pages in bfloat16 that have the even dimensions before
 the odd ones (page_copies.py). Where there was no room for copies, the warps that fetch also make bfloat16 of what they have
@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.launch import launch
 from tidemill.kernels.cuda.records import PROMPT_COPY, PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
-from tidemill.kernels.cuda.scaled_attention import FP8_PAIRS, INT8_PAIRS
+from tidemill.kernels.cuda.scaled_values import FP8_PAIRS, INT8_PAIRS
 
 # Names that have changed with Triton's versions.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of this group of warps

@@ -33,7 +33,7 @@ from tidemill.kernels.cuda.records import (
     SINGLE_TOKENS,
     SINGLE_WIDTH,
 )
-from tidemill.kernels.cuda.scaled_attention import FP8_HALVES, FP8_PLAIN
+from tidemill.kernels.cuda.scaled_values import FP8_HALVES, FP8_PLAIN
 
 # A name that has changed with Triton's versions.
 _buffer = gl.shared_memory_descriptor
@@ -109,7 +109,7 @@ def _ask_for_scales(scales_ptr, at, bufs, i, NUM_KV_HEADS: gl.constexpr, BLOCK: 
 
 @gluon.jit
 def _sums(parts, PARTS: gl.constexpr):
-    """Of the keys of a page, in the order of attention.py's `_add_up`."""
+    """Of the keys of a page, in the order of paged_attention.py's `_add_up`."""
     if PARTS == 2:
         first, second = gl.reshape(parts[0], (2, 2, 4, 2, _ROWS)), gl.reshape(parts[1], (2, 2, 4, 2, _ROWS))
         sums = gl.sum(first, 3) + gl.sum(second, 3)
@@ -123,7 +123,7 @@ def _merge_parts(
     partial_ptr, out_ptr, token, slot, num_splits, kv_head, scale,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """In order; as attention.py has it. A query after the other."""
+    """In order; as paged_attention.py has it. A query after the other."""
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
     rows = gl.arange(0, group, layout=gl.SliceLayout(1, layout))

@@ -1,13 +1,14 @@
 """Attention of one token on Hopper GPUs: a split at once.
 
-The same sums in the same order as `_attend_single` of attention.py, so the same bits. There a block waits for the one before it,
-about a microsecond each, which is most of the time of a small batch. What has to be in order is little: the highest score so far
-is the same in any order; the sums of weights are one fused multiply-add a block, and only the matmuls with values are a chain,
-that of a block on top of what the one before has left. So each of the eight warps has the scores of a block of its own; they tell
-each other their highest scores, then their weights, and then each multiplies out all blocks in order for some columns.
+The same sums in the same order as `_attend_single` of paged_attention.py, so the same bits. There a block waits for the one
+before it, about a microsecond each, which is most of the time of a small batch. What has to be in order is little: the highest
+score so far is the same in any order; the sums of weights are one fused multiply-add a block, and only the matmuls with values
+are a chain, that of a block on top of what the one before has left. So each of the eight warps has the scores of a block of
+its own; they tell each other their highest scores, then their weights, and then each multiplies out all blocks in order for
+some columns.
 
-All keys and values of a split are under way at once: those that were in the cache before this step, from before the kernel that
-enters the new ones is done. To have room for them, a program has half the columns of the values (`COLUMNS`) and all keys.
+All keys and values of a split are under way at once: those that were in the cache before this step, from before the kernel
+that enters the new ones is done. To have room for them, a program has half the columns of the values (`COLUMNS`) and all keys.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _merge_parts(
     partial_ptr, out_ptr, token, slot, num_splits, kv_head, scale,
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """In order; as attention.py has it."""
+    """In order; as paged_attention.py has it."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))

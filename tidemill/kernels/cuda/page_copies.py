@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 from tidemill.kernels.cuda.records import COPIES, COPY_BLOCK, COPY_ROW, COPY_TO, COPY_WIDTH
-from tidemill.kernels.cuda.scaled_attention import KINDS, _parts, places
+from tidemill.kernels.cuda.scaled_values import KINDS, _parts, places
 
 PROGRAMS = 64  # for each head's keys and values
 

@@ -1,8 +1,9 @@
 """Attention of a step in which some rows have a KV policy: what kernels/policy_attention.py computes, on a GPU.
 
-A query sees all slots up to its own, so the kernels of attention.py compute it, over slots instead of positions. Between rounds
-tokens are given up: few operations on large pieces, by torch. Two kernels of their own sum up the attention that slots get; the
-sums are whole numbers, so they do not depend on the order. A query that reads few pages has a page table for each KV head.
+A query sees all slots up to its own, so the kernels of paged_attention.py compute it, over slots instead of positions. Between
+rounds tokens are given up: few operations on large pieces, by torch. Two kernels of their own sum up the attention that slots
+get; the sums are whole numbers, so they do not depend on the order. A query that reads few pages has a page table for each KV
+head.
 
 Nothing here waits for the device, but the number of launches depends on the step: such steps are not captured.
 """
@@ -15,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda import attention
-from tidemill.kernels.cuda.attention import _LOG2_E, Lists, _queries, attend, single_rows
+from tidemill.kernels.cuda.attention import _LOG2_E, attend
+from tidemill.kernels.cuda.attention_lists import BLOCK, Lists, single_rows
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.launch import FEW, HOW, begin, launch
+from tidemill.kernels.cuda.paged_attention import _queries
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.policies import Placed
 from tidemill.kernels.policy_attention import pooled, random_scores, turn_on
@@ -204,7 +206,7 @@ class CudaPolicyStep:
         table, weights = kv.tables[0], qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads, dtype=torch.float32)
         num_runs = 2 * kv.num_kv_heads
         where = at * num_runs, kv.cache.shape[1] * num_runs, table.stride(0), kv.specs[layer].scale * _LOG2_E
-        common = {"NUM_HEADS": kv.num_heads, "NUM_KV_HEADS": kv.num_kv_heads, "DIM": kv.head_dim, "BLOCK": attention.BLOCK}
+        common = {"NUM_HEADS": kv.num_heads, "NUM_KV_HEADS": kv.num_kv_heads, "DIM": kv.head_dim, "BLOCK": BLOCK}
         common |= {"ROWS": single_rows(kv.num_heads // kv.num_kv_heads), "num_warps": 4, **HOW}
         launch(
             _weigh_slots, (kv.num_kv_heads, watched.tiles.shape[0]),

@@ -25,16 +25,15 @@ FROM_TOKENS = 512  # of a graph: below, a layer takes as long as reading its wei
 
 class CudaLastLayer:
     def __init__(self, runner: CudaRunner, decode_sizes: list[int], mixed_sizes: list[int]) -> None:
-        self._runner, self._wide = runner, [size for size in mixed_sizes if self.is_left_out(size)]
+        self._runner, self._wide = runner, [size for size in mixed_sizes if size >= FROM_TOKENS]
         self._sizes = decode_sizes if self._wide else []
         hidden = runner._hidden
         self._given = hidden.new_zeros(decode_sizes[-1], hidden.shape[1])  # what the layer starts from, of rows that are read
         self.graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether adapters are on
 
-    @staticmethod
-    def is_left_out(size: int) -> bool:
+    def is_left_out(self, size: int) -> bool:
         """Of graphs of so many tokens."""
-        return size >= FROM_TOKENS
+        return size in self._wide
 
     def steps(self, has_loras: bool) -> list[Step]:
         """That use every kernel."""

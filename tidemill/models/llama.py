@@ -91,9 +91,10 @@ class Llama(CausalLM):
 
     @property
     def can_enter(self) -> bool:
-        """Not with states or without a norm in front of the last layer's attention, nor if weights come when a layer runs."""
-        last = list(self.blocks)[-1]
-        return hasattr(last, "attn_norm") and hasattr(last, "attn") and self.streaming is None
+        """Not with states or without a norm in front of the last layer's attention, nor if weights come when a layer runs, nor
+        in a stage whose hidden states all go on to the next."""
+        last, goes_on = list(self.blocks)[-1], isinstance(self.norm, ResidualSum)
+        return hasattr(last, "attn_norm") and hasattr(last, "attn") and self.streaming is None and not goes_on
 
     def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
         blocks: list[Any] = list(self.blocks)

@@ -155,8 +155,7 @@ class CpuRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         self._begin(plan)
         batch = self._gather(plan)
-        read = self._find_read(plan, batch)
-        hidden_TH = self.forward(batch) if read is None else self._forward_read(batch, read)
+        hidden_TH = self._forward_plan(plan, batch)
         result = self._sample(plan, batch, hidden_TH)
         for observe in self.observers:
             observe(plan, hidden_TH, result)
@@ -200,6 +199,10 @@ class CpuRunner:
             return self._forward(batch, self._program)
         with self.loras.on(np.repeat(adapters, batch.counts)):
             return self._forward(batch, self._lora_program)
+
+    def _forward_plan(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
+        read = self._find_read(plan, batch)
+        return self.forward(batch) if read is None else self._forward_read(batch, read)
 
     def _find_read(self, plan: StepPlan, batch: Batch) -> np.ndarray | None:
         """Tokens whose hidden states are read, if it is worth it to compute no others. None: all."""

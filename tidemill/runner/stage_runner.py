@@ -64,7 +64,7 @@ class StageRunner(CpuRunner):
         for items in self._micro_batches(plan):
             part = msgspec.structs.replace(plan, items=items)
             batch = self._gather(part)
-            hidden_TH = self.forward(batch)
+            hidden_TH = self._forward_plan(part, batch)
             if self._after is not None:
                 self._after.send(hidden_TH.contiguous().numpy().tobytes())
             else:

@@ -63,8 +63,9 @@ def test_families(family, tmp_path, monkeypatch):
     assert bool(seen) == (family != "Olmo2")
 
 
-def test_experts(tmp_path):
-    make_experts("Qwen3Moe").save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe"])
+def test_families_with_experts(family, tmp_path):
+    make_experts(family).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     core, whole = (make_core(model, max_requests=8, token_budget=40, speculate="off") for _ in range(2))
     whole.runner._parts = None

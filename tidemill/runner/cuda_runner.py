@@ -2,8 +2,8 @@
 
 A launch stages what changed, copies it over in one go and starts the step; nothing waits for the device. The next input token is
 read from the row on the device, never from the host. A step in which every sequence decodes is one replay of a CUDA graph, from
-token lookup to the sampled token in its row; a step with prompts replays a graph up to the hidden states of its tokens, padded to
-a few sizes. What a step is about goes into one buffer that all graphs read. Tokens come back on a stream of their own.
+token lookup to the sampled token in its row; a step with prompts replays one up to hidden states, or to the last layer's keys and
+values (cuda_last.py). What a step is about goes into one buffer that all graphs read. Tokens come back on a stream of their own.
 
 At start every kernel is compiled (in parallel), loaded and run before the graphs are captured; afterwards nothing is.
 """

@@ -85,7 +85,9 @@ def without_graphs(core: EngineCore) -> EngineCore:
         graph.graph = Eager(torch.inference_mode()(replay))
         return graph
 
-    for graphs, step in ((runner._mixed_graphs, runner._mixed_step), (runner._decode_graphs, runner._decode_step)):
+    kinds = [(runner._mixed_graphs, runner._mixed_step), (runner._decode_graphs, runner._decode_step)]
+    kinds += [] if runner._last is None else [(runner._last.graphs, runner._last.step)]
+    for graphs, step in kinds:
         for key in graphs:
             graphs[key] = eager(graphs[key], step(*key))
     return core

@@ -30,7 +30,7 @@ from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
-from tidemill.runner import cuda_runner, cuda_work, flash_trial
+from tidemill.runner import cuda_last, cuda_runner, cuda_work, flash_trial
 from tidemill.runner.make import make_runner
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
@@ -135,6 +135,7 @@ def engines(folder, monkeypatch):
         (cuda_work, "_PER_SPLIT", 2),
         (cuda_runner, "SPLIT", 32),
         (cuda_runner, "_SHARED_PROGRAMS", 2),
+        (cuda_last, "FROM_TOKENS", 32),  # graphs of 16 tokens have their last layer, graphs of 32 do not
         (cuda_runner, "_num_singles", lambda num_requests: 3),
         (cuda_runner, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2),
         (gemm, "choose_tile", lambda num_rows, num_out, num_in: gemm.Tile(32, 256, 64, 1, 4)),
@@ -283,14 +284,18 @@ def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "family", ["Qwen3Moe", "GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mixtral", "Qwen2Moe", "Olmoe"))]
 )
-def test_families_with_experts(family, on_gpu, tmp_path):
-    """Few tokens, which take a way of their own through the experts, and more."""
+def test_families_with_experts(family, on_gpu, monkeypatch, tmp_path):
+    """Few tokens, which take a way of their own through the experts, and more. The last layer's count tokens that it computes."""
     make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     on_cpu = make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off")
-    core = on_gpu(tmp_path, speculate="off")
-    counted = [expert_tokens(on_cpu), expert_tokens(core)]
+    on_cpu.runner._parts = None  # the last layer, too, counts all tokens
+    counted = [expert_tokens(on_cpu)]
     expected = run(on_cpu, requests)
+    assert_same(run(on_gpu(tmp_path, speculate="off"), requests), expected)
+    monkeypatch.setattr(cuda_last, "FROM_TOKENS", 64)
+    core = on_gpu(tmp_path, speculate="off")
+    counted.append(expert_tokens(core))
     assert_same(run(core, requests), expected)
     assert counted[0] == counted[1]
     assert any(map(sum, counted[0].values()))

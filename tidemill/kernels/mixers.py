@@ -114,6 +114,10 @@ class MixedStep:
         assert self.attention is not None
         return self.attention.attend(int(self.numbers[layer]), qkv_TC, learned)
 
+    def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights) -> None:
+        assert isinstance(self.attention, NativeStep)
+        self.attention.enter(int(self.numbers[layer]), qkv_TC, learned)
+
     def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
         assert self.states is not None
         return self.states.convolve(layer, projected_TC, learned)

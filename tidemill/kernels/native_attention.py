@@ -230,6 +230,10 @@ class NativeStep:
         at = self.layers[layer]
         return self.lib.attention(self.address, at.spec, learned, qkv_TC, at.keys, at.values, self.num_out)
 
+    def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> None:
+        at = self.layers[layer]
+        self.lib.enter(self.address, at.spec, learned, qkv_TC, at.keys, at.values)
+
     def replay(self, program: Program, embedded_TH: torch.Tensor) -> torch.Tensor:
         """All layers of a recorded model at once."""
         return self.lib.replay(program, embedded_TH, self.address)

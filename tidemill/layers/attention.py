@@ -27,6 +27,12 @@ class AttentionStep(Protocol):
         ...
 
 
+class EnteringStep(AttentionStep, Protocol):
+    def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights) -> None:
+        """As `attend`, up to the cache: for tokens whose attention nobody reads."""
+        ...
+
+
 class Sinks(Layer):
     """A score for each head that joins its softmax."""
 
@@ -59,7 +65,15 @@ class Attention(nn.Module):
         learned = self._learned()
         if self.head_scores is not None:
             learned = replace(learned, chosen=self.head_scores(x_TH))
-        return self.out(step.attend(self.layer, self.qkv(x_TH), learned))
+        return self.out(step.attend(self.layer, self._project(x_TH), learned))
+
+    def enter(self, x_TH: torch.Tensor, step: EnteringStep) -> None:
+        """Keys and values alone."""
+        step.enter(self.layer, self._project(x_TH), self._learned())
+
+    def _project(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """To what the step takes."""
+        return self.qkv(x_TH)
 
     def _learned(self) -> HeadWeights:
         sinks = None if self.sinks is None else self.sinks.weight

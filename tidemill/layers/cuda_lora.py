@@ -12,7 +12,7 @@ from tidemill.kernels.lora import LinearLora, Pair, make_tiles
 from tidemill.layers.linear import Linear
 from tidemill.layers.lora import Loras
 
-_STEPS_IN_FLIGHT = 3  # whose lists may still be read
+_WRITES_IN_FLIGHT = 2 * 3  # of three steps, whose lists may still be read
 
 
 class CudaLoras(Loras):
@@ -23,7 +23,7 @@ class CudaLoras(Loras):
         self._device = device
         num_words = _end_of_tiles(most_tokens, num_slots) + padded(most_tokens) + 1 + num_slots
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_STEPS_IN_FLIGHT)]
+        self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_WRITES_IN_FLIGHT)]
         self._turn = 0
         self._num_blocks = np.zeros(num_slots, np.int32)  # of ranks, by slot
         super().__init__(places, num_slots, max_rank)

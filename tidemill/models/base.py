@@ -18,7 +18,7 @@ from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, read_counts
-from tidemill.layers.attention import Attention, AttentionStep
+from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
 from tidemill.layers.base import Layer
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.embedding import Embedding, Head
@@ -76,11 +76,27 @@ class Model(nn.Module, ABC):
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last norm."""
 
+    @property
+    def can_enter(self) -> bool:
+        """Whether `enter` and `finish` are there. What they have in common with `forward` has the same bits."""
+        return False
+
+    def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
+        """`forward` without what only hidden states need: all layers but the last, and of that keys and values. Returns what it
+        starts from, [T, H]."""
+        raise NotImplementedError
+
+    def finish(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """The last layer, for tokens of which `enter` returned these rows: hidden states after the last norm."""
+        raise NotImplementedError
+
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time."""
+        """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time; also if the last layer is not
+        computed."""
         kinds = [(spec, self.config.moe(layer)) for layer, spec in enumerate(self.config.layers)]
-        with self.only_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)]):
+        firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+        with self.only_layers(dict.fromkeys([*firsts, len(kinds) - 1] if self.can_enter else firsts)):
             yield
 
     @contextmanager

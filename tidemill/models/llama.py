@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tidemill.errors import CheckpointError
-from tidemill.layers.attention import Attention, AttentionStep
+from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
@@ -88,6 +88,24 @@ class Llama(CausalLM):
         for block in self.blocks:
             delta = block(delta, residual_TH, step)
         return self.norm.add(delta, residual_TH)
+
+    @property
+    def can_enter(self) -> bool:
+        """Not with states or without a norm in front of the last layer's attention, nor if weights come when a layer runs, nor
+        in a stage whose hidden states all go on to the next."""
+        last, goes_on = list(self.blocks)[-1], isinstance(self.norm, ResidualSum)
+        return hasattr(last, "attn_norm") and hasattr(last, "attn") and self.streaming is None and not goes_on
+
+    def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
+        blocks: list[Any] = list(self.blocks)
+        last, delta = blocks.pop(), None
+        for block in blocks:
+            delta = block(delta, residual_TH, step)
+        last.attn.enter(last.attn_norm.add(delta, residual_TH), step)
+        return residual_TH
+
+    def finish(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        return self.norm.add(list(self.blocks)[-1](None, residual_TH, step), residual_TH)
 
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.head(hidden_TH, out)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.kernels.kv_cache import PLAIN
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights
 from tidemill.kernels.norm import NormGroup, qk_norm, shared_rms_norm
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
@@ -38,15 +38,16 @@ class NormedAttention(Attention):
             NormGroup(1, slice(q.num, q.num + k.num), k.whole, counts=own.is_first),
         ]
 
-    def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def _project(self, x_TH: torch.Tensor) -> torch.Tensor:
         assert self.q_norm is not None
         assert self.k_norm is not None
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         if self._group.size == 1:
-            qkv_TC = qk_norm(self.qkv(x_TH), *weights, eps)
-        else:
-            qkv_TC = shared_rms_norm(self.qkv(x_TH), self._groups, 2, weights, eps, self._group.all_reduce)
-        return self.out(step.attend(self.layer, qkv_TC, PLAIN))
+            return qk_norm(self.qkv(x_TH), *weights, eps)
+        return shared_rms_norm(self.qkv(x_TH), self._groups, 2, weights, eps, self._group.all_reduce)
+
+    def _learned(self) -> HeadWeights:
+        return PLAIN
 
 
 class Block(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, views
-from tidemill.kernels.mixers import Mixers
+from tidemill.kernels.mixers import MixedStep, Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import Policies
 from tidemill.kernels.state import PagedStates
@@ -23,7 +24,7 @@ from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, accept, broken_rows, draws, right_drafts
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.first_layers import FirstLayers
-from tidemill.runner.graphs import check_phases, record_forward
+from tidemill.runner.graphs import Through, check_phases, record_forward
 from tidemill.runner.layer_timer import LayerTimer
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import look_at_prompt
@@ -32,6 +33,8 @@ from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.weights.kv_calibration import load_calibration
 
+_LEAST_UNREAD = 16  # tokens of a step, below which its last layer computes them with the others
+
 
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
     """Pages of keys and values, or of states where a model has no others. Mapped as they are used."""
@@ -39,6 +42,16 @@ def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.
     if layout.states is not None and not shape.attention_layers:
         return torch.from_numpy(np.zeros((num_pages, layout.states.page_bytes), np.uint8))
     return new_cache(num_pages, layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
+
+
+def _sources(items: list[StepItem], batch: Batch, but: Collection[int] = ()) -> np.ndarray:
+    """Tokens of a step that yield logits. `but`: rows that draw nothing."""
+    ends = [
+        last + np.arange(-item.num_drafts, 1)
+        for item, last in zip(items, batch.last_token, strict=True)
+        if item.samples and item.row not in but
+    ]
+    return np.concatenate(ends) if ends else np.zeros(0, np.int64)
 
 
 class CpuRunner:
@@ -55,11 +68,13 @@ class CpuRunner:
         self.mixers = self._make_mixers(config)
         self._policies = Policies(self.mixers.kv)
         self._program = self._record() if native.lib and self.mixers.are_native else None
-        self._lora_program = None  # for steps in which a row has an adapter
+        self._parts = self._record_parts() if self._program is not None else None
+        self._lora_program = self._lora_parts = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
         if self.loras is not None and self._program is not None:
             with self.loras.on():
-                self._lora_program = self._record()
+                self._lora_program, self._lora_parts = self._record(), self._record_parts()
+            self._parts = self._parts if self._lora_parts else None
         self._phased = model.streaming if isinstance(model.streaming, PhasedWeights) else None
         self._gather_tokens, self._rows_program = config.gather_tokens, None  # for steps of so many tokens
         if self._phased is not None:
@@ -74,7 +89,7 @@ class CpuRunner:
 
     def time_layers(self) -> LayerTimer:
         """From now on a forward pass runs op by op, and its layers are timed."""
-        self._program = self._lora_program = self._rows_program = None
+        self._program = self._lora_program = self._rows_program = self._parts = self._lora_parts = None
         return LayerTimer(self)
 
     @property
@@ -90,8 +105,15 @@ class CpuRunner:
         """All pages, and the null page."""
         return new_pool(config.num_pages + 1, config, self.model.config)
 
-    def _record(self) -> Program | None:
-        return record_forward(self.model, self.mixers, self.cache)
+    def _record(self, through: Through | None = None) -> Program | None:
+        return record_forward(self.model, self.mixers, self.cache, through)
+
+    def _record_parts(self) -> tuple[Program, Program] | None:
+        """All but the last layer, and that alone (`Model.enter`, `Model.finish`)."""
+        if not self.model.can_enter or self.mixers.states is not None:
+            return None
+        enter, finish = self._record(self.model.enter), self._record(self.model.finish)
+        return None if enter is None or finish is None else (enter, finish)
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
@@ -133,7 +155,7 @@ class CpuRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         self._begin(plan)
         batch = self._gather(plan)
-        hidden_TH = self.forward(batch)
+        hidden_TH = self._forward_plan(plan, batch)
         result = self._sample(plan, batch, hidden_TH)
         for observe in self.observers:
             observe(plan, hidden_TH, result)
@@ -178,6 +200,41 @@ class CpuRunner:
         with self.loras.on(np.repeat(adapters, batch.counts)):
             return self._forward(batch, self._lora_program)
 
+    def _forward_plan(self, plan: StepPlan, batch: Batch) -> torch.Tensor:
+        read = self._find_read(plan, batch)
+        return self.forward(batch) if read is None else self._forward_read(batch, read)
+
+    def _find_read(self, plan: StepPlan, batch: Batch) -> np.ndarray | None:
+        """Tokens whose hidden states are read, if it is worth it to compute no others. None: all."""
+        if self._parts is None or self.observers or batch.entries is not None or batch.rounds:
+            return None
+        if any(self.state.asks_prompt(item.row) for item in plan.items):
+            return None
+        read = _sources(plan.items, batch)
+        return read if batch.ids_T.numel() - read.size >= _LEAST_UNREAD else None
+
+    def _forward_read(self, batch: Batch, read: np.ndarray) -> torch.Tensor:
+        """As `forward`, with NaN in the place of hidden states that are not read. Of their tokens, the last layer computes keys
+        and values."""
+        rows_T = np.repeat(batch.rows, batch.counts)
+        adapters_T, plan = self.state.adapters[rows_T], self.mixers.plan
+        loras = None if adapters_T.max() < 0 else self.loras
+        parts = self._parts if loras is None else self._lora_parts
+        assert parts is not None
+
+        def replay(program: Program, step: MixedStep, given: torch.Tensor, adapters: np.ndarray) -> torch.Tensor:
+            with nullcontext() if loras is None else loras.on(adapters):
+                return step.replay(program, given)
+
+        step = plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
+        given_TH = replay(parts[0], step, self._embed(batch), adapters_T)
+        hidden_TH = torch.full_like(given_TH, torch.nan)
+        if read.size:
+            positions, slots = batch.positions_T[read], batch.slots_GT[:, read].contiguous()
+            step = plan(rows_T[read], positions.numpy(), np.ones_like(read), positions, slots)
+            hidden_TH[read] = replay(parts[1], step, given_TH[read], adapters_T[read])
+        return hidden_TH
+
     def _embed(self, batch: Batch) -> torch.Tensor:
         return self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
 
@@ -201,13 +258,12 @@ class CpuRunner:
 
     def _draw(self, plan: StepPlan, batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
         pooled = {item.row: [0] for item in plan.items if item.samples and self.state.is_pooled(item.row)}  # they draw nothing
-        sampling = [i for i, item in enumerate(plan.items) if item.samples and item.row not in pooled]
-        if not sampling:
+        items = [item for item in plan.items if item.samples and item.row not in pooled]
+        if not items:
             return StepResult(pooled)
         assert isinstance(self.model, CausalLM)
-        items = [plan.items[i] for i in sampling]
         rows, positions = draws(items, plan.trees)
-        sources = np.concatenate([batch.last_token[i] + np.arange(-plan.items[i].num_drafts, 1) for i in sampling])
+        sources = _sources(plan.items, batch, pooled)
         sampled = self.sampler.sample(self.model.logits(hidden_TH[sources]), rows, positions)
         drawn = sampled.token_ids.tolist()
         paths = right_drafts(items, plan.drafts, plan.trees, drawn) if plan.trees else {}

@@ -19,7 +19,7 @@ from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, accept, broken_rows, right_drafts
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, one_of_each_kind, uncaptured
 from tidemill.runner.cuda_runner import CudaRunner
-from tidemill.runner.cuda_step import CudaStep, Launched
+from tidemill.runner.cuda_step import CudaStep, Launched, Through
 from tidemill.runner.cuda_trees import CudaTrees, settle
 from tidemill.runner.cuda_work import Work, make_work, padded, parts
 from tidemill.runner.state import upload
@@ -28,6 +28,8 @@ from tidemill.sched.plan import StepItem, StepPlan
 
 class HeadsCudaRunner(CudaRunner):
     """A step with trees is a graph of its own where all requests decode, and runs op by op where prompts are among them."""
+
+    _reads_all = True
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
@@ -149,11 +151,12 @@ class HeadsCudaRunner(CudaRunner):
         programs: Programs,
         by_flash: bool = False,
         lora: bool = False,
+        through: Through | None = None,
     ) -> torch.Tensor:
         made = (
             self._forward_trees(rows_T, positions_T, programs)
             if self._branches
-            else super()._forward(rows_T, positions_T, programs, by_flash, lora)
+            else super()._forward(rows_T, positions_T, programs, by_flash, lora, through)
         )
         return self._hidden[: rows_T.numel()].copy_(made)
 

@@ -2,8 +2,8 @@
 
 A launch stages what changed, copies it over in one go and starts the step; nothing waits for the device. The next input token is
 read from the row on the device, never from the host. A step in which every sequence decodes is one replay of a CUDA graph, from
-token lookup to the sampled token in its row; a step with prompts replays a graph up to the hidden states of its tokens, padded to
-a few sizes. What a step is about goes into one buffer that all graphs read. Tokens come back on a stream of their own.
+token lookup to the sampled token in its row; a step with prompts replays one up to hidden states, or to the last layer's keys and
+values (cuda_last.py). What a step is about goes into one buffer that all graphs read. Tokens come back on a stream of their own.
 
 At start every kernel is compiled (in parallel), loaded and run before the graphs are captured; afterwards nothing is.
 """
@@ -14,12 +14,12 @@ import gc
 from bisect import bisect_left
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention_lists import (
@@ -37,21 +37,21 @@ from tidemill.kernels.cuda.lanes import Lanes
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
-from tidemill.kernels.cuda.scan import CudaStates, StateLists
+from tidemill.kernels.cuda.scan import StateLists
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, views
-from tidemill.kernels.state import PagedStates
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.model_config import AttentionSpec
 from tidemill.models.base import CausalLM
 from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
 from tidemill.runner.cuda_graphs import Graph, Programs, Step, capture, halves, one_of_each_kind, sizes, uncaptured
+from tidemill.runner.cuda_last import CudaLastLayer
 from tidemill.runner.cuda_policies import CudaPolicies, Launches
 from tidemill.runner.cuda_sampler import CudaSampler, score
-from tidemill.runner.cuda_step import CudaStep, Launched, new_copies, new_pool, pinned
+from tidemill.runner.cuda_step import CudaStep, Launched, Through, find_missing, new_copies, new_pool, new_states, pinned
 from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded, parts
-from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
+from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, refused_flash, run_trial
 from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import Report, look_at_prompt
@@ -59,7 +59,7 @@ from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
 
-_STEPS_IN_FLIGHT = 2
+_WRITES_IN_FLIGHT = 2 * 3  # of two steps and the one that is launched, two each
 _SHARED_PROGRAMS = 128
 _STATES_AT_ONCE = 32  # sequences of a step with prompts
 
@@ -67,6 +67,7 @@ _STATES_AT_ONCE = 32  # sequences of a step with prompts
 class CudaRunner:
     steps_ahead = 1
     _decodes = True  # there are graphs of steps in which every sequence decodes
+    _reads_all = False  # hidden states of all tokens
     shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
@@ -96,22 +97,17 @@ class CudaRunner:
         values, scales = self._kv_memory(config)
         self._kv = PagedKV(values, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases, scales)
         self._biases = self._kv.by_distance()
-        missing = uncovered("Triton", shape.attention_layers)
-        if missing and shape.state_layers:
-            raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
-        if missing and scales is not None:
-            why = f"{missing}, and torch's FlexAttention does not read {config.kv_dtype} keys and values."
-            raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
+        missing = find_missing(config, shape, scales is not None)
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._is_streamed = model.streaming is not None and model.streaming.is_in_use
         if self._is_streamed:
             self.fallback = "; ".join(filter(None, (self.fallback, "weights are streamed: steps run without CUDA graphs")))
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
-        self._states = self._make_states(config)
+        self._states = new_states(config, shape, self.cache, self.state.tables)
         self._by_roles = by_roles(shape.attention_layers, scales is not None) and config.kv_dtype != "int4"
         self._copies_of_pages, self._room = new_copies(config, shape, self._device, self._by_roles)
-        self._either = self._kinds_of_attention()  # graphs that differ in it
+        self._either = self._kinds_of_attention()
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
             rows // max(1, group)
@@ -129,12 +125,16 @@ class CudaRunner:
         model.see_live(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
         self._turn = 0
-        self._staging = [pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
-        self._tokens = [pinned(config.max_draws, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
+        self._staging = [pinned(num_words, torch.int32) for _ in range(_WRITES_IN_FLIGHT)]
+        self._tokens = [pinned(config.max_draws, torch.int32) for _ in range(_WRITES_IN_FLIGHT)]
         self.loras: CudaLoras | None = None
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
+        self._last: CudaLastLayer | None = None  # if that of large steps is computed by itself
+        if model.can_enter and self._flex is None and not self._reads_all:
+            self._last = CudaLastLayer(self, self._decode_sizes, self._mixed_sizes)
+        self._kinds = [(some, False) for some in self._either] + [(True, True)] * (self.loras is not None)  # with adapters
         self._prepare(config)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():
             self._compile()
@@ -142,38 +142,24 @@ class CudaRunner:
         # Else libraries have been tried at every size.
         first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
-            (size, has_singles, False): self._capture_mixed(self._mixed_step(size, has_singles), pool, first)
+            (size, some, False, lora): self._capture_mixed(self._mixed_step(size, some, lora=lora), pool, first)
             for size in reversed(self._mixed_sizes)
-            for has_singles in self._either
+            for some, lora in self._kinds
         }
-        self.flash = FlashTrial(False, "batch-invariant")
-        if config.fast_math and scales is not None:
-            self.flash = FlashTrial(False, f"it does not read {config.kv_dtype} keys and values")
-        elif config.fast_math and self._is_streamed:
-            self.flash = FlashTrial(False, "weights are streamed")
-        elif config.fast_math:
-            self.flash = (
-                self._try_flash(pool)
-                if flash.covers(shape.attention_layers) and not shape.state_layers
-                else FlashTrial(False, "not for this model's layers")
-            )
+        why_not = refused_flash(config, shape, scales is not None, self._is_streamed)
+        self.flash = FlashTrial(False, why_not) if why_not else self._try_flash(pool)
         if self.flash.is_taken:
             for size in self._mixed_sizes[bisect_left(self._mixed_sizes, FROM_TOKENS) :]:
                 for has_singles in (False, True):
                     step = self._mixed_step(size, has_singles, by_flash=True)
-                    self._mixed_graphs[size, has_singles, True] = capture(step, pool, run_first=True)
+                    self._mixed_graphs[size, has_singles, True, False] = capture(step, pool, run_first=True)
         self._decode_graphs = {
-            (size, shares): self._capture(self._decode_step(size, shares), pool, first)
+            (size, some, lora): self._capture(self._decode_step(size, some, lora), pool, first)
             for size in reversed(self._decode_sizes if self._decodes else [])
-            for shares in self._either
+            for some, lora in self._kinds
         }
-        # For steps in which a token has an adapter: one graph for each size.
-        self._lora_mixed_graphs, self._lora_decode_graphs = {}, {}
-        if self.loras is not None:
-            for size in reversed(self._mixed_sizes):
-                self._lora_mixed_graphs[size] = self._capture(self._mixed_step(size, True, lora=True), pool, first)
-            for size in reversed(self._decode_sizes):
-                self._lora_decode_graphs[size] = self._capture(self._decode_step(size, True, lora=True), pool, first)
+        if self._last is not None:
+            self._last.capture(pool, first, self.loras is not None)
         self._make_halves(config, pool)
         torch.cuda.synchronize()
         gc.collect()
@@ -208,8 +194,8 @@ class CudaRunner:
 
         taken = set(cuts)
         if config.nano_batching == "auto":
-            whole = {(True, size): self._decode_graphs[size, False] for size in self._decode_sizes}
-            whole |= {(False, size): self._mixed_graphs[size, True, False] for size in self._mixed_sizes}
+            whole = {(True, size): self._decode_graphs[size, False, False] for size in self._decode_sizes}
+            whole |= {(False, size): self._mixed_graphs[size, True, False, False] for size in self._mixed_sizes}
             rivals = Rivals(
                 self.state, self.cache, self._max_context, self.model.config.vocab_size, self._padding_row, whole,
                 lambda decodes, size: make(decodes, size, not decodes), self._replay, self._hidden, cuts,
@@ -226,7 +212,7 @@ class CudaRunner:
 
     def _more_steps(self) -> list[Step]:
         """That kernels are compiled for."""
-        return []
+        return [] if self._last is None else self._last.steps(self.loras is not None)
 
     def record(self, step: Step) -> Graph:
         return capture(step, self._graph_pool, run_first=True)
@@ -253,23 +239,16 @@ class CudaRunner:
         with self.model.one_layer_of_each_kind():
             return uncaptured(step, step.run())
 
-    def _make_states(self, config: EngineConfig) -> CudaStates | None:
-        layout = config.layout
-        if layout.states is None:
-            return None
-        pool, tables = self.cache.flatten(1).view(torch.uint8), self.state.tables[layout.num_kv_groups :]
-        return CudaStates(PagedStates(pool, tables, layout.states, self.model.config.layers, layout.interval))
-
     def _compile(self) -> None:
         """Every kernel that a step may use, in parallel processes. Then the library's matmuls are tried, and each kernel runs
         once, which loads it."""
         nums_rows = {*self._decode_sizes, *self._mixed_sizes}
-        steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in self._either]
-        steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in self._either]
-        if self.loras is not None:
-            steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
-            steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
-        steps += self._more_steps()
+        steps = [
+            make(size, some, lora=lora)
+            for make, sizes in ((self._mixed_step, self._mixed_sizes), (self._decode_step, self._decode_sizes))
+            for size in one_of_each_kind(sizes)
+            for some, lora in self._kinds
+        ] + self._more_steps()
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
             for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
@@ -299,7 +278,8 @@ class CudaRunner:
         if self._policies is not None and not self._policies.rows.rows.isdisjoint(item.row for item in items):
             tokens, logits = self._with_policies(items, has_lora, reports)
             return self._finish(plan, tokens, logits, reports)
-        work, by_flash = self._work(items, may_flash=not has_lora, cut=0 if has_lora else self._cut_of(items, decodes))
+        is_whole = has_lora or any(self._asks_prompt[item.row] for item in items)
+        work, by_flash = self._work(items, may_flash=not has_lora, cut=0 if is_whole else self._cut_of(items, decodes))
         if not decodes:
             tokens, logits = self._mixed(items, work, by_flash, has_lora, reports)
         else:
@@ -381,14 +361,18 @@ class CudaRunner:
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
-        tables = self._tables[: self._num_kv_groups]
-        how = tables, self._members_per_tile, tile, self._at_once
+        samples = table[:, 3].astype(bool)
         if cut and not by_flash:
-            return make_halves(table[:, :3], table[:, 3].astype(bool), cut, *how), False
-        work = make_work(table[:, :3], table[:, 3].astype(bool), *how, room=self._room)
+            how = self._tables[: self._num_kv_groups], self._members_per_tile, tile, self._at_once
+            return make_halves(table[:, :3], samples, cut, *how), False
+        work = self._work_of(table[:, :3], samples, tile)
         if self._states is not None:
             work.chains = chains(table[:, :3])
         return work, by_flash
+
+    def _work_of(self, table: np.ndarray, samples: np.ndarray, tile: int = 0) -> Work:
+        how = self._tables[: self._num_kv_groups], self._members_per_tile, tile or self._prompt_tile, self._at_once
+        return make_work(table, samples, *how, room=self._room)
 
     def _send_back(self, plan: StepPlan, tokens: torch.Tensor | None, reports: list[Report]) -> Launched:
         ready, pinned = torch.cuda.Event(), None
@@ -429,7 +413,7 @@ class CudaRunner:
     def _decode(self, work: Work, has_lora: bool) -> tuple[torch.Tensor, torch.Tensor]:
         num = work.rows.size
         size = self._decode_sizes[bisect_left(self._decode_sizes, num)]
-        graph = self._lora_decode_graphs[size] if has_lora else self._decode_graphs[size, work.shares]
+        graph = self._decode_graphs[size, work.shares or has_lora, has_lora]
         if work.second is not None:
             graph = self._halved[True, size, work.shares]
         self._replay(graph, work, has_lora)
@@ -454,11 +438,15 @@ class CudaRunner:
         self, items: list[StepItem], work: Work, by_flash: bool, has_lora: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]
-        graph = self._lora_mixed_graphs[size] if has_lora else self._mixed_graphs[size, work.has_singles, by_flash]
+        graph = self._mixed_graphs[size, work.has_singles or has_lora, by_flash, has_lora]
         if work.second is not None:
             graph = self._halved[False, size, work.has_singles]
         where = self._replay(graph, work, has_lora)
-        return self._look_at(items, graph.size, where, reports)
+        if self._last is not None and self._last.is_left_out(size):
+            if not any(self._asks_prompt[item.row] for item in items):
+                return self._last(work, where, has_lora)
+            self._last.all_rows(size, graph.programs, by_flash, has_lora)
+        return self._look_at(items, size, where, reports)
 
     def _look_at(
         self, items: list[StepItem], size: int, where: tuple[int, int], reports: list[Report]
@@ -512,7 +500,8 @@ class CudaRunner:
         programs = self._mixed_programs(size, has_singles, by_flash)
 
         def run() -> torch.Tensor:
-            return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash, lora))
+            made = self._forward(*self._tokens_of(size), programs, by_flash, lora, self._through(size))
+            return self._hidden[:size].copy_(made)
 
         return Step(size, programs, run)
 
@@ -521,7 +510,7 @@ class CudaRunner:
         trial = run_trial(
             Contest(
                 self.state, self.cache.shape[0] - 1, self._max_context, self.model.config.vocab_size, size,
-                self._mixed_graphs[size, False, False], self._prompt_tile,
+                self._mixed_graphs[size, False, False, False], self._prompt_tile,
                 lambda: capture(self._mixed_step(size, False, by_flash=True), pool, run_first=True), self._replay, self._hidden,
             )
         )  # fmt: skip
@@ -540,7 +529,7 @@ class CudaRunner:
 
             def half(tokens: slice, own: Programs, words: torch.Tensor, first_list: int) -> torch.Tensor:
                 lists = Lists(words, words[first_list:], *own[:3], self._partial, self._done[tokens], None, self._by_roles)
-                return self._forward_lists(rows[tokens], positions[tokens], lists)
+                return self._forward_lists(rows[tokens], positions[tokens], lists, self._all if decodes else self._through(size))
 
             both = Lanes(self._second_stream).run(
                 lambda: half(slice(cut), programs, self._words, HEADER + 2 * padded(size)),
@@ -552,10 +541,10 @@ class CudaRunner:
 
         return Step(size, programs, run, second)
 
-    def _forward_lists(self, rows_T: torch.Tensor, positions_T: torch.Tensor, lists: Lists) -> torch.Tensor:
+    def _forward_lists(self, rows_T: torch.Tensor, positions_T: torch.Tensor, lists: Lists, through: Through) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         step = CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers)
-        return self.model(self._embed(ids, positions_T), step)
+        return through(ids, positions_T, step)
 
     # ---- common to both
 
@@ -571,12 +560,13 @@ class CudaRunner:
         programs: tuple[int, int, int, int],
         by_flash: bool = False,
         lora: bool = False,
+        through: Through | None = None,
     ) -> torch.Tensor:
+        through = through or self._all
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            embedded = self._embed(ids, positions_T)
             if self._flex is not None:
-                return self.model(embedded, self._flex.step(rows_T, positions_T, slots))
+                return through(ids, positions_T, self._flex.step(rows_T, positions_T, slots))
             singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
             prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
             lists = Lists(self._words, singles, *programs[:3], self._partial, self._done, prompts, self._by_roles)
@@ -584,7 +574,17 @@ class CudaRunner:
             states = (
                 None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
             )
-            return self.model(embedded, CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers, states))
+            step = CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers, states)
+            return through(ids, positions_T, step)
+
+    def _through(self, size: int) -> Through:
+        """What a graph of so many tokens computes, if prompts are among them."""
+        if self._last is None or not self._last.is_left_out(size):
+            return self._all
+        return lambda ids_T, positions_T, step: self.model.enter(self._embed(ids_T, positions_T), step)
+
+    def _all(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: Any) -> torch.Tensor:
+        return cast(torch.Tensor, self.model(self._embed(ids_T, positions_T), step))
 
     def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         return self.model.embed_tokens(ids_T, positions_T)

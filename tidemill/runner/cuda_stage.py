@@ -27,7 +27,7 @@ class CudaStageRunner(CudaRunner):
     tokens when the last has drawn them, so none is launched ahead."""
 
     steps_ahead = 0
-    _decodes = False
+    _decodes, _reads_all = False, True
 
     @torch.inference_mode()
     def __init__(
@@ -72,7 +72,7 @@ class CudaStageRunner(CudaRunner):
                 self._draw_again(plan, tokens, logits, reports)
             return self._send_back(plan, tokens, reports)
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, num)]
-        self._replay(self._mixed_graphs[size, work.has_singles, False], work)
+        self._replay(self._mixed_graphs[size, work.has_singles, False, False], work)
         self._after.send(self._hidden[:num].view(torch.uint8).cpu().numpy().tobytes())
         return self._send_back(plan, None, reports)
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.coverage import uncovered
+from tidemill.errors import ConfigError
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
-from tidemill.kernels.cuda.scan import CudaStateStep
+from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
-from tidemill.kernels.state import ScanInputs, StateWeights
+from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.model_config import ModelConfig
 from tidemill.runner.reports import Report
 from tidemill.sched.plan import StepPlan
+
+# All layers or some, from ids and positions of a step's tokens.
+Through = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -33,12 +40,17 @@ class CudaStep:
     numbers: list[int] | None = None  # of each layer, among those with attention; None: they all have it
     states: CudaStateStep | None = None
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        if self.numbers is not None:
-            layer = self.numbers[layer]
+    def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> None:
+        layer = layer if self.numbers is None else self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
-        slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
+        slots_T = self.slots_GT[at.group]
         enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
+
+    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+        self.enter(layer, qkv_TC, learned)
+        layer = layer if self.numbers is None else self.numbers[layer]
+        kv, at = self.kv, self.kv.places[layer]
+        table = kv.tables[at.group]
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
         spec, bias = kv.specs[layer], self.biases[layer]
         with in_order("attention"):
@@ -64,6 +76,17 @@ class Launched:
     hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
 
 
+def find_missing(config: EngineConfig, shape: ModelConfig, has_scales: bool) -> str:
+    """What of the model's attention our kernels do not compute, and torch's FlexAttention does; empty if there is nothing."""
+    missing = uncovered("Triton", shape.attention_layers)
+    if missing and shape.state_layers:
+        raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
+    if missing and has_scales:
+        why = f"{missing}, and torch's FlexAttention does not read {config.kv_dtype} keys and values."
+        raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
+    return missing
+
+
 def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:
     """Pages of keys and values, or of states where a model has no others; and the null page."""
     layout, num = config.layout, config.num_pages + 1
@@ -73,6 +96,15 @@ def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> 
     if kind.has_scales:
         return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
+
+
+def new_states(config: EngineConfig, shape: ModelConfig, pool: torch.Tensor, tables: list[torch.Tensor]) -> CudaStates | None:
+    """Of a model that has states. `tables`: of all groups."""
+    layout = config.layout
+    if layout.states is None:
+        return None
+    of_states = tables[layout.num_kv_groups :]
+    return CudaStates(PagedStates(pool.flatten(1).view(torch.uint8), of_states, layout.states, shape.layers, layout.interval))
 
 
 def new_copies(config: EngineConfig, shape: ModelConfig, device: torch.device, by_roles: bool) -> tuple[torch.Tensor | None, int]:

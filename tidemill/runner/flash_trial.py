@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.config import EngineConfig
 from tidemill.kernels.cuda import flash
+from tidemill.model_config import ModelConfig
 from tidemill.runner.cuda_graphs import Graph, time_replay
 from tidemill.runner.cuda_work import Work, make_work
 from tidemill.runner.state import RowState
@@ -38,6 +40,17 @@ class Contest:
     capture: Callable[[], Graph]  # the same step by flash-attn-4
     replay: Callable[[Graph, Work], object]
     hidden: torch.Tensor  # where a replay leaves its result
+
+
+def refused_flash(config: EngineConfig, model: ModelConfig, has_scales: bool, is_streamed: bool) -> str:
+    """Why it is not even tried, or empty. `has_scales`: of keys and values."""
+    if not config.fast_math:
+        return "batch-invariant"
+    if has_scales:
+        return f"it does not read {config.kv_dtype} keys and values"
+    if is_streamed:
+        return "weights are streamed"
+    return "" if flash.covers(model.attention_layers) and not model.state_layers else "not for this model's layers"
 
 
 def run_trial(contest: Contest) -> FlashTrial:

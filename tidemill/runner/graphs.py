@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,14 +18,16 @@ from tidemill.models.base import Model
 # Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
 # thread (SERIAL_VALUES of rows.c).
 _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
+Through = Callable[[torch.Tensor, MixedStep], torch.Tensor]
 
 
 @torch.inference_mode()
-def record_forward(model: Model, mixers: Mixers, cache: torch.Tensor) -> Program | None:
+def record_forward(model: Model, mixers: Mixers, cache: torch.Tensor, through: Through | None = None) -> Program | None:
     """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
-    many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them."""
+    many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them.
+    `through`: some of its layers, if not all."""
     with _clearing(mixers, cache):
-        return _record(model, mixers, cache.shape[0])
+        return _record(model, mixers, cache.shape[0], through or model)
 
 
 @contextmanager
@@ -59,18 +61,18 @@ def _wide(model: Model) -> int:
     return model.weight_plan.part.tables.size * max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2)
 
 
-def _record(model: Model, mixers: Mixers, num_pages: int) -> Program | None:
+def _record(model: Model, mixers: Mixers, num_pages: int, through: Through) -> Program | None:
     assert native.lib is not None
     num_ranks = model.weight_plan.part.tables.size
     step, embedded = _sequence(model, mixers, num_pages, max(2, num_ranks))  # each rank notes rows of its own
     with native.lib.recording() as recording:
         given = embedded.clone()
-        result = model(given, step)
+        result = through(given, step)
     program = recording.compile(given, result)
     if program is None or not _same_bits(step.replay(program, embedded), result):
         return None
     step, embedded = _sequence(model, mixers, num_pages, _wide(model))
-    result = model(embedded.clone(), step)
+    result = through(embedded.clone(), step)
     return program if _same_bits(step.replay(program, embedded), result) else None
 
 

@@ -19,7 +19,6 @@ from tidemill.parallel.world import Stage
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch
 from tidemill.runner.cpu_runner import CpuRunner
-from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
 _LEAST_TOKENS = 32  # of a micro-batch: with fewer, reading the weights again takes longer than stages side by side save
@@ -65,7 +64,7 @@ class StageRunner(CpuRunner):
         for items in self._micro_batches(plan):
             part = msgspec.structs.replace(plan, items=items)
             batch = self._gather(part)
-            hidden_TH = self.forward(batch)
+            hidden_TH = self._forward_plan(part, batch)
             if self._after is not None:
                 self._after.send(hidden_TH.contiguous().numpy().tobytes())
             else:
@@ -76,7 +75,7 @@ class StageRunner(CpuRunner):
         num = min(2 * self._stage.num_stages, plan.num_tokens // _LEAST_TOKENS)
         if num < 2:
             return [plan.items]
-        return cut_items(plan.items, num, [not item.num_drafts and _is_plain(self.state, item.row) for item in plan.items])
+        return cut_items(plan.items, num, [not item.num_drafts and not self.state.asks_prompt(item.row) for item in plan.items])
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         if self._before is None:
@@ -85,12 +84,6 @@ class StageRunner(CpuRunner):
         if received.size != batch.ids_T.numel() * self.model.config.hidden_size:
             raise WorkerLost("The engine cannot go on: the stages of the pipeline do not compute the same step.")
         return torch.from_numpy(received).view(batch.ids_T.numel(), -1)
-
-
-def _is_plain(state: RowState, row: int) -> bool:
-    """Nothing is asked about its prompt, which is answered for a step's tokens together."""
-    params = state.params[row]
-    return params is not None and params.pooling is None and params.prompt_logprobs is None
 
 
 def _join(result: StepResult, part: StepResult) -> None:

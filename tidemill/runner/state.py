@@ -141,6 +141,11 @@ class RowState:
                 part[target] = part[source]
             self._copies = []
 
+    def asks_prompt(self, row: int) -> bool:
+        """Whether something is asked about its prompt, which needs the hidden states of all tokens."""
+        params = self.params[row]
+        return params is not None and (params.prompt_logprobs is not None or params.pooling is not None)
+
     def is_pooled(self, row: int) -> bool:
         """Its request asks for the pooled states of its prompt, not for tokens."""
         params = self.params[row]

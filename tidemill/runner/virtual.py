@@ -16,7 +16,7 @@ from tidemill.kernels.native.program import Program
 from tidemill.kernels.virtual import HostMemory, VirtualRows
 from tidemill.runner.batch import Batch
 from tidemill.runner.cpu_runner import CpuRunner
-from tidemill.runner.graphs import record_forward
+from tidemill.runner.graphs import Through, record_forward
 from tidemill.sched.plan import StepPlan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,7 +43,7 @@ class VirtualCpuRunner(CpuRunner):
     def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         return self._tokens, [self._first], None
 
-    def _record(self) -> Program | None:
+    def _record(self, through: Through | None = None) -> Program | None:
         """In the range of the first row, which has no sequence yet."""
         table = self.state.kv_tables[0].numpy()
         num = min(
@@ -54,7 +54,7 @@ class VirtualCpuRunner(CpuRunner):
         self.rows.set(0, pages)
         self._first[0] = 0
         try:
-            return record_forward(self.model, self.mixers, self._tokens[: num * self.state.page_size])
+            return record_forward(self.model, self.mixers, self._tokens[: num * self.state.page_size], through)
         finally:
             self.rows.set(0, np.zeros_like(pages))
             self.rows.drop(pages[:num].tolist())

@@ -16,7 +16,7 @@ from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
 from tidemill.runner.cuda_graphs import Graph, Step, uncaptured
 from tidemill.runner.cuda_runner import CudaRunner
-from tidemill.runner.cuda_step import Launched
+from tidemill.runner.cuda_step import Launched, Through
 from tidemill.runner.cuda_work import Work
 from tidemill.runner.state import upload
 from tidemill.runner.virtual import rows_changed
@@ -26,6 +26,8 @@ _NONE = np.zeros((0, 4), np.int32)
 
 
 class VirtualCudaRunner(CudaRunner):
+    _reads_all = True
+
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
         shape, pages_per_row = self.model.config, self.state.kv_tables[0].shape[1]
         token = (config.layout.layers_per_page, 2, shape.num_kv_heads, 1, shape.head_dim)
@@ -138,6 +140,7 @@ class VirtualCudaRunner(CudaRunner):
         programs: tuple[int, int, int, int],
         by_flash: bool = False,
         lora: bool = False,
+        through: Through | None = None,
     ) -> torch.Tensor:
         ids, _ = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         slots_T = self._firsts_gpu.index_select(0, rows_T) + positions_T

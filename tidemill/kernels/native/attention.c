@@ -542,11 +542,16 @@ static void attend_tile(void *arg, long task, int thread) {
     attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], &where, head, thread);
 }
 
+void enter_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values) {
+    tm_attention_job j = {step, layer, learned, qkv, keys, values, NULL, NULL};
+    tm_parallel(step->num_tokens, 8, enter_token, &j);
+}
+
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen) {
     tm_attention_job j = {step, layer, learned, qkv, keys, values, out, chosen};
     for (int t = 0; t < tm_num_threads(); t++)
         if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
-    tm_parallel(step->num_tokens, 8, enter_token, &j);
+    enter_op(step, layer, learned, qkv, keys, values);
     tm_parallel(step->num_tiles * layer->num_kv_heads, 1, attend_tile, &j);
     return step->num_rounds ? policy_rounds(&j) : 0;
 }
@@ -557,4 +562,11 @@ TM_API int tm_attention(const tm_step *step, const tm_layer *layer, const float 
     int failed = attention_op(step, layer, (tm_learned){q_norm, k_norm, sinks, eps}, qkv, keys, values, out, chosen);
     tm_unlock();
     return failed;
+}
+
+TM_API void tm_enter(const tm_step *step, const tm_layer *layer, const float *q_norm, const float *k_norm, float eps, float *qkv, void *keys,
+                     void *values) {
+    tm_lock();
+    enter_op(step, layer, (tm_learned){q_norm, k_norm, NULL, eps}, qkv, keys, values);
+    tm_unlock();
 }

@@ -127,6 +127,11 @@ static int run_attention(const tm_op *o, const tm_buffers *at) {
     return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out, at->in_2);
 }
 
+static int run_enter(const tm_op *o, const tm_buffers *at) {
+    enter_op(at->step, o->f, (tm_learned){o->c, o->d, NULL, o->eps}, at->in, (void *)o->a, (void *)o->b);
+    return 0;
+}
+
 static int run_conv(const tm_op *o, const tm_buffers *at) {
     conv_op(at->step->states, o->a, o->b, o->c, at->in, at->out);
     return 0;
@@ -199,6 +204,7 @@ static const struct {
     {"act", run_act, NULL},
     {"glu", run_glu, NULL},
     {"attention", run_attention, NULL},
+    {"enter", run_enter, NULL},
     {"conv", run_conv, NULL},
     {"scan", run_scan, NULL},
     {"gate", run_gate, NULL},

@@ -314,6 +314,8 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen);
+/* The same up to the cache, for tokens whose attention nobody reads. */
+void enter_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values);
 /* Into the cache: a key before rotation, and a value. `keys`, `values`: of the layer, in the first page. */
 void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, long page, long head, long offset, long position,
                  const float *key, const float *value);

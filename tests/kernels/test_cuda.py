@@ -573,7 +573,7 @@ build(collectives._add_parts, dict(parts_ptr=B, out_ptr=B), SIZE=2, BLOCK=1024)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import (hopper_attention, hopper_fp8, hopper_packed, hopper_scaled, hopper_single, page_copies,
+from tidemill.kernels.cuda import (hopper_attention, hopper_fp8, hopper_packed, hopper_gemm, hopper_single, page_copies,
                                    scaled_attention)
 
 def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):

@@ -122,7 +122,9 @@ def test_heads_are_rotated_in_part(rotated):
     assert_close(cache[slots // page, 0, 0, :, slots % page], expected[:, heads:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1)])
+@pytest.mark.parametrize(
+    "tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1), gemm.BY_ROLES]
+)
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 40, 64), (50, 72, 96), (33, 16, 104)])
 def test_gemm(tile, rows, outs, ins):
     torch.manual_seed(0)
@@ -142,6 +144,7 @@ def test_every_measured_tile_is_one():
             for tile in filter(None, by_rows.values()):
                 made = gemm.Tile(*tile)
                 assert min(made.rows, made.outs, made.ins) >= 16
+                assert made.bulk < 2 or made == gemm.BY_ROLES
 
 
 def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
@@ -606,10 +609,12 @@ types |= dict(partial_ptr=F)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
 how |= dict(CHUNKS=4, BLOCKS=8)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
-layouts = [gl.NVMMASharedLayout.get_default_for([64, width], kind) for width, kind in ((128, gl.float8e4nv), (64, gl.bfloat16))]
-own = dict(x_desc=f"tensordesc<fp8e4nv[128, 128],{layouts[0]!r}>", w_desc=f"tensordesc<fp8e4nv[256, 128],{layouts[0]!r}>",
-           out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F)
-build_gluon(hopper_scaled._gemm_scaled_by_roles, own, dict(ROWS=128, OUTS=256, INS=128, BUFFERS=4, GROUP=16, ACT=True))
+for kind, name, ins in ((gl.bfloat16, "bf16", 64), (gl.float8e4nv, "fp8e4nv", 128)):
+    layouts = [gl.NVMMASharedLayout.get_default_for([64, width], of) for width, of in ((ins, kind), (64, gl.bfloat16))]
+    own = dict(x_desc=f"tensordesc<{name}[128, {ins}],{layouts[0]!r}>", w_desc=f"tensordesc<{name}[256, {ins}],{layouts[0]!r}>",
+               out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F, bias_ptr=B)
+    how = dict(ROWS=128, OUTS=256, INS=ins, BUFFERS=3, GROUP=16, SCALED=ins == 128, HAS_BIAS=True, ACT=ins == 64)
+    build_gluon(hopper_gemm._gemm_by_roles, own, how)
 build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
@@ -641,6 +646,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
-        "_gemm_packed_by_roles", "_gemm_scaled_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
+        "_gemm_packed_by_roles", "_gemm_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -41,9 +41,9 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_tuning", "check_sampling",
-    "check_engine", "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests",
-    "check_nothing_compiles", "stress_engine",
+    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_gemm_by_roles",
+    "check_tuning", "check_sampling", "check_engine", "check_families", "check_moe", "check_flash", "check_fast_math",
+    "check_odd_requests", "check_nothing_compiles", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},

@@ -103,6 +103,11 @@ def check_gemm() -> None:
             part = x[:200].contiguous()
             assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
             assert torch.equal(gemm(part, weight, tile, bias_N=bias, act="silu"), gated[:200]), tile
+
+
+def check_gemm_by_roles() -> None:
+    """The kernel for many rows: the bits of the other one."""
+    torch.manual_seed(0)
     for num_out, num_in in ((6144, 4096), (28672, 4096), (4096, 14336), (1008, 1024), (1040, 1032), (272, 72)):
         weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) / num_in**0.5
         x = torch.randn(2048, num_in, device="cuda", dtype=torch.bfloat16)

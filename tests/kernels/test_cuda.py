@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 from tests.helpers import LONG_S
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, launch, records, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, hopper_gemm, launch, records, sampling, tuning
 from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
@@ -135,6 +136,26 @@ def test_gemm(tile, rows, outs, ins):
     assert_close(out, x @ weight.t() + bias, atol=1e-4, rtol=1e-5)
     gated = gemm.gemm(x, paired(weight), tile, bias_N=paired(bias), act="silu")
     assert_close(gated, glu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
+
+
+def test_the_kernel_by_roles_takes_what_it_can(monkeypatch):
+    """And the one for many rows the rest, whatever the tile says."""
+    launched = []
+    monkeypatch.setattr(hopper_gemm, "is_hopper", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    for module in (hopper_gemm, gemm):
+        monkeypatch.setattr(module, "launch", lambda kernel, *given, **more: launched.append(kernel))
+    x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((600, 64), (272, 64), (272,)))
+    for more in ({}, {"act": "silu"}, {"bias_N": bias}):
+        gemm.gemm(x, weight, gemm.BY_ROLES, **more)
+    assert launched == [hopper_gemm._gemm_by_roles] * 3
+    launched.clear()
+    for more in ({"act": "gelu_tanh"}, {"out": torch.zeros(600, 272)}):
+        gemm.gemm(x, weight, gemm.BY_ROLES, **more)
+    gemm.gemm(x.float(), weight.float(), gemm.BY_ROLES)
+    gemm.gemm(x[:, :60].contiguous(), weight[:, :60].contiguous(), gemm.BY_ROLES)
+    gemm.gemm(x, weight[:8].contiguous(), gemm.BY_ROLES, act="silu")
+    assert launched == [gemm._gemm_bulk] * 3 + [gemm._gemm] * 2
 
 
 def test_every_measured_tile_is_one():
@@ -440,7 +461,7 @@ def test_a_few_sizes_use_every_kernel():
     every = range(1, 3000)
     few = one_of_each_kind(every)
     assert launch.FEW in gemm.CHOICES
-    assert len(few) <= 13
+    assert len(few) <= 15
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
     known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())

@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import os
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -33,15 +34,16 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.link import EngineLink
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.attention import attend
-from tidemill.kernels.cuda.gemm import CHOICES, LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, matmul
+from tidemill.kernels.cuda.gemm import BY_ROLES, CHOICES, LIBRARY, MANY, Tile, choose_tile, gemm, keep_library_in_order, matmul
+from tidemill.kernels.cuda.launch import capturing
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_tuning", "check_sampling",
-    "check_engine", "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests",
-    "check_nothing_compiles", "stress_engine",
+    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_gemm_by_roles",
+    "check_tuning", "check_sampling", "check_engine", "check_families", "check_moe", "check_flash", "check_fast_math",
+    "check_odd_requests", "check_nothing_compiles", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
@@ -88,9 +90,41 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
 
 def candidates(num_rows: int) -> list[Tile]:
     if num_rows > 256:
-        return [Tile(128, 128, 64, 4, 4, 1), Tile(256, 128, 64, 4, 8, 1)]
+        return [Tile(128, 128, 64, 4, 4, 1), MANY, BY_ROLES]
     small = max(16, 1 << (num_rows - 1).bit_length())
     return [tile for rows in {small, small // 2} & set(TILES) for tile in TILES[rows]]
+
+
+def time_at_full_power(num_rows: int = 2048) -> list[dict[str, Any]]:
+    """Linears of a prefill step of llama8b, each for a second: the power limit lowers the clock, of which bursts say nothing."""
+    keep_library_in_order()
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    lines = []
+    for name, (num_out, num_in) in SHAPES["llama8b"].items():
+        if name == "head":
+            continue
+        weights = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(4)]
+        x, act = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16), "silu" if name == "gate_up" else ""
+        for label, tile in (("library", LIBRARY), ("many", MANY), ("by roles", BY_ROLES)):
+            calls = [partial(matmul, x, weight, None, act, True, tile) for weight in weights]
+            num = int(1e6 / time_us(calls, 2) / len(calls))
+            graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with capturing(graph):
+                for call in calls:
+                    call()
+            for i in range(num + num // 2):  # the first third is not counted
+                if i == num // 2:
+                    begin.record()
+                graph.replay()
+            end.record()
+            time.sleep(1)
+            clock, power = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(",")
+            end.synchronize()
+            us = begin.elapsed_time(end) * 1000 / num / len(calls)
+            rate = 2 * num_rows * num_out * num_in / us / 1e6
+            lines.append({"name": name, "by": label, "us": us, "TFLOP/s": rate, "MHz": float(clock), "W": float(power)})
+            print(f"{name:8} {label:8} for a second: {us:7.1f} us, {rate:.0f} TFLOP/s, {clock} MHz, {power} W", flush=True)
+    return lines
 
 
 def to_table(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
@@ -378,7 +412,7 @@ def main() -> None:
             print(f"{check.__name__}: WRONG {error}", flush=True)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "workloads": [], "timelines": []}
     if not arguments.skip_kernels:
-        result |= {"attention": time_attention(), "gemm": time_gemm(arguments.search)}
+        result |= {"attention": time_attention(), "at_full_power": time_at_full_power(), "gemm": time_gemm(arguments.search)}
         result["tiles"] = to_table(result["gemm"])
     models = list(filter(None, arguments.models.split(",")))
     result["starts"] = [] if arguments.skip_starts else [line for model in models for line in time_starts(model)]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from tidemill.kernels.cuda import attention, attention_lists, elementwise, flash, launch, records, sampling, tuning
 from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT, Lists, num_prompt_programs, prompt_rows, shared_rows
-from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
+from tidemill.kernels.cuda.gemm import BY_ROLES, MANY, Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.masks import capped
@@ -104,6 +104,20 @@ def check_gemm() -> None:
             part = x[:200].contiguous()
             assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
             assert torch.equal(gemm(part, weight, tile, bias_N=bias, act="silu"), gated[:200]), tile
+
+
+def check_gemm_by_roles() -> None:
+    """The kernel for many rows: the bits of the other one."""
+    torch.manual_seed(0)
+    for num_out, num_in in ((6144, 4096), (28672, 4096), (4096, 14336), (1008, 1024), (1040, 1032), (272, 72)):
+        weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) / num_in**0.5
+        x = torch.randn(2048, num_in, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(num_out, device="cuda", dtype=torch.bfloat16)
+        for act, added in itertools.product(("", "silu"), (None, bias)):
+            expected = gemm(x, weight, MANY, bias_N=added, act=act)
+            for rows in (1, 128, 513, 600, 1000, 1537, 2048):
+                out = gemm(x[:rows].contiguous(), weight, BY_ROLES, bias_N=added, act=act)
+                assert torch.equal(out, expected[:rows]), (num_out, num_in, rows, act)
 
 
 def check_tuning() -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,18 @@ pytest.importorskip("triton")
 from tests.helpers import LONG_S
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, attention_lists, elementwise, flash, gemm, launch, records, sampling, tuning
+from tidemill.kernels.cuda import (
+    attention,
+    attention_lists,
+    elementwise,
+    flash,
+    gemm,
+    hopper_gemm,
+    launch,
+    records,
+    sampling,
+    tuning,
+)
 from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
@@ -122,7 +134,9 @@ def test_heads_are_rotated_in_part(rotated):
     assert_close(cache[slots // page, 0, 0, :, slots % page], expected[:, heads:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1)])
+@pytest.mark.parametrize(
+    "tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1), gemm.BY_ROLES]
+)
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 40, 64), (50, 72, 96), (33, 16, 104)])
 def test_gemm(tile, rows, outs, ins):
     torch.manual_seed(0)
@@ -135,6 +149,26 @@ def test_gemm(tile, rows, outs, ins):
     assert_close(gated, glu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
 
 
+def test_the_kernel_by_roles_takes_what_it_can(monkeypatch):
+    """And the one for many rows the rest, whatever the tile says."""
+    launched = []
+    monkeypatch.setattr(hopper_gemm, "is_hopper", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    for module in (hopper_gemm, gemm):
+        monkeypatch.setattr(module, "launch", lambda kernel, *given, **more: launched.append(kernel))
+    x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((600, 64), (272, 64), (272,)))
+    for more in ({}, {"act": "silu"}, {"bias_N": bias}):
+        gemm.gemm(x, weight, gemm.BY_ROLES, **more)
+    assert launched == [hopper_gemm._gemm_by_roles] * 3
+    launched.clear()
+    for more in ({"act": "gelu_tanh"}, {"out": torch.zeros(600, 272)}):
+        gemm.gemm(x, weight, gemm.BY_ROLES, **more)
+    gemm.gemm(x.float(), weight.float(), gemm.BY_ROLES)
+    gemm.gemm(x[:, :60].contiguous(), weight[:, :60].contiguous(), gemm.BY_ROLES)
+    gemm.gemm(x, weight[:8].contiguous(), gemm.BY_ROLES, act="silu")
+    assert launched == [gemm._gemm_bulk] * 3 + [gemm._gemm] * 2
+
+
 def test_every_measured_tile_is_one():
     known = json.loads((gemm.Path(gemm.__file__).with_name("tiles.json")).read_text())
     for shapes in known.values():
@@ -142,6 +176,7 @@ def test_every_measured_tile_is_one():
             for tile in filter(None, by_rows.values()):
                 made = gemm.Tile(*tile)
                 assert min(made.rows, made.outs, made.ins) >= 16
+                assert made.bulk < 2 or made == gemm.BY_ROLES
 
 
 def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
@@ -436,7 +471,7 @@ def test_a_few_sizes_use_every_kernel():
     every = range(1, 3000)
     few = one_of_each_kind(every)
     assert launch.FEW in gemm.CHOICES
-    assert len(few) <= 13
+    assert len(few) <= 15
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
     known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())
@@ -572,7 +607,7 @@ build(collectives._add_parts, dict(parts_ptr=B, out_ptr=B), SIZE=2, BLOCK=1024)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import (hopper_attention, hopper_fp8, hopper_packed, hopper_scaled, hopper_single, page_copies,
+from tidemill.kernels.cuda import (hopper_attention, hopper_fp8, hopper_packed, hopper_gemm, hopper_single, page_copies,
                                    scaled_attention)
 
 def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):
@@ -605,10 +640,12 @@ types |= dict(partial_ptr=F)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
 how |= dict(CHUNKS=4, BLOCKS=8)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
-layouts = [gl.NVMMASharedLayout.get_default_for([64, width], kind) for width, kind in ((128, gl.float8e4nv), (64, gl.bfloat16))]
-own = dict(x_desc=f"tensordesc<fp8e4nv[128, 128],{layouts[0]!r}>", w_desc=f"tensordesc<fp8e4nv[256, 128],{layouts[0]!r}>",
-           out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F)
-build_gluon(hopper_scaled._gemm_scaled_by_roles, own, dict(ROWS=128, OUTS=256, INS=128, BUFFERS=4, GROUP=16, ACT=True))
+for kind, name, ins in ((gl.bfloat16, "bf16", 64), (gl.float8e4nv, "fp8e4nv", 128)):
+    layouts = [gl.NVMMASharedLayout.get_default_for([64, width], of) for width, of in ((ins, kind), (64, gl.bfloat16))]
+    own = dict(x_desc=f"tensordesc<{name}[128, {ins}],{layouts[0]!r}>", w_desc=f"tensordesc<{name}[256, {ins}],{layouts[0]!r}>",
+               out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F, bias_ptr=B)
+    how = dict(ROWS=128, OUTS=256, INS=ins, BUFFERS=3, GROUP=16, SCALED=ins == 128, HAS_BIAS=True, ACT=ins == 64)
+    build_gluon(hopper_gemm._gemm_by_roles, own, how)
 build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
@@ -640,6 +677,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
-        "_gemm_packed_by_roles", "_gemm_scaled_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
+        "_gemm_packed_by_roles", "_gemm_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import triton
 
-from tidemill.kernels.cuda.launch import IS_INTERPRETED
+from tidemill.kernels.cuda.launch import is_hopper
 from tidemill.model_config import AttentionSpec
 
 SPLIT, BLOCK = 512, 64  # a block is a page
@@ -53,10 +53,8 @@ def at_once(lists: Lists, num_kv_heads: int, group: int, dim: int) -> bool:
 @cache
 def by_roles(specs: tuple[AttentionSpec, ...], has_scales: bool = False) -> bool:
     """Whether prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
-    if IS_INTERPRETED or torch.cuda.get_device_capability()[0] != 9:
-        return False
     smallest = 128 if has_scales else 64
-    return all(smallest <= s.head_dim <= 128 and not s.kinds for s in specs)
+    return is_hopper() and all(smallest <= s.head_dim <= 128 and not s.kinds for s in specs)
 
 
 def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> int:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidemill.kernels.cuda import hopper_gemm
 from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
 from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank, find_low_rank
@@ -33,7 +34,7 @@ class Tile:
     ins: int
     stages: int
     warps: int
-    bulk: int = 0  # operands come by the bulk copy engine (TMA), which needs rows of a multiple of 16 bytes
+    bulk: int = 0  # operands come by the bulk copy engine (TMA), which needs rows of a multiple of 16 bytes. 2: by `hopper_gemm`
     halves: int = 0  # of experts: a block of at most half the rows is multiplied in half a tile
 
 
@@ -141,8 +142,10 @@ def _gemm_bulk(
 
 
 LIBRARY = Tile(0, 0, 0, 0, 0)
+MANY = Tile(256, 128, 64, 4, 8, 1)  # of many rows
+BY_ROLES = Tile(hopper_gemm.ROWS, hopper_gemm.OUTS, 64, hopper_gemm.BUFFERS, 12, 2)
 # A choice changes at these numbers of rows only, in the table as in the rule.
-CHOICES = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048)
+CHOICES = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1536, 1920, 2048)
 
 
 def choice_of(num_rows: int) -> int:
@@ -201,7 +204,7 @@ def tile_with_adapters(num_rows: int, num_out: int, num_in: int) -> Tile:
     tile = choose_tile(num_rows, num_out, num_in)
     if tile is not LIBRARY:
         return tile
-    return own_tile(num_rows, num_out) if num_rows <= 256 else Tile(256, 128, 64, 4, 8, 1)
+    return own_tile(num_rows, num_out) if num_rows <= 256 else MANY
 
 
 def keep_library_in_order() -> None:
@@ -260,6 +263,10 @@ def gemm(
         tile = own_tile(num_rows, num_out)
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
+    if tile.bulk == BY_ROLES.bulk:
+        if low_rank is None and hopper_gemm.covers(x_TK, weight_NK, act, out):
+            return hopper_gemm.gemm_by_roles(x_TK, weight_NK, out, act, bias_N)
+        tile = MANY
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N
     options = {

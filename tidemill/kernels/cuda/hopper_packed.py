@@ -8,8 +8,6 @@ The same sums in the same order as `_gemm_packed`, chunks included, so the same 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -17,14 +15,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import glu
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
-from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.hopper_gemm import FUSED, descriptor
+from tidemill.kernels.cuda.launch import HOW, begin, is_hopper, launch
 from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _workspace
 
-FUSED = "silu"  # the activation that the kernel has built in
 FROM_ROWS = 64  # up to there the other kernel is as fast
 MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
@@ -266,15 +263,10 @@ def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: i
     return RolesTile(256, 128, 3 * more, 2 * more)
 
 
-@cache
-def is_there() -> bool:
-    return not IS_INTERPRETED and torch.cuda.get_device_capability()[0] == 9
-
-
 def covers(weight: Packed, num_rows: int) -> bool:
     few = FROM_ROWS if weight.num_chunks > 1 or weight.plane == 32 else FROM_ROWS // 2
     is_aligned = weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
-    return is_there() and weight.kind != "table" and num_rows > few and is_aligned
+    return is_hopper() and weight.kind != "table" and num_rows > few and is_aligned
 
 
 def gemm_by_roles(
@@ -292,7 +284,7 @@ def gemm_by_roles(
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
         _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
-        _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
+        descriptor(x_TK, tile.rows, plane, gl.bfloat16), descriptor(weight.words_NW, tile.outs, plane, gl.int16),
         weight.scales_GN, bias, out, partial, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
         SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
         BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
@@ -305,7 +297,3 @@ def gemm_by_roles(
         )  # fmt: skip
         return out
     return glu(out, act) if act and not is_fused else out
-
-
-def _descriptor(matrix: torch.Tensor, height: int, width: int, dtype: Any) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [height, width], gl.NVMMASharedLayout.get_default_for([height, width], dtype))

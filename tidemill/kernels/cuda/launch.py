@@ -20,6 +20,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         kernel[grid](*arguments, **options)
     elif not IS_INTERPRETED:
         kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+
+@cache
+def is_hopper() -> bool:
+    """Whether kernels written for these GPUs alone can run."""
+    return not IS_INTERPRETED and torch.cuda.get_device_capability()[0] == 9
 
 
 def is_compiling() -> bool:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda import hopper_scaled
+from tidemill.kernels.cuda import hopper_gemm
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized, rounded
 from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import begin, how, launch
@@ -188,12 +188,12 @@ def gemm_scaled(
     """`dtype`: of the result. `act`, `out`: as `gemm` has them."""
     num_rows, num_in = x.values_NK.shape
     num_out = weight.values_NK.shape[0]
-    plain = tile is None and out is None and bias_N is None and dtype == torch.bfloat16
-    if plain and hopper_scaled.covers(weight, num_rows, act):
-        return hopper_scaled.gemm_by_roles(x, weight, act)
-    tile = tile or choose_tile(num_rows, num_out, num_in, weight.has_blocks)
     if out is None:
         out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device)
+    many = tile is None and num_rows > 512 and not weight.has_blocks  # one of `gemm.CHOICES`
+    if many and hopper_gemm.covers(x.values_NK, weight.values_NK, act, out):
+        return hopper_gemm.gemm_by_roles(x.values_NK, weight.values_NK, out, act, bias_N, (x.scales, weight.scales))
+    tile = tile or choose_tile(num_rows, num_out, num_in, weight.has_blocks)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     options: dict[str, Any] = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": GROUP, "SWAP": tile.swap, "BLOCKS": weight.has_blocks,

@@ -19,7 +19,19 @@ from typing import Any
 import torch
 import triton
 
-from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, know, knows, library_agrees, matmul, own_tile
+from tidemill.kernels.cuda.gemm import (
+    BY_ROLES,
+    LIBRARY,
+    MANY,
+    Tile,
+    choose_tile,
+    gemm,
+    know,
+    knows,
+    library_agrees,
+    matmul,
+    own_tile,
+)
 from tidemill.kernels.cuda.launch import capturing
 
 # By rows: few enough that compiling them takes seconds; the library joins in where it has our bits.
@@ -29,8 +41,9 @@ _CANDIDATES = {
     32: (Tile(32, 64, 128, 5, 4),),
     64: (Tile(64, 32, 128, 5, 4, 1), Tile(64, 256, 64, 4, 8, 1)),
     128: (Tile(128, 64, 64, 6, 4, 1), Tile(128, 256, 64, 4, 8, 1)),
-    256: (Tile(128, 64, 64, 6, 4, 1), Tile(256, 128, 64, 4, 8, 1)),
-    2048: (Tile(256, 128, 64, 4, 8, 1),),
+    256: (Tile(128, 64, 64, 6, 4, 1), MANY),
+    1536: (MANY,),
+    2048: (MANY, BY_ROLES),
 }
 _UNCACHED = 2**28  # bytes of weight in turn: more than a GPU's cache holds
 

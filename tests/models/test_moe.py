@@ -429,8 +429,8 @@ def preempted(core, asked) -> Answer:
 
 
 def test_tokens_of_experts_are_an_event(saved):
-    """Every token goes to as many experts as the configuration says, in every layer that has them. The last one computes those that
-    yield logits."""
+    """Every token goes to as many experts as the configuration says, in every layer that has them. The last layer computes those
+    that yield logits."""
     model = load_model(saved[1])
     core = make_core(model, speculate="off")  # drafts are computed, and counted, too
     seen, take_events = [], core._events.take

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import json
 import math
 import os
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -96,9 +96,8 @@ def candidates(num_rows: int) -> list[Tile]:
 
 
 def time_at_full_power(num_rows: int = 2048) -> list[dict[str, Any]]:
-    """Linears of a prefill step of llama8b, each for a second: the power limit lowers the clock, of which bursts say nothing."""
+    """Linears of a prefill step of llama8b, each for half a second: bursts do not show how the power limit lowers the clock."""
     keep_library_in_order()
-    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     lines = []
     for name, (num_out, num_in) in SHAPES["llama8b"].items():
         if name == "head":
@@ -107,7 +106,7 @@ def time_at_full_power(num_rows: int = 2048) -> list[dict[str, Any]]:
         x, act = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16), "silu" if name == "gate_up" else ""
         for label, tile in (("library", LIBRARY), ("many", MANY), ("by roles", BY_ROLES)):
             calls = [partial(matmul, x, weight, None, act, True, tile) for weight in weights]
-            num = int(1e6 / time_us(calls, 2) / len(calls))
+            num = int(5e5 / time_us(calls, 2) / len(calls))
             graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
             with capturing(graph):
                 for call in calls:
@@ -117,14 +116,24 @@ def time_at_full_power(num_rows: int = 2048) -> list[dict[str, Any]]:
                     begin.record()
                 graph.replay()
             end.record()
-            time.sleep(1)
-            clock, power = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(",")
+            time.sleep(0.5)
+            mhz, watts = clock_and_power()
             end.synchronize()
             us = begin.elapsed_time(end) * 1000 / num / len(calls)
             rate = 2 * num_rows * num_out * num_in / us / 1e6
-            lines.append({"name": name, "by": label, "us": us, "TFLOP/s": rate, "MHz": float(clock), "W": float(power)})
-            print(f"{name:8} {label:8} for a second: {us:7.1f} us, {rate:.0f} TFLOP/s, {clock} MHz, {power} W", flush=True)
+            lines.append({"name": name, "by": label, "us": us, "TFLOP/s": rate, "MHz": mhz, "W": watts})
+            print(f"{name:8} {label:8} at full power: {us:7.1f} us, {rate:.0f} TFLOP/s, {mhz} MHz, {watts} W", flush=True)
     return lines
+
+
+def clock_and_power() -> tuple[int, int]:
+    """Of the first GPU's multiprocessors, now: MHz; and watts."""
+    library, gpu, mhz, milliwatts = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint()
+    library.nvmlInit_v2()
+    library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
+    library.nvmlDeviceGetClockInfo(gpu, 1, ctypes.byref(mhz))
+    library.nvmlDeviceGetPowerUsage(gpu, ctypes.byref(milliwatts))
+    return mhz.value, milliwatts.value // 1000
 
 
 def to_table(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:

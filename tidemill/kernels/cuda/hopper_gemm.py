@@ -96,13 +96,14 @@ def _next(acc, x_bufs, w_bufs, full, count, PART: gl.constexpr, half: gl.constex
 def _multiply(
     x_scales_ptr, w_scales_ptr, bias_ptr, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs, sums, full, free, ready,
     taken, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, GROUP: gl.constexpr,
-    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     half: gl.constexpr = ROWS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 32 if SCALED else 16])
     _wait()
     count = 0
+    turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
         outs = n * OUTS + gl.arange(0, OUTS, layout=gl.SliceLayout(0, layout))
@@ -129,14 +130,16 @@ def _multiply(
         left, right = _halves(acc.to(gl.bfloat16))
         a, b = _halves(left)
         c, d = _halves(right)
-        mbarrier.wait(taken.index(PART), (tile // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.wait(taken.index(PART), (turn & 1) ^ 1)
         sums.index(0).store(a)
         sums.index(1).store(b)
         sums.index(2).store(c)
         sums.index(3).store(d)
-        fence_async_shared()
+        if not ACT:  # the bulk copy engine reads them
+            fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(PART), count=1)
+        turn += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -169,9 +172,9 @@ def _store(
     out_desc, tiles_m, tiles_n, first_sums, second_sums, ready, taken, ROWS: gl.constexpr, OUTS: gl.constexpr,
     GROUP: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
+    turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = _place(tile, tiles_m, tiles_n, GROUP)
-        turn = tile // gl.num_programs(0)
         mbarrier.wait(ready.index(0), turn & 1)
         _give(out_desc, m * ROWS, n * OUTS, first_sums, ACT)
         mbarrier.wait(ready.index(1), turn & 1)
@@ -180,6 +183,7 @@ def _store(
         barrier()
         mbarrier.arrive(taken.index(0), count=1)
         mbarrier.arrive(taken.index(1), count=1)
+        turn += 1  # noqa: SIM113
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -209,14 +213,14 @@ def _gemm_by_roles(
                 _multiply,
                 (
                     x_scales_ptr, w_scales_ptr, bias_ptr, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
-                    first_sums, full, free, ready, taken, gl.constexpr(0), ROWS, OUTS, INS, GROUP, SCALED, HAS_BIAS,
+                    first_sums, full, free, ready, taken, gl.constexpr(0), ROWS, OUTS, INS, GROUP, SCALED, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
                     x_scales_ptr, w_scales_ptr, bias_ptr, tiles_m, tiles_n, num_rows, num_out, num_in, x_bufs, w_bufs,
-                    second_sums, full, free, ready, taken, gl.constexpr(1), ROWS, OUTS, INS, GROUP, SCALED, HAS_BIAS,
+                    second_sums, full, free, ready, taken, gl.constexpr(1), ROWS, OUTS, INS, GROUP, SCALED, HAS_BIAS, ACT,
                 ),
             ),
             (_store, (out_desc, tiles_m, tiles_n, first_sums, second_sums, ready, taken, ROWS, OUTS, GROUP, ACT)),

@@ -466,7 +466,8 @@ def build(kernel, types, warps=4, stages=3, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
              codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, PLAIN=False, BLOCK=4096)
+build(elementwise._add_rms_norm, types, CHUNKS=1, CODES=448, PLAIN=False, BLOCK=4096)
+build(elementwise._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, CODES=0, PLAIN=True, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -601,16 +602,18 @@ for ring in hopper_fp8.RINGS:
 x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for kind in (gl.bfloat16, gl.int16))
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
              bias_ptr=B, out_ptr=B)
-how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4)
+how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4, UNEVEN=0)
 types |= dict(partial_ptr=F)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
+own = types | dict(words_desc=f"tensordesc<i16[64, 32],{w_layout!r}>")
+build_gluon(hopper_packed._gemm_packed_by_roles, own, how | dict(KIND="small", SPLIT=False, UNEVEN=1, HAS_BIAS=False, ACT=True))
 how |= dict(CHUNKS=4, BLOCKS=8)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
 layouts = [gl.NVMMASharedLayout.get_default_for([64, width], kind) for width, kind in ((128, gl.float8e4nv), (64, gl.bfloat16))]
 own = dict(x_desc=f"tensordesc<fp8e4nv[128, 128],{layouts[0]!r}>", w_desc=f"tensordesc<fp8e4nv[256, 128],{layouts[0]!r}>",
            out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F)
 build_gluon(hopper_scaled._gemm_scaled_by_roles, own, dict(ROWS=128, OUTS=256, INS=128, BUFFERS=4, GROUP=16, ACT=True))
-build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
+build(hopper_packed._add_chunks, types, CHUNKS=4, ROWS=16, OUTS=128, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 build(page_copies._copy_pages, types, WORD=4, KIND=0, DIM=128, BLOCK=64)

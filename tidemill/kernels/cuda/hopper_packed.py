@@ -1,8 +1,8 @@
 """`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four multiply. A group takes codes from
 shared memory to registers, makes bfloat16 of them and multiplies from there, and unpacks the next ones meanwhile.
 
-Where a weight has too few rows for all multiprocessors, a program has one chunk of K, and a second kernel adds the chunks' sums.
-The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
+Where a weight has too few rows for all multiprocessors, a program has one chunk of K; the norm behind adds the chunks' sums, or a
+second kernel does. The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tidemill.kernels.cuda.elementwise import glu
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
-from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _workspace
+from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store
+from tidemill.kernels.handover import CHUNKS
 
 FUSED = "silu"  # the activation that the kernel has built in
 FROM_ROWS = 64  # up to there the other kernel is as fast
@@ -36,41 +37,68 @@ class RolesTile:
     buffers: int  # of rows
     ahead: int  # blocks of words
     split: int = 0  # a program has one chunk
+    uneven: int = 0  # a program has a tile and three quarters of another: 4 / 7 as many programs as tiles
 
 
 @gluon.jit
 def _fetch_words(
-    words_desc, n, first, block, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
+    words_desc, places, first, block, count, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
 ):  # fmt: skip
+    """`places`: of one strip, or of one for each group."""
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    i, phase = block % num_ahead, (block // num_ahead) & 1
+    num_outs: gl.constexpr = words_desc.block_type.shape[0]
+    i, phase = count % num_ahead, (count // num_ahead) & 1
     mbarrier.wait(words_free.index(i), phase ^ 1)
-    mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
-    fetch(words_desc, [n * OUTS, (first + block) * PLANE], words_full.index(i), words_bufs.index(i))
+    mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes * (OUTS // num_outs))
+    for strip in gl.static_range(OUTS // num_outs):
+        to = words_bufs.index(i).slice(strip * num_outs, num_outs, dim=0)
+        fetch(words_desc, [places[strip], (first + block) * PLANE], words_full.index(i), to)
+
+
+@gluon.jit
+def _fetch_tile(
+    x_desc, words_desc, line, places, first, num_blocks, count, words_bufs, words_full, words_free, x_bufs, x_full, free,
+    OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
+):  # fmt: skip
+    """`num_blocks` from `first` on. `count`: of blocks before."""
+    num_buffers: gl.constexpr = x_bufs.type.shape[0]
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    for block in range(gl.minimum(num_ahead - 1, num_blocks)):
+        _fetch_words(words_desc, places, first, block, count + block, words_bufs, words_full, words_free, OUTS, PLANE)
+    # Weights were there long before; activations are what the kernel before writes.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    for block in range(num_blocks):
+        soon = block + num_ahead - 1
+        if soon < num_blocks:
+            _fetch_words(words_desc, places, first, soon, count + soon, words_bufs, words_full, words_free, OUTS, PLANE)
+        for plane in gl.static_range(PLANES):
+            number = (count + block) * PLANES + plane
+            i, phase = number % num_buffers, (number // num_buffers) & 1
+            mbarrier.wait(free.index(i), phase ^ 1)
+            mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
+            fetch(x_desc, [line, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
 
 
 @gluon.jit
 def _fetch(
     x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr, UNEVEN: gl.constexpr,
 ):  # fmt: skip
-    """`num_blocks` from `first` on."""
-    num_buffers: gl.constexpr = x_bufs.type.shape[0]
-    num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    count = 0
-    for block in range(gl.minimum(num_ahead - 1, num_blocks)):
-        _fetch_words(words_desc, n, first, block, words_bufs, words_full, words_free, OUTS, PLANE)
-    # Weights were there long before; activations are what the kernel before writes.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    for block in range(num_blocks):
-        if block + num_ahead - 1 < num_blocks:
-            _fetch_words(words_desc, n, first, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
-        for plane in gl.static_range(PLANES):
-            i, phase = count % num_buffers, (count // num_buffers) & 1
-            mbarrier.wait(free.index(i), phase ^ 1)
-            mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
-            fetch(x_desc, [m * ROWS, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
-            count += 1
+    if UNEVEN:
+        places = n * 128, n * 128 + 64
+    else:
+        places = (n * OUTS,)
+    _fetch_tile(
+        x_desc, words_desc, m * ROWS, places, first, num_blocks, 0, words_bufs, words_full, words_free, x_bufs, x_full, free,
+        OUTS, PLANE, PLANES,
+    )  # fmt: skip
+    if UNEVEN:
+        num = gl.num_programs(0)
+        places = (2 * num + n) * 64, (3 * num + n // 2) * 64
+        _fetch_tile(
+            x_desc, words_desc, m * ROWS, places, first, num_blocks, num_blocks, words_bufs, words_full, words_free, x_bufs,
+            x_full, free, OUTS, PLANE, PLANES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -93,33 +121,33 @@ def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr)
 
 
 @gluon.jit
-def _multiply(
-    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
-    x_bufs, x_full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
-    KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+def _multiply_tile(
+    scales_ptr, bias_ptr, out_ptr, partial_ptr, line, first_out, part, first, before, num_rows, num_out, num_blocks, words_bufs,
+    words_full, words_free, x_bufs, x_full, free, STRIP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
+    PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
+    """64 outs from `first_out` on, a `STRIP` of the buffered ones, by all rows or a `part` of two. `before`: blocks of the tile
+    before."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     planes: gl.constexpr = 16 // BITS
     size: gl.constexpr = PLANE * planes
     groups: gl.constexpr = max(1, size // SIZE)
-    by_outs: gl.constexpr = OUTS > 64
-    rows: gl.constexpr = ROWS if by_outs else ROWS // 2
-    row: gl.constexpr = 0 if by_outs else PART * rows
-    first_out: gl.constexpr = PART * 64 if by_outs else 0
+    rows: gl.constexpr = ROWS // PARTS
+    x_parts = x_bufs._reinterpret(gl.bfloat16, [num_buffers * PARTS, rows, PLANE], x_bufs.type.layout)
+    line += part * rows
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
+    outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
     scales_ptr += gl.minimum(outs, num_out - 1)
     acc = gl.zeros((64, rows), gl.float32, layout)
     total = acc
     found = _scales(scales_ptr, first, num_out, size, SIZE)
-    mbarrier.wait(words_full.index(0), 0)
-    words = words_bufs.index(0).slice(first_out, 64, dim=0).load(operand)
+    mbarrier.wait(words_full.index(before % num_ahead), (before // num_ahead) & 1)
+    words = words_bufs.index(before % num_ahead).slice(STRIP * 64, 64, dim=0).load(operand)
     values = _unpack(words, found[0], 0, BITS, KIND)
-    count = 0
+    count = before * planes
     block = 0
     for _ in range(1 if SPLIT else CHUNKS):
         for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
@@ -128,15 +156,16 @@ def _multiply(
             for plane in gl.static_range(planes):
                 i = count % num_buffers
                 mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
-                x = x_bufs.index(i).slice(row, rows, dim=0)
+                x = x_parts.index(i * PARTS + part)
                 soon = warpgroup_mma(values, x.permute((1, 0)), acc, is_async=True)
                 # The next values are made while these are multiplied.
                 if plane + 1 < planes:
                     more = _unpack(words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND)
                 else:
+                    number = before + block
                     if block < num_blocks:  # else what is there is not used
-                        mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
-                    words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
+                        mbarrier.wait(words_full.index(number % num_ahead), (number // num_ahead) & 1)
+                    words = words_bufs.index(number % num_ahead).slice(STRIP * 64, 64, dim=0).load(operand)
                     more = _unpack(words, following[0], 0, BITS, KIND)
                 acc, values = warpgroup_mma_wait(0, (soon, values))
                 barrier()
@@ -144,7 +173,7 @@ def _multiply(
                 # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been multiplied
                 # was made of all words.
                 if plane == 0:
-                    mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
+                    mbarrier.arrive(words_free.index((before + block - 1) % num_ahead), count=1)
                 values = more
                 count += 1
             found = following
@@ -153,16 +182,15 @@ def _multiply(
             acc = gl.zeros((64, rows), gl.float32, layout)
         else:
             total = acc
-    if SPLIT:  # [chunk, out, row], as the registers hold them
-        height = gl.cdiv(num_rows, ROWS) * ROWS
-        outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
-        at = ((first // BLOCKS).to(gl.int64) * num_out + outs)[:, None] * height + lines[None, :]
+    outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    if SPLIT:  # [chunk, row, out]
+        lines = line + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
+        partial_ptr += (first // BLOCKS).to(gl.int64) * num_rows * num_out
+        at = lines[None, :] * num_out + outs[:, None]
         gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
         return
     if HAS_BIAS:
-        columns = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
+        total += gl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(gl.float32)[:, None]
     by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
     width: gl.constexpr = 32 if ACT else 64
@@ -170,20 +198,47 @@ def _multiply(
         gate, up = gl.split(gl.reshape(out.to(gl.float32), (rows, width, 2)))
         out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
         num_out = num_out // 2
-    columns = (n * OUTS + first_out) // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
-    lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
+    columns = first_out // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
+    lines = line + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
     where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
     gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
+
+
+@gluon.jit
+def _multiply(
+    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
+    x_bufs, x_full, free, GROUP: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
+    KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
+    UNEVEN: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
+    strip: gl.constexpr = GROUP if OUTS > 64 else 0
+    parts: gl.constexpr = 1 if OUTS > 64 else 2
+    part: gl.constexpr = 0 if OUTS > 64 else GROUP
+    _multiply_tile(
+        scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, n * OUTS + strip * 64, part, first, 0, num_rows, num_out,
+        num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, parts, ROWS, PLANE, BITS, KIND, SIZE,
+        CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
+    )  # fmt: skip
+    if UNEVEN:
+        sharers: gl.constexpr = GROUP + 1  # programs that have some rows of these outs each
+        first_out = ((GROUP + 2) * gl.num_programs(0) + n // sharers) * 64
+        _multiply_tile(
+            scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, first_out, n % sharers, first, num_blocks, num_rows, num_out,
+            num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, sharers, ROWS, PLANE, BITS, KIND, SIZE,
+            CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _gemm_packed_by_roles(
     x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_out, num_blocks,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
-    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, UNEVEN: gl.constexpr, BUFFERS: gl.constexpr,
+    WORD_BUFFERS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `UNEVEN`: a program has two tiles; of the second, one
+    group has all rows of 64 outs, the other half of the rows of another 64."""
     tiles_m = gl.cdiv(num_rows, ROWS)
     m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
     first = gl.program_id(1) * BLOCKS
@@ -208,7 +263,7 @@ def _gemm_packed_by_roles(
                 (
                     scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
+                    CHUNKS, BLOCKS, SPLIT, UNEVEN, HAS_BIAS, ACT,
                 ),
             ),
             (
@@ -216,14 +271,14 @@ def _gemm_packed_by_roles(
                 (
                     scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
+                    CHUNKS, BLOCKS, SPLIT, UNEVEN, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _fetch,
                 (
                     x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-                    ROWS, OUTS, PLANE, gl.constexpr(16 // BITS),
+                    ROWS, OUTS, PLANE, gl.constexpr(16 // BITS), UNEVEN,
                 ),
             ),
         ],
@@ -234,28 +289,27 @@ def _gemm_packed_by_roles(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_chunks(
-    partial_ptr, bias_ptr, out_ptr, num_rows, num_out, HEIGHT: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    partial_ptr, bias_ptr, out_ptr, num_rows, num_out, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Sums [chunk, out, row], whose rows are filled up to multiples of `HEIGHT`."""
+    """Sums [chunk, row, out]."""
     begin(AHEAD)
     n, m = tl.program_id(0), tl.program_id(1)
     outs, rows = n * OUTS + tl.arange(0, OUTS), m * ROWS + tl.arange(0, ROWS)
-    height = tl.cdiv(num_rows, HEIGHT) * HEIGHT
-    at = outs[:, None].to(tl.int64) * height + rows[None, :]
-    there = (outs < num_out)[:, None] & (rows < num_rows)[None, :]
-    total = tl.zeros((OUTS, ROWS), tl.float32)
+    at = rows[:, None].to(tl.int64) * num_out + outs[None, :]
+    there = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
+    total = tl.zeros((ROWS, OUTS), tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        where = partial_ptr + chunk * num_out.to(tl.int64) * height + at
+        where = partial_ptr + chunk * num_rows.to(tl.int64) * num_out + at
         total += tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
-    _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+    _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
-def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int) -> RolesTile:
+def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False) -> RolesTile:
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers
-    that more rows would need."""
+    that more rows would need. `leave`: they need not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
-    if num_chunks > 1 and num_in > MANY_INS and num_rows <= 256:
+    if num_chunks > 1 and (leave or num_in > MANY_INS) and num_rows <= 256:
         return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 2 + 2 * more, 1)
     if num_rows <= 64:
         return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
@@ -278,33 +332,43 @@ def covers(weight: Packed, num_rows: int) -> bool:
 
 
 def gemm_by_roles(
-    x_TK: torch.Tensor, weight: Packed, tile: RolesTile | None = None, *, bias_N: torch.Tensor | None = None, act: str = ""
+    x_TK: torch.Tensor,
+    weight: Packed,
+    tile: RolesTile | None = None,
+    *,
+    bias_N: torch.Tensor | None = None,
+    act: str = "",
+    leave: bool = False,
 ) -> torch.Tensor:
-    """`act`: as `gemm` has it."""
+    """`act`: as `gemm` has it. `leave`: sums of chunks may be left to the norm behind it, without a bias or an activation."""
     num_rows, num_out, chunks = x_TK.shape[0], weight.num_out, weight.num_chunks
-    tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane)
+    leave = leave and bias_N is None and not act
+    tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane, leave)
     split = bool(tile.split) and chunks > 1
     is_fused = act == FUSED and not split
-    out = x_TK.new_empty(num_rows, num_out // 2 if act and (is_fused or split) else num_out)
+    shape = num_rows, num_out // 2 if act and (is_fused or split) else num_out
+    out = torch.empty(shape, dtype=x_TK.dtype, device="meta" if split and leave else x_TK.device)
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
     tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
-    partial, _ = _workspace(x_TK.device, chunks * num_out * tiles_m * tile.rows if split else 1, 1)
+    num_programs = tiles_n * 4 // 7 if tile.uneven else tiles_m * tiles_n
+    sums = x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32) if split else weight.scales_GN
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
-        _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
-        _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
-        weight.scales_GN, bias, out, partial, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
+        _gemm_packed_by_roles, (num_programs, chunks if split else 1), _descriptor(x_TK, tile.rows, plane, gl.bfloat16),
+        _descriptor(weight.words_NW, 64 if tile.uneven else tile.outs, plane, gl.int16), weight.scales_GN, bias,
+        sums if split else out, sums, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
         SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
-        BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
-        launch_pdl=True,
+        UNEVEN=tile.uneven, BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4,
+        maxnreg=168, launch_pdl=True,
     )  # fmt: skip
-    if split:
+    if split and leave:
+        CHUNKS.put(out, sums)
+    elif split:
         launch(
-            _add_chunks, (triton.cdiv(num_out, 64), triton.cdiv(num_rows, 32)), partial, bias, out, num_rows, num_out,
-            HEIGHT=tile.rows, CHUNKS=chunks, ROWS=32, OUTS=64, HAS_BIAS=bias_N is not None, ACT=act, num_warps=4, **HOW,
+            _add_chunks, (triton.cdiv(num_out, 128), triton.cdiv(num_rows, 16)), sums, bias, out, num_rows, num_out,
+            CHUNKS=chunks, ROWS=16, OUTS=128, HAS_BIAS=bias_N is not None, ACT=act, num_warps=4, **HOW,
         )  # fmt: skip
-        return out
-    return glu(out, act) if act and not is_fused else out
+    return glu(out, act) if act and not is_fused and not split else out
 
 
 def _descriptor(matrix: torch.Tensor, height: int, width: int, dtype: Any) -> TensorDescriptor:

@@ -104,7 +104,8 @@ class Llama(CausalLM):
                 setattr(self, name, nn.Identity())
         if not stage.is_last:
             self.norm, self.head = ResidualSum(self.config.residual_scale), nn.Identity()
-            self.blocks[stage.end - 1].mlp.norm_behind = False
+            for block in self.blocks:  # any of them may be the last of a trial
+                block.mlp.norm_behind = False
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, Embedding):

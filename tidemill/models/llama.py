@@ -105,7 +105,7 @@ class Llama(CausalLM):
         if not stage.is_last:
             self.norm, self.head = ResidualSum(self.config.residual_scale), nn.Identity()
             for block in self.blocks:  # any of them may be the last of a trial
-                block.mlp.norm_behind = False
+                setattr(block.mlp, "norm_behind", False)  # noqa: B010
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, Embedding):

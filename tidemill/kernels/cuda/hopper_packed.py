@@ -27,6 +27,7 @@ from tidemill.kernels.handover import CHUNKS
 
 FUSED = "silu"  # the activation that the kernel has built in
 FROM_ROWS = 64  # up to there the other kernel is as fast
+MULTIPROCESSORS = 132  # of an H100 or H200
 MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
 
@@ -44,7 +45,7 @@ class RolesTile:
 def _fetch_words(
     words_desc, places, first, block, count, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
 ):  # fmt: skip
-    """`places`: of one strip, or of one for each group."""
+    """`places`: of the strips for each group; without the second, if they are fetched at once."""
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     num_outs: gl.constexpr = words_desc.block_type.shape[0]
     i, phase = count % num_ahead, (count // num_ahead) & 1
@@ -84,10 +85,7 @@ def _fetch(
     x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr, UNEVEN: gl.constexpr,
 ):  # fmt: skip
-    if UNEVEN:
-        places = n * 128, n * 128 + 64
-    else:
-        places = (n * OUTS,)
+    places = n * OUTS, n * OUTS + 64
     _fetch_tile(
         x_desc, words_desc, m * ROWS, places, first, num_blocks, 0, words_bufs, words_full, words_free, x_bufs, x_full, free,
         OUTS, PLANE, PLANES,
@@ -317,7 +315,9 @@ def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: i
         return RolesTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
         return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
-    return RolesTile(256, 128, 3 * more, 2 * more)
+    tiles = num_out // 128  # with two for some multiprocessors and one for others, these wait
+    uneven = num_rows <= 256 and num_out % 448 == 0 and tiles * 4 // 7 <= MULTIPROCESSORS < tiles
+    return RolesTile(256, 128, 3 * more, 2 * more, uneven=int(uneven))
 
 
 @cache

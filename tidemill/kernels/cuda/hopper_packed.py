@@ -38,7 +38,7 @@ class RolesTile:
     buffers: int  # of rows
     ahead: int  # blocks of words
     split: int = 0  # a program has one chunk
-    uneven: int = 0  # a program has a tile and three quarters of another: 4 / 7 as many programs as tiles
+    quarters: int = 0  # of tiles that a program has: 3 or 7; 0: it has one tile
 
 
 @gluon.jit
@@ -82,20 +82,22 @@ def _fetch_tile(
 
 @gluon.jit
 def _fetch(
-    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr, UNEVEN: gl.constexpr,
+    x_desc, words_desc, m, n, tiles_m, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr, QUARTERS: gl.constexpr,
 ):  # fmt: skip
-    places = n * OUTS, n * OUTS + 64
-    _fetch_tile(
-        x_desc, words_desc, m * ROWS, places, first, num_blocks, 0, words_bufs, words_full, words_free, x_bufs, x_full, free,
-        OUTS, PLANE, PLANES,
-    )  # fmt: skip
-    if UNEVEN:
-        num = gl.num_programs(0)
-        places = (2 * num + n) * 64, (3 * num + n // 2) * 64
+    full: gl.constexpr = QUARTERS // 4  # tiles
+    if QUARTERS == 0 or full:
+        places = n * OUTS, n * OUTS + 64
         _fetch_tile(
-            x_desc, words_desc, m * ROWS, places, first, num_blocks, num_blocks, words_bufs, words_full, words_free, x_bufs,
-            x_full, free, OUTS, PLANE, PLANES,
+            x_desc, words_desc, m * ROWS, places, first, num_blocks, 0, words_bufs, words_full, words_free, x_bufs, x_full,
+            free, OUTS, PLANE, PLANES,
+        )  # fmt: skip
+    if QUARTERS:
+        num = gl.num_programs(0) // tiles_m
+        places = (2 * full * num + n) * 64, ((2 * full + 1) * num + n // 2) * 64
+        _fetch_tile(
+            x_desc, words_desc, m * ROWS, places, first, num_blocks, full * num_blocks, words_bufs, words_full, words_free,
+            x_bufs, x_full, free, OUTS, PLANE, PLANES,
         )  # fmt: skip
 
 
@@ -204,27 +206,29 @@ def _multiply_tile(
 
 @gluon.jit
 def _multiply(
-    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
-    x_bufs, x_full, free, GROUP: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
-    KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
-    UNEVEN: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, tiles_m, first, num_rows, num_out, num_blocks, words_bufs, words_full,
+    words_free, x_bufs, x_full, free, GROUP: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr,
+    BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
+    QUARTERS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
     strip: gl.constexpr = GROUP if OUTS > 64 else 0
     parts: gl.constexpr = 1 if OUTS > 64 else 2
     part: gl.constexpr = 0 if OUTS > 64 else GROUP
-    _multiply_tile(
-        scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, n * OUTS + strip * 64, part, first, 0, num_rows, num_out,
-        num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, parts, ROWS, PLANE, BITS, KIND, SIZE,
-        CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
-    )  # fmt: skip
-    if UNEVEN:
-        sharers: gl.constexpr = GROUP + 1  # programs that have some rows of these outs each
-        first_out = ((GROUP + 2) * gl.num_programs(0) + n // sharers) * 64
+    full: gl.constexpr = QUARTERS // 4  # tiles
+    if QUARTERS == 0 or full:
         _multiply_tile(
-            scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, first_out, n % sharers, first, num_blocks, num_rows, num_out,
-            num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, sharers, ROWS, PLANE, BITS, KIND, SIZE,
+            scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, n * OUTS + strip * 64, part, first, 0, num_rows, num_out,
+            num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, parts, ROWS, PLANE, BITS, KIND, SIZE,
             CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
+        )  # fmt: skip
+    if QUARTERS:
+        sharers: gl.constexpr = GROUP + 1  # programs that have some rows of these outs each
+        first_out = ((2 * full + GROUP) * (gl.num_programs(0) // tiles_m) + n // sharers) * 64
+        _multiply_tile(
+            scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, first_out, n % sharers, first, full * num_blocks, num_rows,
+            num_out, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, sharers, ROWS, PLANE, BITS,
+            KIND, SIZE, CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
         )  # fmt: skip
 
 
@@ -232,11 +236,11 @@ def _multiply(
 def _gemm_packed_by_roles(
     x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_out, num_blocks,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
-    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, UNEVEN: gl.constexpr, BUFFERS: gl.constexpr,
+    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, QUARTERS: gl.constexpr, BUFFERS: gl.constexpr,
     WORD_BUFFERS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `UNEVEN`: a program has two tiles; of the second, one
-    group has all rows of 64 outs, the other half of the rows of another 64."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `QUARTERS`: of tiles that a program has; 0: it has one.
+    Of three of them, one group has all rows of 64 outs, the other half of the rows of another 64."""
     tiles_m = gl.cdiv(num_rows, ROWS)
     m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
     first = gl.program_id(1) * BLOCKS
@@ -259,24 +263,24 @@ def _gemm_packed_by_roles(
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, tiles_m, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, UNEVEN, HAS_BIAS, ACT,
+                    CHUNKS, BLOCKS, SPLIT, QUARTERS, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, tiles_m, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, UNEVEN, HAS_BIAS, ACT,
+                    CHUNKS, BLOCKS, SPLIT, QUARTERS, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _fetch,
                 (
-                    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-                    ROWS, OUTS, PLANE, gl.constexpr(16 // BITS), UNEVEN,
+                    x_desc, words_desc, m, n, tiles_m, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full,
+                    free, ROWS, OUTS, PLANE, gl.constexpr(16 // BITS), QUARTERS,
                 ),
             ),
         ],
@@ -317,7 +321,7 @@ def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: i
         return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
     tiles = num_out // 128  # with two for some multiprocessors and one for others, these wait
     uneven = num_rows <= 256 and num_out % 448 == 0 and tiles * 4 // 7 <= MULTIPROCESSORS < tiles
-    return RolesTile(256, 128, 3 * more, 2 * more, uneven=int(uneven))
+    return RolesTile(256, 128, 3 * more, 2 * more, 0, 7 if uneven else 0)
 
 
 @cache
@@ -350,16 +354,16 @@ def gemm_by_roles(
     out = torch.empty(shape, dtype=x_TK.dtype, device="meta" if split and leave else x_TK.device)
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
     tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
-    num_programs = tiles_n * 4 // 7 if tile.uneven else tiles_m * tiles_n
+    num_programs = tiles_m * (tiles_n * 4 // tile.quarters if tile.quarters else tiles_n)
     sums = x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32) if split else weight.scales_GN
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
         _gemm_packed_by_roles, (num_programs, chunks if split else 1), _descriptor(x_TK, tile.rows, plane, gl.bfloat16),
-        _descriptor(weight.words_NW, 64 if tile.uneven else tile.outs, plane, gl.int16), weight.scales_GN, bias,
+        _descriptor(weight.words_NW, 64 if tile.quarters else tile.outs, plane, gl.int16), weight.scales_GN, bias,
         sums if split else out, sums, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
         SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
-        UNEVEN=tile.uneven, BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4,
-        maxnreg=168, launch_pdl=True,
+        QUARTERS=tile.quarters, BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused,
+        num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     if split and leave:
         CHUNKS.put(out, sums)

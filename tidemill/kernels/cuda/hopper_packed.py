@@ -27,7 +27,6 @@ from tidemill.kernels.handover import CHUNKS
 
 FUSED = "silu"  # the activation that the kernel has built in
 FROM_ROWS = 64  # up to there the other kernel is as fast
-MULTIPROCESSORS = 132  # of an H100 or H200
 MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
 
@@ -311,17 +310,17 @@ def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: i
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers
     that more rows would need. `leave`: they need not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
-    if num_chunks > 1 and (leave or num_in > MANY_INS) and num_rows <= 256:
-        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 2 + 2 * more, 1)
+    if num_chunks > 1 and num_rows <= (256 if num_in > MANY_INS else 192 if leave else 0):
+        if num_rows <= 128:
+            return RolesTile(128, 128, 8, 3, 1) if plane == 64 else RolesTile(128, 128, 6, 8, 1)
+        return RolesTile(256, 128, 4 * more, 3 * more, 1)
     if num_rows <= 64:
         return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
     if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
         return RolesTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
         return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
-    tiles = num_out // 128  # with two for some multiprocessors and one for others, these wait
-    uneven = num_rows <= 256 and num_out % 448 == 0 and tiles * 4 // 7 <= MULTIPROCESSORS < tiles
-    return RolesTile(256, 128, 3 * more, 2 * more, 0, 7 if uneven else 0)
+    return RolesTile(256, 128, 3 * more, 2 * more)
 
 
 @cache

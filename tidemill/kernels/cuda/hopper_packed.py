@@ -183,8 +183,11 @@ def _multiply_tile(
             total = acc
     outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     if SPLIT:  # [chunk, row, out]
-        lines = line + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
         partial_ptr += (first // BLOCKS).to(gl.int64) * num_rows * num_out
+        in_lines: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+        total = gl.convert_layout(total, in_lines)
+        outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, in_lines))
+        lines = line + gl.arange(0, rows, layout=gl.SliceLayout(0, in_lines))
         at = lines[None, :] * num_out + outs[:, None]
         gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
         return

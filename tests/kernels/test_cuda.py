@@ -602,11 +602,9 @@ for ring in hopper_fp8.RINGS:
 x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for kind in (gl.bfloat16, gl.int16))
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
              bias_ptr=B, out_ptr=B)
-how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4, QUARTERS=0)
+how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4)
 types |= dict(partial_ptr=F)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
-own = types | dict(words_desc=f"tensordesc<i16[64, 32],{w_layout!r}>")
-build_gluon(hopper_packed._gemm_packed_by_roles, own, how | dict(KIND="small", SPLIT=False, QUARTERS=7, HAS_BIAS=False, ACT=True))
 how |= dict(CHUNKS=4, BLOCKS=8)
 build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
 layouts = [gl.NVMMASharedLayout.get_default_for([64, width], kind) for width, kind in ((128, gl.float8e4nv), (64, gl.bfloat16))]

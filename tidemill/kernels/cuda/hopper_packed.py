@@ -37,67 +37,41 @@ class RolesTile:
     buffers: int  # of rows
     ahead: int  # blocks of words
     split: int = 0  # a program has one chunk
-    quarters: int = 0  # of tiles that a program has: 3 or 7; 0: it has one tile
 
 
 @gluon.jit
 def _fetch_words(
-    words_desc, places, first, block, count, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
+    words_desc, n, first, block, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
 ):  # fmt: skip
-    """`places`: of the strips for each group; without the second, if they are fetched at once."""
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    num_outs: gl.constexpr = words_desc.block_type.shape[0]
-    i, phase = count % num_ahead, (count // num_ahead) & 1
+    i, phase = block % num_ahead, (block // num_ahead) & 1
     mbarrier.wait(words_free.index(i), phase ^ 1)
-    mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes * (OUTS // num_outs))
-    for strip in gl.static_range(OUTS // num_outs):
-        to = words_bufs.index(i).slice(strip * num_outs, num_outs, dim=0)
-        fetch(words_desc, [places[strip], (first + block) * PLANE], words_full.index(i), to)
-
-
-@gluon.jit
-def _fetch_tile(
-    x_desc, words_desc, line, places, first, num_blocks, count, words_bufs, words_full, words_free, x_bufs, x_full, free,
-    OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
-):  # fmt: skip
-    """`num_blocks` from `first` on. `count`: of blocks before."""
-    num_buffers: gl.constexpr = x_bufs.type.shape[0]
-    num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    for block in range(gl.minimum(num_ahead - 1, num_blocks)):
-        _fetch_words(words_desc, places, first, block, count + block, words_bufs, words_full, words_free, OUTS, PLANE)
-    # Weights were there long before; activations are what the kernel before writes.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    for block in range(num_blocks):
-        soon = block + num_ahead - 1
-        if soon < num_blocks:
-            _fetch_words(words_desc, places, first, soon, count + soon, words_bufs, words_full, words_free, OUTS, PLANE)
-        for plane in gl.static_range(PLANES):
-            number = (count + block) * PLANES + plane
-            i, phase = number % num_buffers, (number // num_buffers) & 1
-            mbarrier.wait(free.index(i), phase ^ 1)
-            mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
-            fetch(x_desc, [line, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
+    mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
+    fetch(words_desc, [n * OUTS, (first + block) * PLANE], words_full.index(i), words_bufs.index(i))
 
 
 @gluon.jit
 def _fetch(
-    x_desc, words_desc, m, n, tiles_m, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr, QUARTERS: gl.constexpr,
+    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+    ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
 ):  # fmt: skip
-    full: gl.constexpr = QUARTERS // 4  # tiles
-    if QUARTERS == 0 or full:
-        places = n * OUTS, n * OUTS + 64
-        _fetch_tile(
-            x_desc, words_desc, m * ROWS, places, first, num_blocks, 0, words_bufs, words_full, words_free, x_bufs, x_full,
-            free, OUTS, PLANE, PLANES,
-        )  # fmt: skip
-    if QUARTERS:
-        num = gl.num_programs(0) // tiles_m
-        places = (2 * full * num + n) * 64, ((2 * full + 1) * num + n // 2) * 64
-        _fetch_tile(
-            x_desc, words_desc, m * ROWS, places, first, num_blocks, full * num_blocks, words_bufs, words_full, words_free,
-            x_bufs, x_full, free, OUTS, PLANE, PLANES,
-        )  # fmt: skip
+    """`num_blocks` from `first` on."""
+    num_buffers: gl.constexpr = x_bufs.type.shape[0]
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    count = 0
+    for block in range(gl.minimum(num_ahead - 1, num_blocks)):
+        _fetch_words(words_desc, n, first, block, words_bufs, words_full, words_free, OUTS, PLANE)
+    # Weights were there long before; activations are what the kernel before writes.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    for block in range(num_blocks):
+        if block + num_ahead - 1 < num_blocks:
+            _fetch_words(words_desc, n, first, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
+        for plane in gl.static_range(PLANES):
+            i, phase = count % num_buffers, (count // num_buffers) & 1
+            mbarrier.wait(free.index(i), phase ^ 1)
+            mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
+            fetch(x_desc, [m * ROWS, ((first + block) * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
+            count += 1
 
 
 @gluon.jit
@@ -120,33 +94,33 @@ def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr)
 
 
 @gluon.jit
-def _multiply_tile(
-    scales_ptr, bias_ptr, out_ptr, partial_ptr, line, first_out, part, first, before, num_rows, num_out, num_blocks, words_bufs,
-    words_full, words_free, x_bufs, x_full, free, STRIP: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
-    PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+def _multiply(
+    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
+    x_bufs, x_full, free, PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr,
+    KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """64 outs from `first_out` on, a `STRIP` of the buffered ones, by all rows or a `part` of two. `before`: blocks of the tile
-    before."""
+    """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     planes: gl.constexpr = 16 // BITS
     size: gl.constexpr = PLANE * planes
     groups: gl.constexpr = max(1, size // SIZE)
-    rows: gl.constexpr = ROWS // PARTS
-    x_parts = x_bufs._reinterpret(gl.bfloat16, [num_buffers * PARTS, rows, PLANE], x_bufs.type.layout)
-    line += part * rows
+    by_outs: gl.constexpr = OUTS > 64
+    rows: gl.constexpr = ROWS if by_outs else ROWS // 2
+    row: gl.constexpr = 0 if by_outs else PART * rows
+    first_out: gl.constexpr = PART * 64 if by_outs else 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
+    outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
     scales_ptr += gl.minimum(outs, num_out - 1)
     acc = gl.zeros((64, rows), gl.float32, layout)
     total = acc
     found = _scales(scales_ptr, first, num_out, size, SIZE)
-    mbarrier.wait(words_full.index(before % num_ahead), (before // num_ahead) & 1)
-    words = words_bufs.index(before % num_ahead).slice(STRIP * 64, 64, dim=0).load(operand)
+    mbarrier.wait(words_full.index(0), 0)
+    words = words_bufs.index(0).slice(first_out, 64, dim=0).load(operand)
     values = _unpack(words, found[0], 0, BITS, KIND)
-    count = before * planes
+    count = 0
     block = 0
     for _ in range(1 if SPLIT else CHUNKS):
         for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
@@ -155,16 +129,15 @@ def _multiply_tile(
             for plane in gl.static_range(planes):
                 i = count % num_buffers
                 mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
-                x = x_parts.index(i * PARTS + part)
+                x = x_bufs.index(i).slice(row, rows, dim=0)
                 soon = warpgroup_mma(values, x.permute((1, 0)), acc, is_async=True)
                 # The next values are made while these are multiplied.
                 if plane + 1 < planes:
                     more = _unpack(words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND)
                 else:
-                    number = before + block
                     if block < num_blocks:  # else what is there is not used
-                        mbarrier.wait(words_full.index(number % num_ahead), (number // num_ahead) & 1)
-                    words = words_bufs.index(number % num_ahead).slice(STRIP * 64, 64, dim=0).load(operand)
+                        mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
+                    words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
                     more = _unpack(words, following[0], 0, BITS, KIND)
                 acc, values = warpgroup_mma_wait(0, (soon, values))
                 barrier()
@@ -172,7 +145,7 @@ def _multiply_tile(
                 # Not sooner: a barrier waits for no load, and bulk copies do not wait for loads either. What has been multiplied
                 # was made of all words.
                 if plane == 0:
-                    mbarrier.arrive(words_free.index((before + block - 1) % num_ahead), count=1)
+                    mbarrier.arrive(words_free.index((block - 1) % num_ahead), count=1)
                 values = more
                 count += 1
             found = following
@@ -181,18 +154,16 @@ def _multiply_tile(
             acc = gl.zeros((64, rows), gl.float32, layout)
         else:
             total = acc
-    outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     if SPLIT:  # [chunk, row, out]
+        outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
         partial_ptr += (first // BLOCKS).to(gl.int64) * num_rows * num_out
-        in_lines: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-        total = gl.convert_layout(total, in_lines)
-        outs = first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, in_lines))
-        lines = line + gl.arange(0, rows, layout=gl.SliceLayout(0, in_lines))
         at = lines[None, :] * num_out + outs[:, None]
         gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
         return
     if HAS_BIAS:
-        total += gl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(gl.float32)[:, None]
+        columns = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
     by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
     width: gl.constexpr = 32 if ACT else 64
@@ -200,49 +171,20 @@ def _multiply_tile(
         gate, up = gl.split(gl.reshape(out.to(gl.float32), (rows, width, 2)))
         out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
         num_out = num_out // 2
-    columns = first_out // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
-    lines = line + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
+    columns = (n * OUTS + first_out) // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
+    lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
     where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
     gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
-
-
-@gluon.jit
-def _multiply(
-    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, tiles_m, first, num_rows, num_out, num_blocks, words_bufs, words_full,
-    words_free, x_bufs, x_full, free, GROUP: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr,
-    BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr,
-    QUARTERS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
-):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: these are all blocks of one, from `first` on."""
-    strip: gl.constexpr = GROUP if OUTS > 64 else 0
-    parts: gl.constexpr = 1 if OUTS > 64 else 2
-    part: gl.constexpr = 0 if OUTS > 64 else GROUP
-    full: gl.constexpr = QUARTERS // 4  # tiles
-    if QUARTERS == 0 or full:
-        _multiply_tile(
-            scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, n * OUTS + strip * 64, part, first, 0, num_rows, num_out,
-            num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, parts, ROWS, PLANE, BITS, KIND, SIZE,
-            CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
-        )  # fmt: skip
-    if QUARTERS:
-        sharers: gl.constexpr = GROUP + 1  # programs that have some rows of these outs each
-        first_out = ((2 * full + GROUP) * (gl.num_programs(0) // tiles_m) + n // sharers) * 64
-        _multiply_tile(
-            scales_ptr, bias_ptr, out_ptr, partial_ptr, m * ROWS, first_out, n % sharers, first, full * num_blocks, num_rows,
-            num_out, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free, strip, sharers, ROWS, PLANE, BITS,
-            KIND, SIZE, CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
-        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _gemm_packed_by_roles(
     x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_out, num_blocks,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
-    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, QUARTERS: gl.constexpr, BUFFERS: gl.constexpr,
-    WORD_BUFFERS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+    CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `QUARTERS`: of tiles that a program has; 0: it has one.
-    Of three of them, one group has all rows of 64 outs, the other half of the rows of another 64."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
     tiles_m = gl.cdiv(num_rows, ROWS)
     m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
     first = gl.program_id(1) * BLOCKS
@@ -265,24 +207,24 @@ def _gemm_packed_by_roles(
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, tiles_m, first, num_rows, num_out, num_blocks, words_bufs,
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, QUARTERS, HAS_BIAS, ACT,
+                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, tiles_m, first, num_rows, num_out, num_blocks, words_bufs,
+                    scales_ptr, bias_ptr, out_ptr, partial_ptr, m, n, first, num_rows, num_out, num_blocks, words_bufs,
                     words_full, words_free, x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE,
-                    CHUNKS, BLOCKS, SPLIT, QUARTERS, HAS_BIAS, ACT,
+                    CHUNKS, BLOCKS, SPLIT, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _fetch,
                 (
-                    x_desc, words_desc, m, n, tiles_m, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full,
-                    free, ROWS, OUTS, PLANE, gl.constexpr(16 // BITS), QUARTERS,
+                    x_desc, words_desc, m, n, first, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+                    ROWS, OUTS, PLANE, gl.constexpr(16 // BITS),
                 ),
             ),
         ],
@@ -314,9 +256,7 @@ def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: i
     that more rows would need. `leave`: they need not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
     if num_chunks > 1 and num_rows <= (256 if num_in > MANY_INS else 192 if leave else 0):
-        if num_rows <= 128:
-            return RolesTile(128, 128, 8, 3, 1) if plane == 64 else RolesTile(128, 128, 6, 8, 1)
-        return RolesTile(256, 128, 4 * more, 3 * more, 1)
+        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 3 * more, 1)
     if num_rows <= 64:
         return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
     if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
@@ -356,16 +296,15 @@ def gemm_by_roles(
     out = torch.empty(shape, dtype=x_TK.dtype, device="meta" if split and leave else x_TK.device)
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
     tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
-    num_programs = tiles_m * (tiles_n * 4 // tile.quarters if tile.quarters else tiles_n)
     sums = x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32) if split else weight.scales_GN
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
-        _gemm_packed_by_roles, (num_programs, chunks if split else 1), _descriptor(x_TK, tile.rows, plane, gl.bfloat16),
-        _descriptor(weight.words_NW, 64 if tile.quarters else tile.outs, plane, gl.int16), weight.scales_GN, bias,
-        sums if split else out, sums, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
-        SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
-        QUARTERS=tile.quarters, BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused,
-        num_warps=4, maxnreg=168, launch_pdl=True,
+        _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
+        _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
+        weight.scales_GN, bias, sums if split else out, sums, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits,
+        KIND=weight.kind, SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block,
+        SPLIT=split, BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4,
+        maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     if split and leave:
         CHUNKS.put(out, sums)

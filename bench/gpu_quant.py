@@ -26,7 +26,7 @@ import triton
 
 from tidemill.kernels.cuda import gemm, hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
+from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, add_rms_norm
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_chunked, gemm_packed, pack, unpack_reference
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
@@ -518,11 +518,17 @@ def check_roles() -> None:
     for name, weight, act in checks:
         x = torch.randn(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
         expected = gemm_packed(x, weight, act=act)
-        off = {
+        off: dict[Any, float] = {
             rows: round(error(made, expected[:rows].float()), 5)
             for rows in rows_to_check
             if not torch.equal(made := hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act), expected[:rows])
         }
+        for rows in () if act else rows_to_check:  # the norm behind it adds up
+            made, given = (torch.ones(rows, weight.num_out, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            learned = torch.ones(weight.num_out, device="cuda")
+            one = add_rms_norm(hopper_packed.gemm_by_roles(x[:rows].clone(), weight, leave=True), made, learned, 1e-5)
+            other = add_rms_norm(expected[:rows].contiguous(), given, learned, 1e-5)
+            off |= {} if torch.equal(made, given) and torch.equal(one, other) else {f"{rows} left": error(made, given.float())}
         label = f"roles {name} {weight.num_out}x{weight.num_in} {act}"
         print(f"check {label}: the other's bits: {not off} {off or ''}{'' if not off else '   <<< WRONG'}", flush=True)
 

@@ -500,7 +500,8 @@ def build(kernel, types, warps=4, stages=3, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
              codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, PLAIN=False, BLOCK=4096)
+build(elementwise._add_rms_norm, types, CHUNKS=1, CODES=448, PLAIN=False, BLOCK=4096)
+build(elementwise._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, CODES=0, PLAIN=True, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -646,7 +647,7 @@ for kind, name, ins in ((gl.bfloat16, "bf16", 64), (gl.float8e4nv, "fp8e4nv", 12
                out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F, bias_ptr=B)
     how = dict(ROWS=128, OUTS=256, INS=ins, BUFFERS=3, GROUP=16, SCALED=ins == 128, HAS_BIAS=True, ACT=ins == 64)
     build_gluon(hopper_gemm._gemm_by_roles, own, how)
-build(hopper_packed._add_chunks, types, HEIGHT=256, CHUNKS=4, ROWS=32, OUTS=64, HAS_BIAS=True, ACT="silu")
+build(hopper_packed._add_chunks, types, CHUNKS=4, ROWS=16, OUTS=128, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 build(page_copies._copy_pages, types, WORD=4, KIND=0, DIM=128, BLOCK=64)

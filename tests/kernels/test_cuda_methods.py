@@ -1,6 +1,7 @@
 """How stored matrices become weights on the GPU, on a device that is the CPU under another name (test_cuda_runner.py)."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from tests.test_config import SMOLLM2
 from tidemill.config import EngineOptions, resolve
 from tidemill.errors import ConfigError
 from tidemill.kernels import machine
+from tidemill.kernels.cuda import hopper_packed
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.low_rank import Factors, Product
 from tidemill.kernels.quantized_linear import Activations, Codes, Outliers, quantized_linear_reference
-from tidemill.quant import cuda_packed
+from tidemill.layers.linear import Linear
+from tidemill.models.llama import Llama
+from tidemill.parallel.world import Stage
+from tidemill.quant import PLAIN, cuda_packed
 from tidemill.quant.cuda import CudaWeight
 from tidemill.quant.cuda_packed import CudaInt4, CudaPackedWeight, CudaQuantized
 from tidemill.quant.cuda_scaled import CudaFP8, CudaScaledWeight
@@ -82,6 +87,24 @@ def test_unlike_matrices_meet_in_bytes():
     weight = joined(one, other)
     assert isinstance(weight, CudaPackedWeight)
     check(weight, torch.cat([one.dequantize(), other.dequantize()]), torch.randn(3, 256), atol=5.0)
+
+
+def test_sums_are_left_to_norms_alone(monkeypatch):
+    """Neither where an adapter adds to the result, nor where a stage of a pipeline ends."""
+    given = []
+    monkeypatch.setattr(hopper_packed, "covers", lambda weight, num_rows: True)
+    monkeypatch.setattr(hopper_packed, "gemm_by_roles", lambda x, weight, leave, **_: given.append(leave) or x)
+    linear = Linear(256, {"out": 32})
+    linear._weight = joined(new_codes(zeros_NG=torch.full((32, 2), 8.0)))
+    x = torch.randn(3, 256)
+    linear(x), linear.unsummed(x)
+    linear.loras, linear.lora = SimpleNamespace(is_on=True), SimpleNamespace(add=lambda x, y: None)
+    linear.unsummed(x)
+    assert given == [False, True, False]
+    model = Llama(replace(SMOLLM2, layers=SMOLLM2.layers[:4]), PLAIN)
+    assert all(block.attn.norm_behind and block.mlp.norm_behind for block in model.blocks)
+    model.keep(Stage(0, 2, 0, 2))
+    assert all(block.attn.norm_behind and not block.mlp.norm_behind for block in model.blocks)
 
 
 def test_columns_in_another_order():

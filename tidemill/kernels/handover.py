@@ -1,30 +1,40 @@
-"""What a norm hands to the linear behind it besides its result: the same values in 8 bits, with their scales."""
+"""What a kernel hands to the next one besides its result, or instead of it: a norm the same values in 8 bits, with their scales;
+a linear the sums of chunks of K, which the norm behind it adds up."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Generic, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from tidemill.kernels.cuda.elementwise import Scaled
+Made = TypeVar("Made")
 
 
-class Handover:
-    """Of a linear that takes its input in an 8-bit type. A norm that knows it puts the values in; the linear takes them out."""
+class Place(Generic[Made]):
+    def __init__(self) -> None:
+        self._put: dict[int, tuple[torch.Tensor, Made]] = {}  # by lane
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._put: dict[int, tuple[torch.Tensor, Scaled]] = {}  # by lane
-
-    def put(self, x_TK: torch.Tensor, made: Scaled) -> None:
+    def put(self, x_TK: torch.Tensor, made: Made) -> None:
         from tidemill.kernels.cuda.lanes import lane
 
         self._put[lane()] = x_TK, made
 
-    def take(self, x_TK: torch.Tensor) -> Scaled | None:
-        """Of this input; None: nobody has put it in."""
+    def take(self, x_TK: torch.Tensor) -> Made | None:
+        """Of this tensor; None: nobody has put it in."""
         from tidemill.kernels.cuda.lanes import lane
 
         x, made = self._put.pop(lane(), (None, None))
         return made if x is x_TK else None
+
+
+class Handover(Place[Any]):
+    """Of a linear that takes its input in an 8-bit type. A norm that knows it puts a `Scaled` in; the linear takes it out."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+
+# Of a linear that is not added up yet: float32 [chunk, T, N], to be added in this order and rounded to the type of activations.
+# The tensor that it returns has no memory, so that nothing but a norm, which takes these, can read it.
+CHUNKS: Place[torch.Tensor] = Place()

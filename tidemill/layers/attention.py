@@ -55,6 +55,7 @@ class Attention(nn.Module):
         q, kv = own.heads.times(dim).size, own.groups.times(dim).size
         self.qkv = Linear(config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.attention_bias, weights=weights)
         self.out = Linear(q, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
+        self.norm_behind = False  # whether an RMSNorm that adds the result to the residual is all that reads it
         self.head_scores: Weight | None = None  # of a predictor that says which KV heads a token needs
 
     @property
@@ -65,7 +66,8 @@ class Attention(nn.Module):
         learned = self._learned()
         if self.head_scores is not None:
             learned = replace(learned, chosen=self.head_scores(x_TH))
-        return self.out(step.attend(self.layer, self._project(x_TH), learned))
+        attended = step.attend(self.layer, self._project(x_TH), learned)
+        return self.out.unsummed(attended) if self.norm_behind else self.out(attended)
 
     def enter(self, x_TH: torch.Tensor, step: EnteringStep) -> None:
         """Keys and values alone."""

@@ -124,8 +124,11 @@ class Linear(Layer):
     @property
     def takes_codes(self) -> bool:
         """Whether it computes with what a norm has handed over, and with nothing else of its input."""
-        has_adapters = self.loras is not None and self.lora is not None and self.loras.is_on
-        return self._columns is None and not has_adapters and self.weight.handover is not None
+        return self._columns is None and not self._has_adapters and self.weight.handover is not None
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.loras is not None and self.lora is not None and self.loras.is_on
 
     def shape_of(self, part: str) -> tuple[int, int]:
         """Of a matrix, on all ranks together."""
@@ -152,6 +155,12 @@ class Linear(Layer):
             return self.weight.activate(self._group.all_reduce(self.weight.matmul(take_columns(x_TK, self._columns))))
         y_TN = self._group.all_reduce(self._multiply(x_TK))
         return y_TN if self._gathered is None else self._gathered[0].all_gather(y_TN, 1, self._gathered[1])
+
+    def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """For the norm behind it alone, which adds up what the kernel has not."""
+        if self.by_rows or self._group is not None or self._has_adapters:
+            return self(x_TK)
+        return self.weight.unsummed(x_TK)
 
     def _multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.loras is None or self.lora is None or not self.loras.is_on:

@@ -28,6 +28,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
+        self.norm_behind = False  # as of Attention
         self.neurons: NeuronWeights | ChosenNeurons | None = None  # where not all are computed
         self.split: SplitNeurons | None = None  # where some are in host memory
 
@@ -40,7 +41,7 @@ class GatedMLP(nn.Module):
             return self.split(x_TH, self.gate_up, self.down)
         if self.neurons is not None:
             return self.neurons(x_TH, self.gate_up(x_TH))
-        return self.down(self.gate_up(x_TH))
+        return self.down.unsummed(self.gate_up(x_TH)) if self.norm_behind else self.down(self.gate_up(x_TH))
 
 
 class MLP(nn.Module):

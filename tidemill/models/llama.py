@@ -11,6 +11,7 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
+from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.layers.stage import ResidualSum, StageBlocks
@@ -35,6 +36,9 @@ class Block(nn.Module):
         self.attn = Attention(config, layer, weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.mlp = self.feed_forward(config, layer, weights)
+        self.attn.norm_behind = True
+        if isinstance(self.mlp, GatedMLP):
+            self.mlp.norm_behind = True
 
     def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
         return feed_forward(config, layer, weights)
@@ -118,6 +122,8 @@ class Llama(CausalLM):
                 setattr(self, name, nn.Identity())
         if not stage.is_last:
             self.norm, self.head = ResidualSum(self.config.residual_scale), nn.Identity()
+            for block in self.blocks:  # any of them may be the last of a trial
+                setattr(block.mlp, "norm_behind", False)  # noqa: B010
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, Embedding):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, how, is_compiling, launch
-from tidemill.kernels.handover import Handover
+from tidemill.kernels.handover import CHUNKS, Handover
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
 LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127, torch.uint8: 7}  # of the values of types that have scales; the last: int4
@@ -65,18 +65,21 @@ def look_up(
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scales_ptr, width, eps, factor,
-    HAS_X: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNKS: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`CODES`: the largest value of the 8-bit type in which the norm is written, with a scale for the row; 0: it is not. `PLAIN`:
-    it is written as it is."""
+    """`CHUNKS`: of which x is the sum, [chunk, row, column]; 0: there is no x. `CODES`: the largest value of the 8-bit type in
+    which the norm is written, with a scale for the row; 0: it is not. `PLAIN`: it is written as it is."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     begin(AHEAD)
     value = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_X:
-        value += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32) * factor
+    if CHUNKS:
+        x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        for chunk in tl.static_range(1, CHUNKS):
+            x += tl.load(x_ptr + (chunk * tl.num_programs(0) + row) * width + columns, mask=inside, other=0.0)
+        value += x.to(residual_ptr.dtype.element_ty).to(tl.float32) * factor
         rounded = value.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -110,15 +113,16 @@ def add_rms_norm(
     alone = alone and handover is not None
     out = torch.empty_like(residual_TH, device="meta" if alone else None)
     num_rows, width = residual_TH.shape
-    x = residual_TH if x_TH is None else x_TH
-    made = None
+    x, made = residual_TH if x_TH is None else x_TH, None
+    sums = CHUNKS.take(x)
+    assert x.device.type != "meta" or sums is not None, "nobody has what should be added"
     if handover is not None:
         made = Scaled(torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32))
     launch(
-        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, residual_TH if alone else out,
+        _add_rms_norm, (num_rows,), x if sums is None else sums, residual_TH, weight_H, residual_TH if alone else out,
         out if made is None else made.values_NK.view(torch.int8), out if made is None else made.scales, width, eps, scale,
-        HAS_X=x_TH is not None, CODES=0 if handover is None else LARGEST[handover.dtype], PLAIN=not alone,
-        **_of_a_row(width), **how(num_rows),
+        CHUNKS=0 if x_TH is None else 1 if sums is None else sums.shape[0],
+        CODES=0 if handover is None else LARGEST[handover.dtype], PLAIN=not alone, **_of_a_row(width), **how(num_rows),
     )  # fmt: skip
     if handover is not None and made is not None:
         handover.put(out, made)

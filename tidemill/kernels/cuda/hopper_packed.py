@@ -1,8 +1,8 @@
 """`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four multiply. A group takes codes from
 shared memory to registers, makes bfloat16 of them and multiplies from there, and unpacks the next ones meanwhile.
 
-Where a weight has too few rows for all multiprocessors, a program has one chunk of K, and a second kernel adds the chunks' sums.
-The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
+Where a weight has too few rows for all multiprocessors, a program has one chunk of K; the norm behind adds the chunks' sums, or a
+second kernel does. The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tidemill.kernels.cuda.elementwise import glu
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.hopper_gemm import FUSED, descriptor
 from tidemill.kernels.cuda.launch import HOW, begin, is_hopper, launch
-from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store, _workspace
+from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store
+from tidemill.kernels.handover import CHUNKS
 
 FROM_ROWS = 64  # up to there the other kernel is as fast
 MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
@@ -150,11 +151,11 @@ def _multiply(
             acc = gl.zeros((64, rows), gl.float32, layout)
         else:
             total = acc
-    if SPLIT:  # [chunk, out, row], as the registers hold them
-        height = gl.cdiv(num_rows, ROWS) * ROWS
+    if SPLIT:  # [chunk, row, out]
         outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(0, layout))
-        at = ((first // BLOCKS).to(gl.int64) * num_out + outs)[:, None] * height + lines[None, :]
+        partial_ptr += (first // BLOCKS).to(gl.int64) * num_rows * num_out
+        at = lines[None, :] * num_out + outs[:, None]
         gl.store(partial_ptr + at, total, mask=(outs < num_out)[:, None] & (lines < num_rows)[None, :])
         return
     if HAS_BIAS:
@@ -231,29 +232,28 @@ def _gemm_packed_by_roles(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_chunks(
-    partial_ptr, bias_ptr, out_ptr, num_rows, num_out, HEIGHT: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    partial_ptr, bias_ptr, out_ptr, num_rows, num_out, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Sums [chunk, out, row], whose rows are filled up to multiples of `HEIGHT`."""
+    """Sums [chunk, row, out]."""
     begin(AHEAD)
     n, m = tl.program_id(0), tl.program_id(1)
     outs, rows = n * OUTS + tl.arange(0, OUTS), m * ROWS + tl.arange(0, ROWS)
-    height = tl.cdiv(num_rows, HEIGHT) * HEIGHT
-    at = outs[:, None].to(tl.int64) * height + rows[None, :]
-    there = (outs < num_out)[:, None] & (rows < num_rows)[None, :]
-    total = tl.zeros((OUTS, ROWS), tl.float32)
+    at = rows[:, None].to(tl.int64) * num_out + outs[None, :]
+    there = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
+    total = tl.zeros((ROWS, OUTS), tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        where = partial_ptr + chunk * num_out.to(tl.int64) * height + at
+        where = partial_ptr + chunk * num_rows.to(tl.int64) * num_out + at
         total += tl.load(where, mask=there, other=0.0, cache_modifier=".cg")
-    _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+    _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
-def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int) -> RolesTile:
+def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False) -> RolesTile:
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers
-    that more rows would need."""
+    that more rows would need. `leave`: they need not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
-    if num_chunks > 1 and num_in > MANY_INS and num_rows <= 256:
-        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 2 + 2 * more, 1)
+    if num_chunks > 1 and num_rows <= (256 if num_in > MANY_INS else 192 if leave else 0):
+        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 3 * more, 1)
     if num_rows <= 64:
         return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
     if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
@@ -270,30 +270,39 @@ def covers(weight: Packed, num_rows: int) -> bool:
 
 
 def gemm_by_roles(
-    x_TK: torch.Tensor, weight: Packed, tile: RolesTile | None = None, *, bias_N: torch.Tensor | None = None, act: str = ""
+    x_TK: torch.Tensor,
+    weight: Packed,
+    tile: RolesTile | None = None,
+    *,
+    bias_N: torch.Tensor | None = None,
+    act: str = "",
+    leave: bool = False,
 ) -> torch.Tensor:
-    """`act`: as `gemm` has it."""
+    """`act`: as `gemm` has it. `leave`: sums of chunks may be left to the norm behind it, without a bias or an activation."""
     num_rows, num_out, chunks = x_TK.shape[0], weight.num_out, weight.num_chunks
-    tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane)
+    leave = leave and bias_N is None and not act
+    tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane, leave)
     split = bool(tile.split) and chunks > 1
     is_fused = act == FUSED and not split
-    out = x_TK.new_empty(num_rows, num_out // 2 if act and (is_fused or split) else num_out)
+    shape = num_rows, num_out // 2 if act and (is_fused or split) else num_out
+    out = torch.empty(shape, dtype=x_TK.dtype, device="meta" if split and leave else x_TK.device)
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
     tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
-    partial, _ = _workspace(x_TK.device, chunks * num_out * tiles_m * tile.rows if split else 1, 1)
+    sums = x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32) if split else weight.scales_GN
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
         _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
         descriptor(x_TK, tile.rows, plane, gl.bfloat16), descriptor(weight.words_NW, tile.outs, plane, gl.int16),
-        weight.scales_GN, bias, out, partial, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits, KIND=weight.kind,
-        SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
-        BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
-        launch_pdl=True,
+        weight.scales_GN, bias, sums if split else out, sums, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits,
+        KIND=weight.kind, SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block,
+        SPLIT=split, BUFFERS=tile.buffers, WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4,
+        maxnreg=168, launch_pdl=True,
     )  # fmt: skip
-    if split:
+    if split and leave:
+        CHUNKS.put(out, sums)
+    elif split:
         launch(
-            _add_chunks, (triton.cdiv(num_out, 64), triton.cdiv(num_rows, 32)), partial, bias, out, num_rows, num_out,
-            HEIGHT=tile.rows, CHUNKS=chunks, ROWS=32, OUTS=64, HAS_BIAS=bias_N is not None, ACT=act, num_warps=4, **HOW,
+            _add_chunks, (triton.cdiv(num_out, 128), triton.cdiv(num_rows, 16)), sums, bias, out, num_rows, num_out,
+            CHUNKS=chunks, ROWS=16, OUTS=128, HAS_BIAS=bias_N is not None, ACT=act, num_warps=4, **HOW,
         )  # fmt: skip
-        return out
-    return glu(out, act) if act and not is_fused else out
+    return glu(out, act) if act and not is_fused and not split else out

@@ -46,7 +46,7 @@ class _Offered(NamedTuple):
     """A page that other engines may want."""
 
     key: bytes
-    taken: int  # then: if it is another, the page holds something else
+    times_taken: int  # then: if it is another, the page holds something else
     step: int  # that computes it
 
 
@@ -178,7 +178,7 @@ class Behind:
         if key in self.tiers.exports:
             self.tiers.exports.touch(key)
             return
-        made = _Offered(key, self._pool.taken(page), step)
+        made = _Offered(key, self._pool.times_taken(page), step)
         if self._offered.get(page, made)[:2] != made[:2]:
             del self._offered[page]
         self._offered.setdefault(page, made)
@@ -189,7 +189,7 @@ class Behind:
         ready = (page for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
         for page in list(islice(ready, max(room, 0))):
             offered = self._offered.pop(page)
-            if self._pool.taken(page) == offered.taken and self._index.key_of(page) == offered.key:
+            if self._pool.times_taken(page) == offered.times_taken and self._index.key_of(page) == offered.key:
                 self.tiers.export(offered.key, page)
 
     @property

@@ -26,7 +26,7 @@ class Held:
     pages: Sequence[int]
     expires_s: float
     is_pinned: bool = False
-    times: Sequence[int] = ()  # what `PagePool.taken` said of each page
+    times: Sequence[int] = ()  # how often each page had been taken
 
 
 class Holds:
@@ -51,7 +51,7 @@ class Holds:
     def put(self, held: Held) -> tuple[str, list[Held]]:
         """Hold a prefix, instead of what was held by this name. Returns why not, if it cannot be, and what had to end for it."""
         ended = list[Held]()
-        held.times = [self._pool.taken(page) for page in held.pages]
+        held.times = [self._pool.times_taken(page) for page in held.pages]
         if self._is_held(held):
             self.renew(held.name, held.expires_s)
             return "", ended
@@ -129,7 +129,7 @@ class Holds:
         if held is None:
             return None
         for page, times in zip(reversed(held.pages), reversed(held.times), strict=True):
-            if self._pool.taken(page) == times:  # else another sequence has taken it since
+            if self._pool.times_taken(page) == times:  # else another sequence has taken it since
                 self._pool.let_go(page)
                 if held.is_pinned:
                     self._unpin(page)
@@ -169,7 +169,7 @@ class Holds:
         pins: Counter[int] = Counter()
         for held in self._held.values():
             for page, times in zip(held.pages, held.times, strict=True):
-                if self._pool.taken(page) == times:
+                if self._pool.times_taken(page) == times:
                     keepers[page] += 1
                     pins[page] += held.is_pinned
                 else:

@@ -38,7 +38,7 @@ class _Sequence(msgspec.Struct):
     path: Path
     num_recorded: int = 0  # leading full pages that are in the prefix index
     stops: Sequence[int] = ()  # where in its prompt states are kept beside those at every interval
-    given_back: list[tuple[int, int]] = []  # pages, and what `PagePool.taken` said of them
+    given_back: list[tuple[int, int]] = []  # pages, and how often they had been taken
     policy: CachePolicy | None = None  # which tokens stay; None: all
 
     def held(self) -> Iterator[int]:
@@ -507,7 +507,7 @@ class KVManager(TieredPages):
 
     def _give_back(self, sequence: _Sequence, pages: list[int]) -> None:
         """The sequence goes on without these pages."""
-        sequence.given_back += [(page, self._pool.taken(page)) for page in pages]
+        sequence.given_back += [(page, self._pool.times_taken(page)) for page in pages]
         if len(sequence.given_back) > 2 * self._pool.num_pages:
             sequence.given_back = self._unchanged(sequence)
         for page in pages:
@@ -519,7 +519,7 @@ class KVManager(TieredPages):
 
     def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
         """What it gave back and none has taken since."""
-        return [(page, times) for page, times in sequence.given_back if self._pool.taken(page) == times]
+        return [(page, times) for page, times in sequence.given_back if self._pool.times_taken(page) == times]
 
     def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:
         """By group: pages that it lacks for so many tokens; negative: it has more."""

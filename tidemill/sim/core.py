@@ -96,10 +96,9 @@ def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list
     keys, at, num_tokens = list[bytes](), 0, len(token_ids)
     while at < num_tokens:
         first, num = token_ids[at], 1
-        if first == token_ids[-1] and (at < 2 * page_size or token_ids[at - 1] != first):
-            rest = token_ids[at:] if at else token_ids
-            if rest.count(first) == len(rest):
-                num = len(rest) // page_size
+        may_be_last = first == token_ids[-1] and (at < 2 * page_size or token_ids[at - 1] != first)
+        if may_be_last and token_ids.count(first) - token_ids[:at].count(first) == num_tokens - at:
+            num = (num_tokens - at) // page_size
         page = token_ids[at : at + page_size]
         at += num * page_size
         if num == 1 and page.count(first) != page_size:

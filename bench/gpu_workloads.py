@@ -27,6 +27,11 @@ MODELS = {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "smollm2": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 # vLLM 0.25.1 on an H200: seconds for the whole workload; for latency_b1 the time per output token in ms.

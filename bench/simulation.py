@@ -1,6 +1,7 @@
 """The simulator against the engine: calibrate, run loads for real, simulate the same loads, compare.
 
     python -m bench.simulation                                             smollm2 on this CPU
+    python -m bench.simulation --shape smollm2 --layers 8                  random weights of its shape, with fewer layers
     python -m bench.simulation --device cuda --shape llama8b               an 8B of random weights on a GPU
     python -m bench.simulation --profile FILE                              with a profile that is there, instead of a new one
 
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--shape", choices=tuple(MODELS), help="random weights of this shape, instead of a model")
+    parser.add_argument("--layers", type=int, help="of that shape, only so many")
     parser.add_argument("--profile", help="use this one")
     parser.add_argument("--seconds", type=float, help="for calibration")
     parser.add_argument("--rounds", type=int, help="of calibration and real runs")
@@ -233,7 +235,8 @@ def main() -> None:
     options["threads"] = None if on_gpu else given.threads
     if given.shape:
         folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(MODELS[given.shape]))
+        shape = MODELS[given.shape]
+        (folder / "config.json").write_text(json.dumps(shape | ({"num_hidden_layers": given.layers} if given.layers else {})))
         options |= {"model": str(folder), "load_format": "dummy"}
     begin = time.perf_counter()
     core = load_core(EngineOptions(**options))

@@ -60,6 +60,17 @@ def test_sizes_that_steps_are_padded_to_have_levels_of_their_own():
     assert cost.shape_s(StepShape(0, 0, 0, 100, 100 * 50, 1, 0)) == pytest.approx(0.02, rel=0.05)
 
 
+def test_every_small_size_has_a_point_of_its_own():
+    """A CPU computes rows in tiles, so three sequences may take as long as two, and a prompt of five tokens as one of eight."""
+    took = {1: 0.026, 2: 0.044, 3: 0.044, 4: 0.053, 5: 0.060, 6: 0.060, 7: 0.060, 8: 0.060}
+    samples = [Sample(StepShape(num, num * 100, 100, 0, 0, num, 0), took[num]) for num in took for _ in range(4)]
+    samples += [Sample(StepShape(0, 0, 0, num, num * num // 2, 1, num), took[num]) for num in took for _ in range(4)]
+    cost, _ = fit(samples)
+    for num, seconds in took.items():
+        assert cost.shape_s(StepShape(num, num * 100, 100, 0, 0, num, 0)) == pytest.approx(seconds, rel=0.02)
+        assert cost.shape_s(StepShape(0, 0, 0, num, num * num // 2, 1, num)) == pytest.approx(seconds, rel=0.02)
+
+
 def test_steps_with_prompts_leave_heat_that_a_fit_finds():
     """As a machine at the limit of its power: the same step takes longer after others with prompts."""
     sizes, draw, heat, now, samples = [256, 1024], random.Random(0), Heat(0.05), 0.0, []

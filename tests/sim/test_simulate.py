@@ -1,6 +1,7 @@
 """`tidemill simulate`, and what it reads."""
 
 import json
+import random
 from unittest.mock import MagicMock
 
 import pytest
@@ -10,6 +11,7 @@ from tidemill.bench import plots
 from tidemill.cli.main import app
 from tidemill.cli.simulate import run as replay
 from tidemill.errors import ConfigError
+from tidemill.sim.core import _quick_keys
 from tidemill.sim.profile import Profile
 from tidemill.sim.simulator import SimConfig
 from tidemill.sim.trace import _Lines, arrivals, coming, num_cut, read_rows
@@ -31,6 +33,20 @@ def traces(tmp_path):
     (tmp_path / "azure.csv").write_text(AZURE)
     (tmp_path / "mooncake.jsonl").write_text("\n".join(map(json.dumps, MOONCAKE)))
     return tmp_path
+
+
+def test_keys_of_pages_are_those_of_their_tokens_however_many_come_at_once():
+    draw = random.Random(0)
+    for _ in range(200):
+        tokens = [token for _ in range(draw.randint(1, 6)) for token in [draw.randint(1, 3)] * draw.randint(1, 20)]
+        tokens = tokens[: len(tokens) // 4 * 4]
+        cut = draw.randrange(0, len(tokens) + 1, 4)
+        whole, first = _quick_keys(b"root", tokens, 4), _quick_keys(b"root", tokens[:cut], 4)
+        assert whole == first + _quick_keys(first[-1] if first else b"root", tokens[cut:], 4)
+        assert len({*whole, b"root"}) == len(tokens) // 4 + 1
+        if tokens:
+            other = _quick_keys(b"root", [9, *tokens[1:]], 4)
+            assert not {*whole} & {*other}
 
 
 def run(*arguments):

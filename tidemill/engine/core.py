@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -44,7 +44,7 @@ _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
-class InFlight(NamedTuple):
+class InFlight(msgspec.Struct, frozen=True):
     """A step that was launched and is not collected."""
 
     plan: StepPlan
@@ -267,10 +267,12 @@ class EngineCore:
 
     def _cache_of(self, request: Submit) -> CachePolicy | None:
         """Which of its tokens stay in its pages; None: all."""
+        if (given := self.config.policy_of(request.params)) is None:
+            return None
         num_prompt = len(request.prompt_ids)
         room = self.config.context_of(request.params) - num_prompt
         most = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-        policy = settle(self.config.policy_of(request.params), num_prompt, most, self.config.max_context)
+        policy = settle(given, num_prompt, most, self.config.max_context)
         return policy if policy is None or not self.config.policy_bytes else self._counted(policy)
 
     def _counted(self, policy: CachePolicy) -> CachePolicy:
@@ -406,7 +408,7 @@ class EngineCore:
         progress = self.scheduler.commit(done, result.tokens)
         if self.structured:
             progress = self._follow_grammars(progress, failed)
-        num_sampled = sum(len(one.token_ids) for one in progress)
+        num_sampled = sum([len(one.token_ids) for one in progress])
         progress, of_beams = self.beams.take(progress, result.logprobs, self._clock.now())
         if self.drafting is not None:
             is_ahead = step.is_ahead or not self.runner.steps_ahead

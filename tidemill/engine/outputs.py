@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tidemill.runner.base import StepResult
@@ -14,15 +14,14 @@ from tidemill.sched.request import Request
 from tidemill.wire import Delta, Timings, TokenLogprobs
 
 
-@dataclass(slots=True)
-class Live:
+class Live(msgspec.Struct):
     """A submitted request: its samples that have not ended, and what is known about its prompt so far."""
 
     request_id: str
     is_normalized: bool = True  # an embedding has length 1
-    samples: dict[int, int] = field(default_factory=dict)  # seq to index
-    requests: dict[int, Request] = field(default_factory=dict)  # index to request
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    samples: dict[int, int] = {}  # seq to index
+    requests: dict[int, Request] = {}  # index to request
+    prompt_logprobs: list[TokenLogprobs] = []
     pooled: np.ndarray | None = None
 
     def add(self, index: int, request: Request) -> None:

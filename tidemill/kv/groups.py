@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from tidemill.kv.pages import NULL_PAGE
 
@@ -16,8 +17,7 @@ class PageChange(NamedTuple):
     page_ids: list[int]
 
 
-@dataclass(slots=True)
-class GroupTable:
+class GroupTable(msgspec.Struct):
     """A sequence's pages in one group, in token order: entries before `num_trimmed` are given back."""
 
     pages: list[int]
@@ -39,7 +39,7 @@ class GroupTable:
         return given
 
 
-class Start(NamedTuple):
+class Start(msgspec.Struct, frozen=True):
     """What a new sequence begins with."""
 
     num_cached: int  # tokens
@@ -50,7 +50,7 @@ class Start(NamedTuple):
     num_peer: int = 0  # other engines have computed them
 
 
-class Match(NamedTuple):
+class Match(msgspec.Struct, frozen=True):
     """What is cached of a prompt."""
 
     num_tokens: int

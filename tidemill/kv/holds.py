@@ -37,12 +37,7 @@ class Holds:
         self._pool = pool
         self._held: OrderedDict[str, Held] = OrderedDict()  # least recently renewed first
         self.pins: Counter[int] = Counter()  # by page: how many holds own it
-        self._next_end_s = float("inf")
-
-    @property
-    def next_end_s(self) -> float:
-        """None ends before."""
-        return self._next_end_s
+        self.next_end_s = float("inf")  # none ends before
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -79,7 +74,7 @@ class Holds:
                 self.pins[page] += 1
         self.num_pinned = len(self.pins)
         self._held[held.name] = held
-        self._next_end_s = min(self._next_end_s, held.expires_s)
+        self.next_end_s = min(self.next_end_s, held.expires_s)
         return "", ended
 
     def _is_held(self, held: Held) -> bool:
@@ -126,7 +121,7 @@ class Holds:
         if held is not None:
             held.expires_s = expires_s
             self._held.move_to_end(name)
-            self._next_end_s = min(self._next_end_s, expires_s)
+            self.next_end_s = min(self.next_end_s, expires_s)
         return held
 
     def drop(self, name: str) -> Held | None:
@@ -154,12 +149,12 @@ class Holds:
 
     def expire(self, now: float) -> list[Held]:
         """End what is over."""
-        if now < self._next_end_s:
+        if now < self.next_end_s:
             return []
         ended = [held for held in self._held.values() if held.expires_s <= now]
         for held in ended:
             self.drop(held.name)
-        self._next_end_s = min((held.expires_s for held in self._held.values()), default=float("inf"))
+        self.next_end_s = min((held.expires_s for held in self._held.values()), default=float("inf"))
         return ended
 
     def clear(self) -> list[Held]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
 
 from tidemill.cache_layout import Group
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
@@ -32,13 +33,12 @@ INDEXES: dict[str, type[AnyIndex]] = {"hash": HashIndex, "radix": RadixIndex}
 FREE, CACHED, SHARED, FIRST_OWNER = range(4)
 
 
-@dataclass(slots=True)
-class _Sequence:
+class _Sequence(msgspec.Struct):
     tables: list[GroupTable]  # of each group
     path: Path
     num_recorded: int = 0  # leading full pages that are in the prefix index
     stops: Sequence[int] = ()  # where in its prompt states are kept beside those at every interval
-    given_back: list[tuple[int, int]] = field(default_factory=list)  # pages, and how often they had been taken
+    given_back: list[tuple[int, int]] = []  # pages, and how often they had been taken
     policy: CachePolicy | None = None  # which tokens stay; None: all
 
     def held(self) -> Iterator[int]:
@@ -102,7 +102,7 @@ class KVManager(TieredPages):
     def num_pages_for(self, num_tokens: int, policy: CachePolicy | None = None) -> int:
         """What a sequence of so many tokens holds at most, in all groups."""
         num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
-        return sum(group.most_pages(num_slots, self._most_at_once) for group in self.groups)
+        return sum([group.most_pages(num_slots, self._most_at_once) for group in self.groups])
 
     def tables(self, seq: int) -> list[list[int]]:
         """The sequence's pages in token order, of each group; the null page stands for those given back."""
@@ -126,7 +126,7 @@ class KVManager(TieredPages):
 
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
-        return self._match(path).num_tokens
+        return self._match(path).num_tokens if self._index.knows_begin(path) else 0
 
     def _match(self, path: Path, policy: CachePolicy | None = None) -> Match:
         """Without the tiers, if what they hold is faster computed again."""
@@ -190,7 +190,7 @@ class KVManager(TieredPages):
         for group, table in zip(self.groups, match.tables, strict=True):
             found = table.held
             num += group.most_pages(num_tokens - table.num_trimmed * group.page_size, self._most_at_once) - len(found)
-            num += sum(1 for page in found if page < 0 or self._pool.references(page) == 0)
+            num += len([page for page in found if page < 0 or self._pool.references(page) == 0])
         return num
 
     def num_pages_to_go_on(self, seq: int, start: int, end: int) -> int:
@@ -280,7 +280,8 @@ class KVManager(TieredPages):
 
     def until_stop(self, seq: int, start: int, count: int) -> int:
         """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
-        return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
+        stops = self._sequences[seq].stops
+        return min([count, *[stop - start for stop in stops if stop > start]]) if stops else count
 
     def use_keys(self, chain: Chain) -> None:
         """Before any sequence is there: by which keys an index by hashes knows content."""
@@ -304,10 +305,10 @@ class KVManager(TieredPages):
                 table.pages += new
         return changes
 
-    def grow(self, seqs: Sequence[int]) -> None:
-        """One more page for each, in this order; there is one group, and there are free pages."""
-        for seq, page in zip(seqs, self._take_all(len(seqs)), strict=True):
-            self._sequences[seq].tables[0].pages.append(page)
+    def grow(self, tables: Sequence[list[int]]) -> None:
+        """One more page for each of these sequences, in this order; there is one group, and there are free pages."""
+        for table, page in zip(tables, self._take_all(len(tables)), strict=True):
+            table.append(page)
 
     def owned_end(self, seq: int, position: int) -> int:
         """There is one group: tokens from this one to the end are in a page that no other sequence reads, and that is not cached.
@@ -476,9 +477,9 @@ class KVManager(TieredPages):
             self._forget(page)
         return own
 
-    def unused(self, pages: Iterable[int]) -> list[int]:
+    def unused(self, pages: Collection[int]) -> list[int]:
         """Those that no sequence holds and that are not cached."""
-        return sorted(page for page in pages if self._pool.references(page) == 0 and page not in self._index)
+        return [] if not pages else sorted(page for page in pages if self._pool.references(page) == 0 and page not in self._index)
 
     def clear_prefixes(self) -> int:
         """Empty the prefix index. Returns how many pages were in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 NULL_PAGE = 0  # never owned, never written; fills the unused tail of page tables
 
@@ -66,18 +66,22 @@ class PagePool:
         self.num_free -= len(pages)
         return pages if len(pages) == num else pages + [self.take() for _ in range(num - len(pages))]
 
-    def drop_all(self, pages: Iterable[int]) -> None:
+    def drop_all(self, pages: Sequence[int]) -> None:
         """As many calls of `drop`."""
-        refs, keepers, before, after = self._refs, self._keepers, self._prev, self._next
-        for page in pages:
-            assert refs[page] > 0
-            refs[page] -= 1
-            if not refs[page]:  # as `_link` does it
-                sentinel = self.num_pages + (keepers[page] > 0)
-                tail = before[sentinel]
-                after[tail] = before[sentinel] = page
-                before[page], after[page] = tail, sentinel
-                self.num_free += 1
+        refs, before, after = self._refs, self._prev, self._next
+        if self.num_kept or set(map(refs.__getitem__, pages)) != {1}:
+            for page in pages:
+                self.drop(page)
+            return
+        sentinel = self.num_pages
+        tail = before[sentinel]
+        for page in pages:  # nearly always: each has one owner, and none is kept
+            refs[page] = 0
+            after[tail] = page
+            before[page] = tail
+            tail = page
+        after[tail], before[sentinel] = sentinel, tail
+        self.num_free += len(pages)
 
     def share(self, page: int) -> None:
         """One more owner; a free page leaves the free list."""

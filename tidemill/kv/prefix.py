@@ -13,8 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import Any, Generic, TypeAlias, TypeVar, overload
+
+import msgspec
 
 from tidemill.cache_layout import Group
 from tidemill.kv.pages import NULL_PAGE
@@ -35,13 +37,12 @@ class Path(ABC):
 P = TypeVar("P", bound=Path)
 
 
-@dataclass(slots=True)
-class Found:
+class Found(msgspec.Struct):
     """The longest prefix of a path that an index knows."""
 
     num_tokens: int
     pages: Sequence[Sequence[int]]  # of each group: those full of its tokens, in order; the null page: one is missing
-    partly: list[list[int]] = field(default_factory=list)  # next pages, one of each group, that begin with its other tokens
+    partly: list[list[int]] = []  # next pages, one of each group, that begin with its other tokens
 
 
 class PrefixIndex(ABC, Generic[P]):
@@ -259,7 +260,7 @@ class HashIndex(PrefixIndex[HashPath]):
         self._page_of[key] = page
 
     def knows_begin(self, path: HashPath) -> bool:
-        return not self._is_plain or (bool(path.keys) and path.keys[0] in self._page_of)
+        return not self._is_plain or (bool(path.keys) and bool(self._place_of(path.keys[0])))
 
     def find(self, path: HashPath, elsewhere: bool = True) -> Found:
         num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get
@@ -296,7 +297,12 @@ class HashIndex(PrefixIndex[HashPath]):
             self._see(path, end // self._page_size)
         per_page, key_of, page_of = size // self._page_size, self._key_of, self._page_of
         keys = path.keys[(first + 1) * per_page - 1 : (first + len(pages)) * per_page : per_page]
-        for page, key in zip(pages, keys if not group else [group_key(group, key) for key in keys], strict=True):
+        keys = [group_key(group, key) for key in keys] if group else keys
+        if key_of.keys().isdisjoint(pages) and page_of.keys().isdisjoint(keys):  # nearly always
+            key_of.update(zip(pages, keys, strict=True))
+            page_of.update(zip(keys, pages, strict=True))
+            return list(pages)
+        for page, key in zip(pages, keys, strict=True):
             if page not in key_of:
                 entered.append(page)
                 key_of[page] = key
@@ -333,8 +339,7 @@ class HashIndex(PrefixIndex[HashPath]):
         if not self._copies.is_empty:
             return super().forget_all(pages)
         num, key_of, page_of = 0, self._key_of, self._page_of
-        for page in pages:
-            key = key_of.pop(page, None)
+        for key in map(key_of.pop, pages, repeat(None)):
             if key is not None:
                 del page_of[key]
                 num += 1

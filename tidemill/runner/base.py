@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.tree import depths_of, right_path
@@ -18,17 +19,16 @@ if TYPE_CHECKING:
     from tidemill.runner.page_moves import PageMover
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(msgspec.Struct):
     """By row: the tokens sampled (a negative one: the sequence failed, its logits are not finite), and what was asked about
     them. More than one where drafts were right."""
 
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
-    paths: dict[int, list[int]] = field(default_factory=dict)  # of drafts that are a tree: which are right
-    broken: set[int] = field(default_factory=set)  # rows of which a draft, right or wrong, has logits that are not finite
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    pooled: dict[int, np.ndarray] = {}  # float64 [H]: the sum over this step's tokens, or the last
+    paths: dict[int, list[int]] = {}  # of drafts that are a tree: which are right
+    broken: set[int] = set()  # rows of which a draft, right or wrong, has logits that are not finite
 
     def token_of(self, row: int, number: int) -> int:
         """Of the draws of a row, a token that counts; -1: it was drawn after a wrong draft."""

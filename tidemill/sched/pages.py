@@ -156,7 +156,7 @@ class Pages:
 
     def copy(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
         """As of `KVManager.copies_to_write`."""
-        tables = self._kv.tables(request.seq)
+        tables = self._kv.tables(request.seq) if copies else []
         for group, index, source in copies:
             target = tables[group][index]
             self.unsent.copy_page(request.row, source, target)

@@ -92,7 +92,7 @@ class StepPlan(msgspec.Struct, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.count for item in self.items) + self.num_steady
+        return sum([item.count for item in self.items]) + self.num_steady
 
     @property
     def is_empty(self) -> bool:

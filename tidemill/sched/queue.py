@@ -110,10 +110,10 @@ class _Class:
         tenant = request.account
         self.num_waiting -= 1
         tenant.num_waiting -= 1
-        at = bisect_left(tenant.ready, request.place, key=_place)
+        at = _index(tenant.ready, request, _place)
         if at < len(tenant.ready) and tenant.ready[at] is request:
             del tenant.ready[at]
-            del tenant.by_age[bisect_left(tenant.by_age, _age(request), key=_age)]
+            del tenant.by_age[_index(tenant.by_age, request, _age)]
             if not tenant.ready:
                 del self._ready[request.tenant]
 
@@ -156,15 +156,15 @@ class WaitingQueue:
     """All requests without a slot."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # by seq, in no order
         self._classes = (_Class(), _Class())
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
         """By priority, then arrival."""
-        return iter(sorted(self._requests.values(), key=_place))
+        return iter(sorted(self.requests.values(), key=_place))
 
     def num_waiting(self, in_background: bool, tenant: str | None = None) -> int:
         """`tenant`: of this one only."""
@@ -187,7 +187,7 @@ class WaitingQueue:
     def push(self, request: Request, now: float) -> None:
         """Queue a request that has joined. It can be chosen once it does not wait for a prompt that it will share, nor for a
         token."""
-        self._requests[request.seq] = request
+        self.requests[request.seq] = request
         self._classes[request.in_background].push(request, now)
 
     def make_ready(self, request: Request, now: float) -> None:
@@ -195,13 +195,14 @@ class WaitingQueue:
         self._classes[request.in_background].make_ready(request, now)
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.seq]
+        del self.requests[request.seq]
         self._classes[request.in_background].remove(request)
 
     def first(self, now: float, num_cached: NumCached | None = None) -> Request | None:
         """The request that starts next. `num_cached`: choose by prefix; how many of a request's tokens are cached."""
-        if not self._requests:
-            return None
+        if len(self.requests) <= 1:
+            only = next(iter(self.requests.values()), None)
+            return only if only is not None and only.account.ready else None
         return self._classes[False].first(now, num_cached) or self._classes[True].first(now, num_cached)
 
     def only_tenant(self) -> Tenant | None:
@@ -219,7 +220,7 @@ class WaitingQueue:
         """Remove the request that starts now. Returns why it goes before others, if it does."""
         tenant = request.account
         tenant.oldest_is_next = request.priority == tenant.ready[0].priority
-        num_passed = bisect_left(tenant.ready, request.place, key=_place) if tenant.oldest_is_next else 0
+        num_passed = _index(tenant.ready, request, _place) if tenant.oldest_is_next else 0
         tenant.was_passed = num_passed > 0
         by_age = request.priority > self._classes[request.in_background].best
         self.remove(request)
@@ -241,6 +242,11 @@ def _place(request: Request) -> tuple[int, int, int]:
 
 def _age(request: Request) -> tuple[bool, float, int]:
     return not request.is_aged, request.queued_s, request.seq
+
+
+def _index(line: list[Request], request: Request, key: Callable[[Request], tuple[float, ...]]) -> int:
+    """Where in the line it is, or would be. Mostly it is the first."""
+    return 0 if line and line[0] is request else bisect_left(line, key(request), key=key)
 
 
 def check_room(most: int, num_waiting: int, num_own: int, num_new: int, tenant: str) -> None:

@@ -7,6 +7,7 @@ request whose drafts are being verified, that step takes them to be right: if on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tidemill import events
@@ -77,11 +78,12 @@ class Scheduler(RequestTable):
         if not self.has_work:
             return self.plan_moves()
         self.kv.begin_step(self._step)
-        self.retention.expire()
+        if self.kv.held.next_end_s < math.inf:
+            self.retention.expire()
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
         self.kv.fetch_announced()
-        num_running, num_waiting = len(self.running), len(self.waiting)
+        num_running, num_waiting = len(self.running), len(self.waiting.requests)
         state = StepState(self.token_budget, self.token_budget, num_running, num_running)
         state.num_waiting, state.num_rows, state.waited_s = num_waiting, self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
@@ -134,7 +136,7 @@ class Scheduler(RequestTable):
             num_decoding=len(items) - num_prefilling,
             num_prefilling=num_prefilling,
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting.requests),
             num_free_pages=self.kv.num_free_pages,
             tokens_of=tuple(num_tokens.items()),
             drafts_of=tuple((requests[i.seq].request_id, i.num_drafts) for i in items if i.num_drafts) if plan.drafts else (),
@@ -290,14 +292,14 @@ class Scheduler(RequestTable):
         """The background comes last, within what it is allowed; while others wait, none of it starts."""
         all_decode = len(plan.items) + plan.num_steady == len(self.running)
         prompts = [] if all_decode else self._prompts()
-        if not prompts and not self.waiting:
+        if not prompts and not self.waiting.requests:
             return
         self._continue_prompts(prompts, plan, state, in_background=False)
         none_waits = self._start_waiting(plan, state, in_background=False)
         num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
         num_kept = num_left - state.num_left
         self._continue_prompts(prompts, plan, state, in_background=True)
-        if none_waits and self.waiting:
+        if none_waits and self.waiting.requests:
             self._start_waiting(plan, state, in_background=True)
         state.num_left += num_kept
 
@@ -334,6 +336,8 @@ class Scheduler(RequestTable):
 
     def _next_waiting(self) -> Request | None:
         """The request that starts next. Prefixes are compared only while one could start."""
+        if not self.waiting.requests:
+            return None
         return self.waiting.first(self._clock.now(), self._pages.num_cached if self._by_prefix and self._free_rows else None)
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:

@@ -37,10 +37,11 @@ _NUM_LOOKED_UP = 8  # queued requests whose first pages are
 class _Member:
     """A sequence that is advanced with the others."""
 
-    __slots__ = ("is_known", "offset", "rank", "request", "since")
+    __slots__ = ("is_known", "offset", "pages", "rank", "request", "since")
 
-    def __init__(self, request: Request, step: int) -> None:
+    def __init__(self, request: Request, step: int, pages: list[int]) -> None:
         self.request, self.since, self.rank = request, step, request.rank
+        self.pages = pages  # of the first group
         self.offset = request.num_computed - step  # the position that a step computes, less the step's number
         self.is_known = False  # its first page is in the prefix index
 
@@ -153,7 +154,7 @@ class SteadyScheduler(Scheduler):
 
     def _add(self, request: Request, left: int) -> None:
         step = self.num_made
-        member = self._members[request.seq] = _Member(request, step)
+        member = self._members[request.seq] = _Member(request, step, self.kv.tables(request.seq)[0])
         member.is_known = len(request.tokens) - 1 > self.kv.page_size
         self._sum_of_offsets += member.offset
         if member.offset > self._longest or len(self._members) == 1:
@@ -198,11 +199,11 @@ class SteadyScheduler(Scheduler):
 
     def _may_find(self) -> bool:
         """A queued request may be looked up whose prefix is that of a running one."""
-        if not self.waiting or not self._free_rows:
+        if not self.waiting.requests or not self._free_rows:
             return False
-        if self._by_prefix or len(self.waiting) > _NUM_LOOKED_UP:
+        if self._by_prefix or len(self.waiting.requests) > _NUM_LOOKED_UP:
             return True
-        return any(self.kv.knows_begin(self._pages.path(request)) for request in self.waiting)
+        return any(self.kv.knows_begin(self._pages.path(request)) for request in self.waiting.requests.values())
 
     def settle(self, seqs: Iterable[int] | None = None) -> None:
         """These, or all, are looked at in each step again."""
@@ -211,6 +212,8 @@ class SteadyScheduler(Scheduler):
             member = self._members.pop(seq)
             request, account = member.request, member.request.account
             self._record(member)
+            if self._is_simple:
+                request.writable_end = len(member.pages) * self.kv.page_size
             member.since = -1  # of its entries in heaps: they are over
             self._sum_of_offsets -= member.offset
             self._accounts[account] -= 1
@@ -288,12 +291,12 @@ class SteadyScheduler(Scheduler):
     def _can_stay(self) -> bool:
         """In the next plan all of them get their token, and none of them can be preempted for a page."""
         kv, num_others = self.kv, len(self.running) - len(self._members)
-        if (self.policy.prefill_first and (num_others or self.waiting)) or len(self.running) > self.token_budget:
+        if (self.policy.prefill_first and (num_others or self.waiting.requests)) or len(self.running) > self.token_budget:
             return False
-        num = num_others + self._num_due()
-        if kv.has_windows and (num_others or self.waiting):
-            num += self.token_budget // kv.page_size + 1
-        return num * len(kv.groups) <= kv.num_free_pages
+        if kv.has_windows and (num_others or self.waiting.requests):
+            num_others += self.token_budget // kv.page_size + 1
+        room = kv.num_free_pages // len(kv.groups) - num_others
+        return room >= len(self._members) or room >= self._num_due()
 
     def _num_due(self) -> int:
         """That take a page in the next plan."""
@@ -333,14 +336,16 @@ class SteadyScheduler(Scheduler):
             while due and due[0][0] < end:
                 self._turn_page()
             return
-        takers, size, kv = list[int](), self.kv.page_size, self.kv
-        while due and due[0][0] < end:
+        takers, kv = list[list[int]](), self.kv
+        size, is_ahead, records_now = kv.page_size, self.steps_ahead > 0, self._records_now
+        while due:
             at, rank, takes, member = due[0]
+            if at >= end:
+                break
             if member.since < 0:
                 heappop(due)
                 continue
-            request = member.request
-            if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
+            if (records_now or not member.is_known) and (is_ahead or not takes):
                 if takers:  # their pages may be those of equal content
                     kv.grow(takers)
                     takers = []
@@ -348,9 +353,8 @@ class SteadyScheduler(Scheduler):
             if not takes:
                 heappop(due)
                 continue
-            takers.append(request.seq)
-            request.writable_end += size
-            if self.steps_ahead:
+            takers.append(member.pages)
+            if is_ahead:
                 heapreplace(due, (at + size, rank, True, member))
             else:
                 heappop(due)
@@ -366,11 +370,11 @@ class SteadyScheduler(Scheduler):
         if (self._records_now or not member.is_known) and (not takes or self.steps_ahead):
             self._record_page(member, at)
         if takes:
-            position = request.writable_end
+            position = len(member.pages) * kv.page_size if self._is_simple else request.writable_end
             kv.trim(request.seq, position)
             done = kv.extend(request.seq, position + 1)
             assert done is not None, "there were enough pages"
-            request.writable_end += kv.page_size
+            request.writable_end = position + kv.page_size
             self._await_page(member, at + kv.page_size)
 
     def _record_page(self, member: _Member, at: int) -> None:
@@ -393,7 +397,7 @@ class SteadyScheduler(Scheduler):
         for item in plan.items:
             num_prefilling += item.count > 1 or not item.samples
             tokens_of[self._requests[item.seq].request_id] = item.count
-        nums = len(self.running), len(self.waiting), self.kv.num_free_pages
+        nums = len(self.running), len(self.waiting.requests), self.kv.num_free_pages
         num_decoding = len(plan.items) + plan.num_steady - num_prefilling
         return events.StepPlanned(
             self._clock.now(), plan.step, plan.num_tokens, self.token_budget, num_decoding, num_prefilling, *nums,
@@ -401,6 +405,14 @@ class SteadyScheduler(Scheduler):
         )  # fmt: skip
 
     # ---- many steps
+
+    @property
+    def has_new(self) -> bool:
+        """The queued request that is next was not looked at: the next step may not be like the last."""
+        if not self.waiting.requests or self._by_prefix:
+            return False
+        request = self._next_waiting()
+        return request is not None and not request.deferred_because
 
     def most(self) -> tuple[int, float, StepItem | None]:
         """How many steps like the last one follow it, if they are planned before some time, and which prompt goes on in
@@ -421,7 +433,7 @@ class SteadyScheduler(Scheduler):
                     return none
                 prompt = items[0]
                 num = min(num, self._num_chunks(prompt))
-            elif not members or self.waiting:  # which may start once they have ended
+            elif not members or self.waiting.requests:  # which may start once they have ended
                 return none
         elif not members or len(members) > self.token_budget:
             return none
@@ -430,7 +442,7 @@ class SteadyScheduler(Scheduler):
         if num <= 0:
             return none
         until_s = self.kv.held.next_end_s
-        if self.waiting:
+        if self.waiting.requests:
             until_s = min(until_s, self._queue_rests_until(prompt))
             if until_s <= self._clock.now():
                 return none
@@ -486,7 +498,7 @@ class SteadyScheduler(Scheduler):
             self.record_all()
         running = self.running
         state = StepState(self.token_budget, self.token_budget, len(running), len(running))
-        state.num_waiting, state.num_rows = len(self.waiting), self.num_rows
+        state.num_waiting, state.num_rows = len(self.waiting.requests), self.num_rows
         if self._evict and self.policy.may_admit(state):
             if preemption.lower(running, request):
                 return unknown

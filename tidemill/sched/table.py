@@ -52,7 +52,7 @@ class RequestTable:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.running or self.waiting.requests)
 
     def add(
         self,
@@ -216,7 +216,10 @@ class RequestTable:
         return [request for request in self._requests.values() if self.kv.holds(request.seq)]
 
     def _take_row(self, request: Request) -> None:
-        insort(self.running, request, key=_rank)
+        if self.running and self.running[-1].rank > request.rank:
+            insort(self.running, request, key=_rank)
+        else:
+            self.running.append(request)
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
 
@@ -302,7 +305,7 @@ class RequestTable:
         del self._requests[request.seq]
 
     def _emit_what_is_left(self, now: float) -> None:
-        self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting), self.kv.num_free_pages))
+        self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting.requests), self.kv.num_free_pages))
 
     def check_integrity(self) -> None:
         """Rows, queues and pages agree."""

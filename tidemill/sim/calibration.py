@@ -20,9 +20,11 @@ from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Pro
 from tidemill.version import __version__
 from tidemill.wire import Submit
 
-_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Of few tokens every number: on a CPU they are computed in tiles of rows, and a step's time is a staircase.
+_BATCHES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _CONTEXTS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PROMPTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_SHORT_PROMPTS = (2, 3, 4, 5, 6, 8, 10, 12)  # where steps are not padded to larger sizes
 _EACH = 4  # steps that a batch of a size decodes
 _SIZED = 3  # prompts of a size
 _LEAST_TOKENS = 256
@@ -174,7 +176,8 @@ class Calibration:
         """A prompt that comes while nothing else is computed, as the first of several; and several at once."""
         longest = min(self._core.config.max_context - 8, most // 4)
         _, sizes = getattr(self._core.runner, "graph_sizes", ((), ()))
-        for length in (*(_PROMPTS[::4] if sizes else _PROMPTS), 4096, 8192, 16384, 32768):  # others measure each of the sizes
+        few = _PROMPTS[::4] if sizes else (*_SHORT_PROMPTS, *_PROMPTS)  # of sizes, others measure each
+        for length in (*few, 4096, 8192, 16384, 32768):
             if length <= longest:
                 yield [(0, self._fresh(length), 3)]
                 yield [(0, self._fresh(length), 3) for _ in range(max(2, min(4, most // length // 4)))]
@@ -183,6 +186,8 @@ class Calibration:
         """Prompts of all lengths that come while a batch decodes."""
         config = self._core.config
         longest = min(2 * config.token_budget, config.max_context // 2)
+        _, sizes = getattr(self._core.runner, "graph_sizes", ((), ()))
+        least = 4 if sizes else 1  # bits of the shortest prompt
         for batch in (1, 4, 16, 64, 192):
             for context in (32, 512, 2048):
                 room = context + 96 < config.max_context and batch * (context + 128) < 0.6 * config.num_kv_tokens
@@ -191,7 +196,7 @@ class Calibration:
                 load = [(0, self._prompt(i, context), 40) for i in range(batch)]
                 left, step = most // 2, 3 + batch * context // config.token_budget
                 while left > 0 and len(load) < batch + 16:
-                    length = min(int(2 ** self._draw.uniform(4, longest.bit_length())), longest, max(left, 16))
+                    length = min(int(2 ** self._draw.uniform(least, longest.bit_length())), longest, max(left, 16))
                     load.append((step, self._fresh(length), 2))
                     step += self._draw.randint(1, 3)
                     left -= length

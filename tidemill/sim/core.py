@@ -60,6 +60,8 @@ class SimCore(EngineCore):
         if not self._can_jump or len(self._in_flight) != runner.steps_ahead or self.structured:
             return []
         scheduler.join()
+        if scheduler.has_new:
+            return []
         most, before_s, prompt = scheduler.most()
         if most == 0:
             return []
@@ -85,20 +87,31 @@ class SimCore(EngineCore):
         return times_s
 
 
+_NUMBERS = [number.to_bytes(4, "big") for number in range(1024)]
+
+
 def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """Of pages. 64 bits that are no secret are enough for one process of a simulation."""
-    keys = list[bytes]()
-    for at in range(0, len(token_ids), page_size):
-        first = token_ids[at]
-        if first == token_ids[-1] and (at < 2 * page_size or token_ids[at - 1] != first):
-            rest = token_ids[at:] if at else token_ids
-            if rest.count(first) == len(rest):  # nearly always: what they are does not matter
-                for _ in range(len(rest) // page_size):
-                    parent = hash((parent, first)).to_bytes(8, "big", signed=True)
-                    keys.append(parent)
-                break
+    """Of pages. 64 bits that are no secret are enough for one process of a simulation. Pages that repeat one token, as nearly all
+    do, are numbered: their keys are the hash where that begins, the token, and a number."""
+    keys, at, num_tokens = list[bytes](), 0, len(token_ids)
+    while at < num_tokens:
+        first, num = token_ids[at], 1
+        may_be_last = first == token_ids[-1] and (at < 2 * page_size or token_ids[at - 1] != first)
+        if may_be_last and token_ids.count(first) - token_ids[:at].count(first) == num_tokens - at:
+            num = (num_tokens - at) // page_size
         page = token_ids[at : at + page_size]
-        is_same = page.count(first) == page_size
-        parent = hash((parent, first) if is_same else (parent, *page)).to_bytes(8, "big", signed=True)
-        keys.append(parent)
+        at += num * page_size
+        if num == 1 and page.count(first) != page_size:
+            parent = hash((parent, *page)).to_bytes(8, "big", signed=True)
+            keys.append(parent)
+            continue
+        token = first.to_bytes(4, "big")
+        if len(parent) == 16 and parent[8:12] == token:
+            begin, number = parent[:12], int.from_bytes(parent[12:], "big") + 1
+        else:
+            begin, number = hash((parent, first)).to_bytes(8, "big", signed=True) + token, 0
+        while number + num > len(_NUMBERS):
+            _NUMBERS.append(len(_NUMBERS).to_bytes(4, "big"))
+        keys += [begin + each for each in _NUMBERS[number : number + num]]
+        parent = keys[-1]
     return keys

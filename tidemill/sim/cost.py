@@ -68,13 +68,14 @@ class Shapes:
         """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each."""
         self._unit, self._pages = shared_unit, shared_unit // page_size
         self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt, which may have left it
-        self._may_share = False  # the first of these pages are not all different
+        self._firsts: Counter[int] = Counter()  # of these pages, the first of each row
+        self._num_again = 0  # rows whose first is that of another row as well, less one for each such page
 
     def of(self, plan: StepPlan, steady: Steady | None = None) -> StepShape:
         """`steady`: has the sequences of the plan that have no items."""
         num_prompt = pairs = num_new = longest_prompt = prompt_context = 0
         if plan.new_rows:
-            num_new = sum(len(row.token_ids) for row in plan.new_rows)
+            num_new = sum([len(row.token_ids) for row in plan.new_rows])
         if self._pages and (plan.new_rows or plan.row_copies):
             self._follow(plan)
         num_decoding = decode_context = longest = 0
@@ -102,7 +103,7 @@ class Shapes:
                 longest_prompt = end if end > longest_prompt else longest_prompt
                 num_draws += item.num_draws
         num_shared = num_again = 0
-        if self._may_share:
+        if self._num_again:
             rows = [item.row for item in plan.items if item.count == 1]
             num_shared, num_again = self._shared(rows + (steady.steady_rows() if plan.num_steady and steady else []))
         return StepShape(
@@ -114,7 +115,7 @@ class Shapes:
         """Of a step in which these alone decode."""
         context, longest = steady.steady_context
         num_shared = num_again = 0
-        if self._may_share:
+        if self._num_again:
             num_shared, num_again = self._shared(steady.steady_rows())
         return StepShape(num, context - num_again, longest, 0, 0, num, 0, num_shared)
 
@@ -122,10 +123,18 @@ class Shapes:
         copied = {copy.target: self._marks.get(copy.source, []) for copy in plan.row_copies}
         for row in plan.new_rows:
             num = len(row.token_ids) // self._unit if len(row.page_ids) == 1 else 0
-            self._marks[row.row] = row.page_ids[0][self._pages - 1 : num * self._pages : self._pages]
-        self._marks.update(copied)
-        firsts = [own[0] for own in self._marks.values() if own]
-        self._may_share = len(set(firsts)) < len(firsts)
+            self._mark(row.row, row.page_ids[0][self._pages - 1 : num * self._pages : self._pages])
+        for target, marks in copied.items():
+            self._mark(target, marks)
+
+    def _mark(self, row: int, marks: list[int]) -> None:
+        if before := self._marks.get(row):
+            self._firsts[before[0]] -= 1
+            self._num_again -= self._firsts[before[0]] > 0
+        if marks:
+            self._num_again += self._firsts[marks[0]] > 0
+            self._firsts[marks[0]] += 1
+        self._marks[row] = marks
 
     def _shared(self, rows: Sequence[int]) -> tuple[int, int]:
         """Tokens of context that several sequences share, as often as they are seen, and how many of these are not read."""

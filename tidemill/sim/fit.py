@@ -12,7 +12,7 @@ import numpy as np
 from tidemill.errors import ConfigError
 from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape, padded
 
-_LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _ROUNDS = 6  # of leaving out what the others contradict
 _OUTLIER = 5.0  # times the median error
 _LEAST = 3  # samples of a point

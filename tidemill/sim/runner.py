@@ -96,46 +96,47 @@ class SimRunner:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
         and a prompt goes on: at most so many steps, and as long as they are planned before some time. `is_other`: in the last one
         others did. Returns when the tokens of each came, and when the last was planned. The clock stays where it is."""
-        num = num_decoding
-        if goes_on:
-            fixed_s = context_s = longest_s = rest_s = 0.0
-            context = longest = 0
-        else:
-            fixed_s, context_s, longest_s, rest_s, context, longest = self._decodes(num)
-        level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
-        rise = self._decode_rise
-        now = planned_s = self._clock.now()
-        free_s = done_s = self.free_s
-        first_s, times, host_s, is_ahead, exp = free_s, list[float](), self._host_s, self.steps_ahead > 0, math.exp
-        for _ in range(most):  # a step is a turn of this loop and little else: nothing is called that need not be
-            if now >= until_s:
-                break
+        first_s, host_s, now = self.free_s, self._host_s, self._clock.now()
+        planned_s, free_s, times = now, first_s, list[float]()
+        if not goes_on:
+            times, free_s = self._repeat_decodes(num_decoding, most, until_s)
+            planned_s = times[-2] if len(times) > 1 else now
+        while goes_on and len(times) < most and now < until_s:
             planned_s = now
-            now += host_s
-            begin_s = now if now > free_s else free_s
-            if goes_on:
-                seconds = self._goes_on_s(begin_s)
-            else:
-                context += num
-                longest += 1
-                seconds = fixed_s + context_s * context + longest_s * longest + rest_s
-                if level:
-                    age = (begin_s - hot_s) / decay_s
-                    if age < COLD:
-                        seconds *= 1 + rise * (level * exp(-age))
-                    else:
-                        level = 0.0
-            free_s = begin_s + seconds
-            if not is_ahead:
-                done_s = free_s
-            if done_s > now:
-                now = done_s
-            done_s = free_s
+            now = max(now + host_s, free_s)
+            free_s = now + self._goes_on_s(now)
+            now = now if self.steps_ahead else free_s
             times.append(now)
         if times:
             self.free_s = free_s
             self.times.append((first_s, free_s, 0 if is_other and len(times) == 1 else len(times)))
         return times, planned_s
+
+    def _repeat_decodes(self, num: int, most: int, until_s: float) -> tuple[list[float], float]:
+        """As `repeat`. Returns when the tokens of each came, and when the last one ends."""
+        fixed_s, context_s, longest_s, rest_s, seen, most_seen = self._decodes(num)
+        level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
+        rise, host_s, exp, cold = self._decode_rise, self._host_s, math.exp, -float(COLD)
+        now, free_s, is_ahead, times = self._clock.now(), self.free_s, self.steps_ahead > 0, list[float]()
+        append, contexts = times.append, range(seen + num, seen + num * most + 1, num)
+        for context, longest in zip(contexts, range(most_seen + 1, most_seen + most + 1), strict=True):
+            if now >= until_s:  # a step is a turn of this loop and little else
+                break
+            now += host_s
+            if free_s > now:
+                now = free_s
+            seconds = fixed_s + context_s * context + longest_s * longest + rest_s
+            if level:
+                age = (hot_s - now) / decay_s
+                if age > cold:
+                    seconds *= 1 + rise * (level * exp(age))
+                else:
+                    level = 0.0
+            free_s = now + seconds
+            if not is_ahead:
+                now = free_s
+            append(now)  # what comes as it begins, where the one before was in flight
+        return times, free_s
 
     def _goes_on_s(self, begin_s: float) -> float:
         """How long the next step takes, if it goes on with a prompt."""

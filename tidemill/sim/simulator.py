@@ -195,6 +195,8 @@ class Tally:
 
     def add(self, happened: Sequence[Event]) -> None:
         for event in happened:
+            if type(event) not in _COUNTED:
+                continue
             if type(event) is StepPlanned:
                 if event.num_waiting > self.most_waiting:
                     self.most_waiting = event.num_waiting
@@ -272,7 +274,7 @@ class SimEngine:
     def run_until(self, end_s: float) -> None:
         """Steps that begin before `end_s`; if there is nothing to do, the clock goes on to it."""
         times_s, steady = self._times_s, self._core.steady
-        while (now := self.clock.now()) < end_s and (self._core.has_work or end_s < math.inf):
+        while (now := self.clock.now()) < end_s and (end_s < math.inf or self._core.has_work):
             until_s = end_s
             if self._aborts:
                 self._abort_due(now)
@@ -374,6 +376,7 @@ def _params(num_output: int, n: int) -> SamplingParams:
     return made
 
 
+_COUNTED = {StepPlanned, Admitted, PagesEvicted, Preempted}
 _PARAMS = SamplingParams(max_tokens=1, n=1, seed=0)
 _ANY_NUMBER = 2**31 - 1
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, rotation=None)

@@ -1,6 +1,6 @@
 """The server tests of llama.cpp, vLLM and SGLang, unmodified, against `tidemill serve`.
 
-    python -m bench.foreign_suites llama.cpp|vllm|sglang --checkout PATH [--only TEXT] [--work FOLDER]
+    python -m bench.foreign_suites llama.cpp|vllm|sglang --checkout PATH [--only REGEX] [--work FOLDER]
 
 PATH is a git checkout of that project; where there is none, it is cloned at the commit that the figures in docs/migrating.md were
 measured with. Only what starts the server is replaced (bench/foreign/): the tests, their clients and their assertions are read
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("project", choices=ADAPTERS)
     parser.add_argument("--checkout", type=Path)
-    parser.add_argument("--only", default="", help="files whose path holds this text")
+    parser.add_argument("--only", default="", help="files whose path matches this regular expression")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-foreign-suites")
     parser.add_argument("--report", action="store_true", help="print the table of the last run")
     given = parser.parse_args()
@@ -83,11 +84,11 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         if not checkout.exists():
             check_out(adapter.REPOSITORY, adapter.COMMIT, checkout)
-        make_models(work / "models")
+        make_models(work.parent / "models")
         for old in (results, work / "pytest.log", work / "server.log"):
             old.unlink(missing_ok=True)
         for file, model in adapter.FILES.items():
-            if given.only in file:
+            if re.search(given.only, file):
                 print(f"{file} ({model})", flush=True)
                 run_file(file, model, name, checkout / adapter.FOLDER, checkout, work, results)
     verdicts = judge(read_outcomes(results), adapter.BY_DESIGN, adapter.NOT_APPLICABLE)

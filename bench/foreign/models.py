@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.encoders import make_encoder, pooling_files
 from tests.helpers import make_llama
-from tests.server.scripted import make_scripted
+from tests.server.scripted import TEMPLATE, make_scripted
 
 PACKAGED = "smollm2"  # a real model of 135M parameters: readable text, and grammars that end
 FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
@@ -62,7 +62,10 @@ def _llama(path: Path, special: list[str]) -> None:
 
 
 def _thinks(path: Path) -> None:
-    """Writes <think>hm</think>ok to every chat."""
+    """Writes <think>hm</think>ok to every chat, whatever effort is asked for."""
     make_scripted(path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    for name, changes in (
+        ("config.json", {"max_position_embeddings": 8192}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE.replace("{{ reasoning_effort }}", "")}),
+    ):
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | changes))

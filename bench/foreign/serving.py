@@ -21,7 +21,7 @@ CHECKOUT = Path(os.environ.get("TIDEMILL_FOREIGN_CHECKOUT", "."))
 
 
 def model_path(name: str) -> str:
-    made = WORK / "models" / name
+    made = WORK.parent / "models" / name
     return str(made) if made.exists() else name
 
 

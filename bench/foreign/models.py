@@ -23,6 +23,7 @@ def make_models(root: Path) -> None:
         "bert": lambda path: _encoder(path, "cls_token", max_position_embeddings=2050),
         "bert384": lambda path: _encoder(path, "mean_tokens", hidden_size=384, vocab_size=30_000, **_TWO_LAYERS),
         "bert768": lambda path: _encoder(path, "mean_tokens", hidden_size=768, **_TWO_LAYERS),
+        "bert1536": lambda path: _encoder(path, "mean_tokens", hidden_size=1536, **_TWO_LAYERS),
         "cross": lambda path: _labels(path, 1),
         "labels": lambda path: _labels(path, 2),
     }

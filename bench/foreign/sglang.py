@@ -52,7 +52,7 @@ BY_DESIGN = {
     r"score_error_handling": "the shape of an error is OpenAI's",
     r"conflicting_defs": "$defs of two tools that conflict are each tool's own",
 }
-TAKEN = {"--dtype": 1}
+TAKEN = {"--dtype": 1, "--enable-custom-logit-processor": 0, "--json-model-override-args": 1}
 SHORTEST_KEY = 16
 _kept: dict[int, Served] = {}
 
@@ -60,9 +60,11 @@ _kept: dict[int, Served] = {}
 def _launch(
     model: str, base_url: str, timeout: float, api_key: str | None = None, other_args: Sequence[str] = (), **more: Any
 ) -> subprocess.Popen[bytes]:
-    flags, _taken = translated(other_args or (), TAKEN)
+    flags, taken = translated(other_args or (), TAKEN)
     names = model if "cross" in model or "3.1-8B" in model else f"{model},meta-llama/Llama-3.1-8B-Instruct"
     path = model_path("cross" if "cross-encoder" in model else MODEL)
+    if "--json-model-override-args" in taken:  # a model for up to 1024 dimensions
+        path = model_path("bert1536")
     if api_key and len(api_key) >= SHORTEST_KEY:  # shorter ones are refused; then the server has none
         flags += ["--api-key", api_key]
     if MODEL == "small":  # it never ends by itself

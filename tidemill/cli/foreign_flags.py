@@ -307,6 +307,8 @@ FOREIGN = (
              "see --nano-batching"),
     _no_effect("--mem-fraction-static --attention-backend --sampling-backend --grammar-backend", SGLANG,
                "it changes no answer", takes_value=True),
+    _no_effect("--skip-tokenizer-init", f"{VLLM}, {SGLANG}", "requests may have token ids for texts, and ask for ids"),
+    _no_effect("--enable-mis", SGLANG, "the items of a score share their prefix through the prefix cache"),
     _no_effect("--is-embedding --enable-metrics --enable-cache-report --disable-cuda-graph", SGLANG, "it changes no answer"),
 )  # fmt: skip
 

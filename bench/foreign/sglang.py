@@ -19,6 +19,8 @@ COMMIT = "cce0a1244b5a3ee60411fb403f65f856a1d012f0"
 REPOSITORY = "https://github.com/sgl-project/sglang"
 FOLDER = "."
 FILES = {
+    "test/registered/prefill_only/test_score_api.py": "small",
+    "test/registered/core/test_srt_endpoint.py": "small",
     "test/registered/openai_server/basic/test_openai_server.py": "small",
     "test/registered/openai_server/validation/test_large_max_new_tokens.py": "small",
     "test/registered/openai_server/validation/test_matched_stop.py": "smollm2",
@@ -30,8 +32,6 @@ FILES = {
     "test/manual/openai_server/features/test_structural_tag.py": "smollm2",
     "test/manual/openai_server/function_call/test_tool_choice.py": "smollm2",
     "test/registered/prefill_only/test_openai_embedding.py": "small",
-    "test/registered/prefill_only/test_score_api.py": "small",
-    "test/registered/core/test_srt_endpoint.py": "small",
 }
 NOT_APPLICABLE = {
     r"test_large_max_new_tokens": "reads the log of their server",
@@ -49,6 +49,7 @@ NOT_APPLICABLE = {
 BY_DESIGN = {
     r"response_completion_stream|test_response_stream": "a cut answer ends with response.incomplete, as OpenAI's does",
     r"test_rerank_(batch|single)": "/v1/rerank answers as Jina's and Cohere's do",
+    r"matryoshka_embedding_invalid_dimensions": "dimensions of any embedding model are accepted",
     r"score_error_handling": "the shape of an error is OpenAI's",
     r"conflicting_defs": "$defs of two tools that conflict are each tool's own",
 }

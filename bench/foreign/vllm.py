@@ -19,6 +19,15 @@ REPOSITORY = "https://github.com/vllm-project/vllm"
 FOLDER = "."
 OPENAI, POOLING = "tests/entrypoints/openai", "tests/entrypoints/pooling"
 FILES = {
+    "tests/entrypoints/anthropic/test_messages.py": "smollm2",
+    f"{POOLING}/classify/test_online.py": "labels",
+    f"{POOLING}/token_embed/test_online.py": "small",
+    "tests/entrypoints/serve/instrumentator/test_basic.py": "small",
+    "tests/entrypoints/serve/instrumentator/test_uds.py": "small",
+    "tests/entrypoints/serve/tokenize/test_tokenization.py": "small",
+    "tests/tool_use/test_chat_completions.py": "smollm2",
+    "tests/tool_use/test_tool_calls.py": "small",
+    "tests/tool_use/test_parallel_tool_calls.py": "small",
     f"{OPENAI}/chat_completion/test_chat.py": "small",
     f"{OPENAI}/chat_completion/test_chat_completion.py": "small",
     f"{OPENAI}/chat_completion/test_chat_echo.py": "smollm2",
@@ -42,23 +51,14 @@ FILES = {
     f"{OPENAI}/test_chunked_prompt.py": "small",
     f"{OPENAI}/test_return_token_ids.py": "small",
     f"{OPENAI}/test_return_tokens_as_ids.py": "small",
-    "tests/entrypoints/anthropic/test_messages.py": "smollm2",
     "tests/entrypoints/generate/generative_scoring/test_generative_scoring_e2e.py": "small",
     f"{POOLING}/basic/test_truncation.py": "small",
-    f"{POOLING}/classify/test_online.py": "labels",
     f"{POOLING}/embed/test_online.py": "small",
     f"{POOLING}/embed/test_cohere_online.py": "small",
     f"{POOLING}/embed/test_cohere_openai_parity.py": "small",
     f"{POOLING}/embed/test_online_dimensions.py": "small",
     f"{POOLING}/scoring/test_bi_encoder_online.py": "small",
     f"{POOLING}/scoring/test_cross_encoder_online.py": "small",
-    f"{POOLING}/token_embed/test_online.py": "small",
-    "tests/entrypoints/serve/instrumentator/test_basic.py": "small",
-    "tests/entrypoints/serve/instrumentator/test_uds.py": "small",
-    "tests/entrypoints/serve/tokenize/test_tokenization.py": "small",
-    "tests/tool_use/test_chat_completions.py": "smollm2",
-    "tests/tool_use/test_tool_calls.py": "small",
-    "tests/tool_use/test_parallel_tool_calls.py": "small",
 }
 _CLASSES, _TEXT, _TOOLS = "their Python classes", "the text that their model writes", "needs a model that calls tools"
 NOT_APPLICABLE = {

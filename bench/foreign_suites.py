@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.foreign.models import make_models
@@ -45,6 +46,7 @@ def commit_of(checkout: Path) -> str:
 
 def run_file(name: str, model: str, adapter: str, folder: Path, checkout: Path, work: Path, results: Path) -> None:
     """One file of the suite; its outcomes are appended to `results`."""
+    print(f"{name} ({model})", flush=True)
     env = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -72,6 +74,7 @@ def main() -> int:
     parser.add_argument("--checkout", type=Path)
     parser.add_argument("--only", default="", help="files whose path matches this regular expression")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-foreign-suites")
+    parser.add_argument("--jobs", type=int, default=1, help="files at the same time")
     parser.add_argument("--report", action="store_true", help="print the table of the last run")
     given = parser.parse_args()
     name = ADAPTERS[given.project]
@@ -87,15 +90,17 @@ def main() -> int:
         make_models(work.parent / "models")
         for old in (results, work / "pytest.log", work / "server.log"):
             old.unlink(missing_ok=True)
-        for file, model in adapter.FILES.items():
-            if re.search(given.only, file):
-                print(f"{file} ({model})", flush=True)
-                run_file(file, model, name, checkout / adapter.FOLDER, checkout, work, results)
+        places = (name, checkout / adapter.FOLDER, checkout, work, results)
+        with ThreadPoolExecutor(given.jobs) as pool:
+            files = [(file, model) for file, model in adapter.FILES.items() if re.search(given.only, file)]
+            for running in [pool.submit(run_file, file, model, *places) for file, model in files]:
+                running.result()
     verdicts = judge(read_outcomes(results), adapter.BY_DESIGN, adapter.NOT_APPLICABLE)
     commit = commit_of(checkout)
     other = "" if commit == adapter.COMMIT else f" (the figures in docs/migrating.md are of {adapter.COMMIT[:8]})"
     print(f"\n{given.project} at {commit[:8]}{other}")
     print(table(verdicts))
+    print("\nFiles that were not run:\n" + "\n".join(f"  {files}: {why}" for files, why in adapter.LEFT_OUT.items()))
     return 0 if share_passed(verdicts) >= NEEDED else 1
 
 

@@ -31,6 +31,11 @@ FILES = {
     "unit/test_ctx_shift.py": "small",
     "unit/test_security.py": "small",
 }
+LEFT_OUT = {
+    "test_vision_api, test_lora, test_speculative, test_tool_call, test_template": "images, and models that are not here",
+    "test_router, test_stream, test_proxy, test_mcp_servers, test_tools_builtin, test_compat_gcp": "parts of llama-server itself",
+    "test_slot_save, test_sleep, test_metrics, test_kv_keep_only_active": "slots on disk, idle models, names of metrics",
+}
 NOT_APPLICABLE = {
     r"test_cache_vs_nocache_prompt": "skipped by the suite itself",
     r"test_completion_response_fields": "their tokenizer: text of its <s>",

@@ -24,8 +24,7 @@ def make_models(root: Path) -> None:
         "bert384": lambda path: _encoder(path, "mean_tokens", hidden_size=384, vocab_size=30_000, **_TWO_LAYERS),
         "bert768": lambda path: _encoder(path, "mean_tokens", hidden_size=768, **_TWO_LAYERS),
         "bert1536": lambda path: _encoder(path, "mean_tokens", hidden_size=1536, **_TWO_LAYERS),
-        "cross": lambda path: _labels(path, 1),
-        "labels": lambda path: _labels(path, 2),
+        "cross": _scores,
     }
     for name, make in makers.items():
         path = root / name
@@ -43,8 +42,8 @@ def _encoder(path: Path, pooling: str, **config: int) -> None:
     pooling_files(path, pooling)
 
 
-def _labels(path: Path, num_labels: int) -> None:
-    make_encoder(path, "BertForSequenceClassification", num_labels=num_labels, max_position_embeddings=1030)
+def _scores(path: Path) -> None:
+    make_encoder(path, "BertForSequenceClassification", num_labels=1, max_position_embeddings=1030)
 
 
 def _llama(path: Path, special: list[str]) -> None:

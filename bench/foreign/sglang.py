@@ -33,6 +33,10 @@ FILES = {
     "test/manual/openai_server/function_call/test_tool_choice.py": "smollm2",
     "test/registered/prefill_only/test_openai_embedding.py": "small",
 }
+LEFT_OUT = {
+    "basic/test_serving_transcription, test_http2_server, test_openai_completion_rust": "audio, HTTP/2, their server in Rust",
+    "features/test_openai_server_hidden_states": "hidden states in responses are not offered",
+}
 NOT_APPLICABLE = {
     r"test_large_max_new_tokens": "reads the log of their server",
     r"WithRust": "their server in Rust",
@@ -50,6 +54,7 @@ BY_DESIGN = {
     r"response_completion_stream|test_response_stream": "a cut answer ends with response.incomplete, as OpenAI's does",
     r"test_rerank_(batch|single)": "/v1/rerank answers as Jina's and Cohere's do",
     r"matryoshka_embedding_invalid_dimensions": "dimensions of any embedding model are accepted",
+    r"test_detokenize_invalid_tokens": "a request that is at fault is a 400, not a 500",
     r"score_error_handling": "the shape of an error is OpenAI's",
     r"conflicting_defs": "$defs of two tools that conflict are each tool's own",
 }

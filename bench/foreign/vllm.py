@@ -20,7 +20,6 @@ FOLDER = "."
 OPENAI, POOLING = "tests/entrypoints/openai", "tests/entrypoints/pooling"
 FILES = {
     "tests/entrypoints/anthropic/test_messages.py": "smollm2",
-    f"{POOLING}/classify/test_online.py": "labels",
     f"{POOLING}/token_embed/test_online.py": "small",
     "tests/entrypoints/serve/instrumentator/test_basic.py": "small",
     "tests/entrypoints/serve/instrumentator/test_uds.py": "small",
@@ -60,6 +59,13 @@ FILES = {
     f"{POOLING}/scoring/test_bi_encoder_online.py": "small",
     f"{POOLING}/scoring/test_cross_encoder_online.py": "small",
 }
+LEFT_OUT = {
+    "multimodal, speech_to_text, *_vision, *_vlm": "images and audio",
+    "pooling/classify, token_classify, reward, late_interaction": "classifiers of texts and tokens, ColBERT: no such routes",
+    "serve/lora, serve/sagemaker, scale_out, tensorizer, prompt_embeds, harmony, mcp": "models, files and clouds that are not here",
+    "cohere/test_chat_v2": "Cohere's chat API is not offered",
+    "the rest": "their Python classes",
+}
 _CLASSES, _TEXT, _TOOLS = "their Python classes", "the text that their model writes", "needs a model that calls tools"
 NOT_APPLICABLE = {
     r"chat_completion_request_|completion_request_|(chat|completion)_request_decouples|requests_reject_": _CLASSES,
@@ -77,6 +83,8 @@ NOT_APPLICABLE = {
     r"test_single_chat_session|test_single_completion|more_than_one_prompt_logprobs_chat": "their tokenizer: numbers of tokens",
     r"test_parallel_(no_)?streaming": "needs a model whose answers end by themselves",
     r"test_load_prompt_embeds|test_disable_prompt_embeds": _CLASSES,
+    r"test_anthropic_streaming_cache_usage": "another version of the anthropic client",
+    r"test_anthropic_tool_call": _TOOLS,
     r"models/test_models": "adapters that they download",
     r"test_chat_logit_bias_(valid|invalid)$": "reads the vocabulary with their Python classes",
     r"start_vs_end_differ": "needs an embedding model: a random one tells no two long texts apart",

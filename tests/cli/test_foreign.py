@@ -118,6 +118,7 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "--disable-custom-all-reduce",
         "--enable-deterministic-inference",
         "--enable-mis",
+        "--cuda-graph-max-bs-decode 8",
         "--skip-tokenizer-init",
     ],
 )

@@ -62,7 +62,7 @@ FILES = {
 LEFT_OUT = {
     "multimodal, speech_to_text, *_vision, *_vlm": "images and audio",
     "pooling/classify, token_classify, reward, late_interaction": "classifiers of texts and tokens, ColBERT: no such routes",
-    "serve/lora, serve/sagemaker, scale_out, tensorizer, prompt_embeds, harmony, mcp": "models, files and clouds that are not here",
+    "serve/lora, serve/sagemaker, scale_out, tensorizer, prompt_embeds, harmony, mcp": "models and files that are not here",
     "cohere/test_chat_v2": "Cohere's chat API is not offered",
     "the rest": "their Python classes",
 }

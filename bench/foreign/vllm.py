@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import tidemill
 from bench.foreign.serving import CHECKOUT, MODEL, Served, free_port, model_path, tokenizer_path, translated
 from bench.foreign.stubs import Modules, names_from
 
@@ -85,6 +86,7 @@ NOT_APPLICABLE = {
     r"test_load_prompt_embeds|test_disable_prompt_embeds": _CLASSES,
     r"test_anthropic_streaming_cache_usage": "another version of the anthropic client",
     r"test_anthropic_tool_call": _TOOLS,
+    r"token_embed/test_online": "a vector for each token is not offered",
     r"models/test_models": "adapters that they download",
     r"test_chat_logit_bias_(valid|invalid)$": "reads the vocabulary with their Python classes",
     r"start_vs_end_differ": "needs an embedding model: a random one tells no two long texts apart",
@@ -152,7 +154,7 @@ class RemoteOpenAIServer:
 
     @property
     def url_root(self) -> str:
-        return f"http://{Path(self.uds).name}" if self.uds else f"http://{self.host}:{self.port}"
+        return "http://localhost" if self.uds else f"http://{self.host}:{self.port}"
 
     def url_for(self, *parts: str) -> str:
         return "/".join([self.url_root, *(part.lstrip("/") for part in parts)])
@@ -252,7 +254,7 @@ def install() -> None:
         "vllm.platforms": {"current_platform": _Platform()},
         "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
         "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": lambda name, *_, **__: name},
-        "vllm.version": {"__version__": "0"},
+        "vllm.version": {"__version__": tidemill.__version__},
     }
     read = {
         "vllm.utils.serial_utils": CHECKOUT / "vllm" / "utils" / "serial_utils.py",

@@ -117,6 +117,9 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "--log-level info",
         "--disable-custom-all-reduce",
         "--enable-deterministic-inference",
+        "--enable-mis",
+        "--cuda-graph-max-bs-decode 8",
+        "--skip-tokenizer-init",
     ],
 )
 def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):

@@ -306,7 +306,8 @@ def test_probabilities_of_labels_after_items(roomy):
     ids = [post(roomy, "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"] for text in items]
     begin = post(roomy, "/tokenize", {"prompt": query})["tokens"]
     assert post(roomy, "/v1/score", asked | {"query": begin, "items": ids})["scores"] == plain["scores"]
-    for wrong in ({"items": []}, {"label_token_ids": [10**9]}, {"label_token_ids": []}, {"query": begin}, {"text_1": "a"}):
+    assert post(roomy, "/v1/score", asked | {"items": []})["scores"] == []
+    for wrong in ({"items": 42}, {"label_token_ids": [10**9]}, {"label_token_ids": []}, {"query": begin}, {"text_1": "a"}):
         assert post(roomy, "/v1/score", asked | wrong, 400)["error"]["param"].endswith(("items", "token_ids"))
     assert post(roomy, "/v1/score", {"text_1": "a"}, 400)["error"]["param"] == "text_2"
 

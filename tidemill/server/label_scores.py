@@ -77,6 +77,8 @@ async def _scoring(models: Models, body: LabelScoreRequest, caller: Caller) -> b
 
 async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller) -> LabelScores:
     items = [body.items] if isinstance(body.items, str) else body.items
+    if not items:
+        return LabelScores([], 0)
     query = await service.encode(body.query) if isinstance(body.query, str) and not isinstance(items[0], str) else body.query
     _check_lengths(service, query, items)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(body.label_token_ids))

@@ -67,7 +67,7 @@ class ScoreRequest(Body):
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     use_activation: bool | None = None
     query: str | list[Id] | None = None
-    items: Items | None = None
+    items: Items | Annotated[list[str], Field(max_length=0)] | None = None  # no items, no scores: as SGLang
     label_token_ids: Labels | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None

@@ -376,21 +376,19 @@ class QuantizedPanels(Weight):
         return self._lib.linear(self._number, x_TK, *self._addresses, self._num_out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if self._kind[0] not in "GWT":
+            return self._lib.take_rows(self._number, *self._addresses[:2], ids_T.contiguous(), self._width)
         panel, lane = ids_T // _LANES, ids_T % _LANES
         stored = panel // _SPAN if self._bits == 2 else panel
-        panels = self._panels.unflatten(-1, (-1, _FOUR))
-        codes = panels[stored, :, :, lane % panels.shape[-2]]  # [T, group, four, 4]
-        if self._kind == "S4":
-            codes = torch.where((lane < 4)[:, None, None, None], codes & 15, codes >> 4 ^ 8) - 8
-        elif self._bits == 4:
+        codes = self._panels.unflatten(-1, (_LANES, _FOUR))[stored, :, :, lane]  # [T, group, four, 4]
+        if self._bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=2)
         if self._bits == 2:
             codes = ((codes ^ 128) >> (2 * (panel % _SPAN)).to(torch.uint8)[:, None, None, None] & 3) - 1
         if self._kind == "GS4":
             codes = (codes ^ 8) - 8
-        if self._kind == "MX4" or self._table is not None:
-            numbers = torch.from_numpy(MX4_CODES) if self._table is None else self._table
-            codes = numbers[codes.to(torch.int64)].view(torch.uint8)
+        if self._table is not None:
+            codes = self._table[codes.to(torch.int64)].view(torch.uint8)
         values = codes.view(torch.int8).flatten(2).float()  # [T, group, 32]
         scales, offsets = self._scales_of(panel, lane)
         values = values.flatten(1) * scales
@@ -411,17 +409,11 @@ class QuantizedPanels(Weight):
 
     def _scales_of(self, panel: torch.Tensor, lane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of each value of these rows: scales and offsets."""
-        has_offsets, group = self._kind in ("Q8M", "Q4", "G4", "G8M"), self._group
-        values, num_panels = self._scales, -(-self._num_out // _LANES)
-        if self._kind == "S4" or self._kind[0] in "GWT":
-            num_groups = -(-self._width // group) * (2 if has_offsets else 1)
-            values = self._scales.view(torch.float32)
-            values = values[values.numel() - num_panels * num_groups * _LANES :]
-        values = values.view(num_panels, -1, 2 if has_offsets else 1, _LANES)
-        each = values[panel, :, :, lane].float()  # [T, group, 1 or 2]
-        if self._kind == "S4":
-            each = each * _S4_FACTORS[lane, None, None]
-        elif self._kind == "GS4":
-            each = each * 16
+        has_offsets, group = self._kind in ("G4", "G8M"), self._group
+        num_panels = -(-self._num_out // _LANES)
+        num_groups = -(-self._width // group) * (2 if has_offsets else 1)
+        values = self._scales.view(torch.float32)
+        values = values[values.numel() - num_panels * num_groups * _LANES :].view(num_panels, -1, 2 if has_offsets else 1, _LANES)
+        each = values[panel, :, :, lane] * (16 if self._kind == "GS4" else 1)  # [T, group, 1 or 2]
         wide = each.repeat_interleave(group, 1)[:, : self._width]
         return wide[..., 0], wide[..., 1] if has_offsets else None

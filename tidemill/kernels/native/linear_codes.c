@@ -475,3 +475,36 @@ const linear_kind linear_codes[] = {
     [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_gs4, 128, 32, 0, 0, 0, 1, WIDE_ROWS},
     [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1, WIDE_ROWS},
 };
+
+/* ---- rows of a matrix as floats, as tables of embeddings give them: of the kinds to S4 */
+
+static void take_group(int kind, const uint8_t *codes, const void *scales, long lane, float *out) {
+    float d[LANES], m[LANES] = {0};
+    f32x8_store(d, load_scale(scales, 0, kind == S4));
+    if (has_offsets(kind)) f32x8_store(m, f32x8_load_f16((const uint16_t *)scales + LANES));
+    for (int k = 0; k < GROUP; k++) {
+        int f = k / 4, code;
+        if (kind == S4) {
+            uint8_t both = codes[f * 16 + lane % 4 * 4 + k % 4];
+            code = lane < 4 ? (both & 15) - 8 : (int8_t)(both & 0xf0);
+        } else if (is_packed(kind)) {
+            uint8_t both = codes[f % 4 * 32 + lane * 4 + k % 4];
+            code = f < 4 ? both & 15 : both >> 4;
+            if (kind == MX4) code = MX4_CODES[code];
+        } else {
+            code = (int8_t)codes[f * 32 + lane * 4 + k % 4];
+        }
+        float value = (float)code * d[lane];
+        out[k] = has_offsets(kind) ? value + m[lane] : value;
+    }
+}
+
+TM_API void tm_take_rows(int kind, const uint8_t *codes, const char *scales, const int64_t *rows, long num_rows, long num_in, float *out) {
+    const linear_kind *how = linear_codes + (kind - Q8);
+    long num_groups = num_in / GROUP;
+    for (long i = 0; i < num_rows; i++)
+        for (long g = 0; g < num_groups; g++) {
+            long at = rows[i] / LANES * num_groups + g;
+            take_group(kind, codes + at * how->code_bytes, scales + at * how->scale_bytes, rows[i] % LANES, out + i * num_in + g * GROUP);
+        }
+}

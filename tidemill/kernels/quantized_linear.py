@@ -377,7 +377,7 @@ class QuantizedPanels(Weight):
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         if self._kind[0] not in "GWT":
-            return self._lib.take_rows(self._number, *self._addresses[:2], ids_T.contiguous(), self._width)
+            return self._lib.take_rows(self._number, *self._addresses[:2], self._num_out, ids_T, self._width)
         panel, lane = ids_T // _LANES, ids_T % _LANES
         stored = panel // _SPAN if self._bits == 2 else panel
         codes = self._panels.unflatten(-1, (_LANES, _FOUR))[stored, :, :, lane]  # [T, group, four, 4]

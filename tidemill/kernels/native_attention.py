@@ -110,17 +110,18 @@ class NativeAttention:
         """`starts`: where in the cache the first tokens are."""
         balanced = int(counts.sum()) * self.kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
-        num_tiles = -(-counts // tile_tokens)
-        request = np.repeat(np.arange(counts.size), num_tiles)
-        offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
-        lens = np.minimum(counts[request] - offset, tile_tokens)
-        tiles = np.stack(
-            [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
-        )
+        request = np.arange(counts.size)
+        tiles = np.array([first_token, counts, starts, rows, starts + counts], np.int64)
+        if counts.max() > tile_tokens:
+            num_tiles = -(-counts // tile_tokens)
+            request = np.repeat(request, num_tiles)
+            offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
+            tiles = tiles[:, request]
+            tiles[:3] += np.stack([offset, np.minimum(tiles[1] - offset, tile_tokens) - tiles[1], offset])
         # Longest first, so that no thread starts the longest when the others are done.
         order = np.argsort(-(tiles[1] + tiles[2]), kind="stable")
         of_paths = None if paths is None else (paths.bases[request[order]], paths.places[request[order]])
-        return _Tiles(np.ascontiguousarray(tiles[:, order], dtype=np.int64), of_paths)
+        return _Tiles(np.ascontiguousarray(tiles[:, order]), of_paths)
 
     def _step(self, tiles: _Tiles, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> structs.Step:
         kv, fields = self.kv, tiles.fields

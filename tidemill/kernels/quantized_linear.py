@@ -22,6 +22,7 @@ _MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12
 _LANES, _FOUR = 8, 4
 _SPAN = 4  # panels of ternary codes that share bytes
 _MAX_WHOLE = 2**16  # columns whose products of bytes add up to 32 bits
+_S4_FACTORS = torch.tensor([1.0] * 4 + [16.0] * 4)  # by which the codes of each lane are multiplied
 _HAS_S4 = SIGNED_4_BITS  # on x86 products of signed bytes take three instructions, of unsigned ones one
 
 
@@ -284,14 +285,16 @@ def code_panels(weight: Codes, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     codes_NK = np.ascontiguousarray(weight.codes_NK.numpy())
     if kind == "MX4":
         codes_NK = _MX4_NUMBERS[codes_NK.astype(np.int64) + 12]
-    if kind in ("S4", "GS4"):
+    if kind == "GS4":
         codes_NK = codes_NK ^ np.int8(8)  # the low half of code - 8
     if kind == "T2":
         codes_NK = codes_NK + np.int8(1)
     # Four neighbouring codes travel as one 32-bit value.
     fours = torch.from_numpy(codes_NK.view(np.int32))
     panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
-    if weight.bits == 4:
+    if kind == "S4":
+        panels = panels[..., :16] | ((panels[..., 16:] ^ 8) << 4)  # rows 4 to 7 above rows 0 to 3
+    elif weight.bits == 4:
         panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
     if kind == "T2":
         panels = _sharing_bytes(panels)
@@ -299,7 +302,7 @@ def code_panels(weight: Codes, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         return panels.contiguous(), _group_scales(weight, kind)
     scales = to_panels(weight.scales_NG)
     if kind == "S4":
-        scales = (scales.float() / 16).view(torch.float16)
+        scales = (scales.float() / _S4_FACTORS).view(torch.float16)
     elif weight.offsets_NG is not None:
         scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
     return panels.contiguous(), scales.contiguous()  # scales: [panel, group, (2,) 8], S4's [panel, group, 16]
@@ -373,6 +376,8 @@ class QuantizedPanels(Weight):
         return self._lib.linear(self._number, x_TK, *self._addresses, self._num_out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if self._kind[0] not in "GWT":
+            return self._lib.take_rows(self._number, *self._addresses[:2], self._num_out, ids_T, self._width)
         panel, lane = ids_T // _LANES, ids_T % _LANES
         stored = panel // _SPAN if self._bits == 2 else panel
         codes = self._panels.unflatten(-1, (_LANES, _FOUR))[stored, :, :, lane]  # [T, group, four, 4]
@@ -380,11 +385,10 @@ class QuantizedPanels(Weight):
             codes = torch.cat([codes & 15, codes >> 4], dim=2)
         if self._bits == 2:
             codes = ((codes ^ 128) >> (2 * (panel % _SPAN)).to(torch.uint8)[:, None, None, None] & 3) - 1
-        if self._kind in ("S4", "GS4"):
+        if self._kind == "GS4":
             codes = (codes ^ 8) - 8
-        if self._kind == "MX4" or self._table is not None:
-            numbers = torch.from_numpy(MX4_CODES) if self._table is None else self._table
-            codes = numbers[codes.to(torch.int64)].view(torch.uint8)
+        if self._table is not None:
+            codes = self._table[codes.to(torch.int64)].view(torch.uint8)
         values = codes.view(torch.int8).flatten(2).float()  # [T, group, 32]
         scales, offsets = self._scales_of(panel, lane)
         values = values.flatten(1) * scales
@@ -405,13 +409,11 @@ class QuantizedPanels(Weight):
 
     def _scales_of(self, panel: torch.Tensor, lane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of each value of these rows: scales and offsets."""
-        has_offsets, group = self._kind in ("Q8M", "Q4", "G4", "G8M"), self._group
-        values, num_panels = self._scales, -(-self._num_out // _LANES)
-        if self._kind == "S4" or self._kind[0] in "GWT":
-            num_groups = -(-self._width // group) * (2 if has_offsets else 1)
-            values = self._scales.view(torch.float32)
-            values = values[values.numel() - num_panels * num_groups * _LANES :]
-        values = values.view(num_panels, -1, 2 if has_offsets else 1, _LANES)
-        each = values[panel, :, :, lane].float() * (16 if self._kind in ("S4", "GS4") else 1)  # [T, group, 1 or 2]
+        has_offsets, group = self._kind in ("G4", "G8M"), self._group
+        num_panels = -(-self._num_out // _LANES)
+        num_groups = -(-self._width // group) * (2 if has_offsets else 1)
+        values = self._scales.view(torch.float32)
+        values = values[values.numel() - num_panels * num_groups * _LANES :].view(num_panels, -1, 2 if has_offsets else 1, _LANES)
+        each = values[panel, :, :, lane] * (16 if self._kind == "GS4" else 1)  # [T, group, 1 or 2]
         wide = each.repeat_interleave(group, 1)[:, : self._width]
         return wide[..., 0], wide[..., 1] if has_offsets else None

@@ -33,7 +33,7 @@ from tidemill.weights.choose import parts
 from tidemill.weights.digest import fingerprint_of
 
 PAGE = 4096
-VERSION = 1
+VERSION = 2
 _MAGIC = b"tidemill weights"
 _HEAD = struct.Struct("<16sIQQ32s")  # magic, version, where the table begins, its bytes, its hash
 _ALIGN = 64  # of an array in an item

@@ -134,6 +134,8 @@ class Library(StreamCalls, ExchangeCalls):
         self.use_tiles(True)
         self._linear = lib.tm_linear
         self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._take_rows = lib.tm_take_rows
+        self._take_rows.argtypes = [_INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER]
         self._norm = lib.tm_add_rms_norm
         self._norm.argtypes = [_POINTER, _FLOAT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
@@ -223,6 +225,14 @@ class Library(StreamCalls, ExchangeCalls):
             raise MemoryError("no memory for a linear layer's input")
         if self._recording:
             self._recording.note("linear", out, x_TK, kind=kind, width=x_TK.shape[1], num_out=num_out, a=codes, b=scales, c=bias)
+        return out
+
+    def take_rows(self, kind: int, codes: int, scales: int, num_out: int, rows_T: torch.Tensor, width: int) -> torch.Tensor:
+        """Of a matrix of a kind to S4, as floats."""
+        assert rows_T.dtype == torch.int64
+        rows_T, out = rows_T.contiguous(), torch.empty(rows_T.numel(), width)
+        if self._take_rows(kind, codes, scales, num_out, rows_T.data_ptr(), rows_T.numel(), width, out.data_ptr()):
+            raise IndexError(f"rows {rows_T.tolist()} of {num_out}")
         return out
 
     def add_rms_norm(

@@ -6,15 +6,16 @@ A panel holds, for every group of input features, eight rows side by side, so th
   Q8, Q8M          [panel][k / 32][8 fours][8][4]      signed codes
   Q4               [panel][k / 32][4 fours][8][4]      codes 0 .. 15; a byte's high half is four f + 4's code
   MX4              the same                            numbers of E2M1 values, which MX4_CODES has twice as large
-  S4               the same                            codes -8 .. 7, which are multiplied sixteen times as large
-  G8, G8M, G4, GS4 as Q8, Q8M, Q4, S4
+  S4               [panel][k / 32][8 fours][4][4]      codes -8 .. 7: rows 0 .. 3 in the lower halves, 8 more; rows 4 .. 7 in the upper halves
+  G8, G8M, G4      as Q8, Q8M, Q4
+  GS4              as Q4                               codes -8 .. 7, which are multiplied sixteen times as large
   GT4              as Q4                               numbers of a table of 16 signed bytes
   W8               as Q8
   T2               [panel / 4][k / 4][8][4]            codes 0 .. 2, one more than their values; in a byte one of each of four panels, the
                                                        first in the lowest bits, and the top bit flipped
 
 and for the kinds to S4 scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset;
-S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
+S4's are float32, those of the upper halves a sixteenth: the conversion of a float16 takes as long as four products.
 The G kinds and T2 have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 for rows, [panel][8].
 Before them lie GT4's table (16 bytes), the scale of activations of W8 and T2 (a float, 0: each row its own), the size from which on they are
 no bytes (a float, 0: all are; of W8) and 24 bytes of nothing,
@@ -29,7 +30,6 @@ row do not depend on the rest of the batch. Integer sums within a group of 32 ar
 #include "linear.h"
 
 #define FLOAT_ROWS 8  /* of a tile of float kinds */
-#define WIDE_ROWS 16  /* from so many rows on, a panel is unpacked once instead of once a tile */
 
 TM_INLINE f32x8 load_weight(int kind, const void *codes, long at) {
     if (kind == F32) return f32x8_load((const float *)codes + at);
@@ -151,7 +151,7 @@ void run_panels(void *arg, long task, int thread) {
     long num_halves = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0;
     /* Without memory for the unpacked codes, the packed ones give the same result. */
     long most = how->pair && end - panel > 1 ? 2 : how->span;
-    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, most * (fours * 256 + num_halves * (long)sizeof(float))) : NULL;
+    float *wide_scales = j->num_rows >= how->wide_rows && (how->unpack || num_halves) ? tm_scratch(thread, 1, most * (fours * 256 + num_halves * (long)sizeof(float))) : NULL;
     uint8_t *wide_codes = (uint8_t *)(wide_scales + most * num_halves);
     for (long num; panel < end; panel += num) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * fours * how->code_bytes;
@@ -183,9 +183,11 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
     if (j.how) {
         long num_groups = num_in / GROUP;
         long listed = j.threshold > 0 ? num_in + 1 : 0; /* of a row: numbers of columns */
-        j.xq = tm_scratch(0, 0, num_rows * (num_in + (2 * num_groups + listed) * (long)sizeof(float)));
+        long starts = KIND(kind) == S4 ? num_groups * (long)sizeof(halves_start) : 0;
+        j.xq = tm_scratch(0, 0, num_rows * (num_in + starts + (2 * num_groups + listed) * (long)sizeof(float)));
         if (!j.xq) return -1;
-        j.xd = (float *)(j.xq + num_rows * num_in);
+        if (starts) j.starts = (halves_start *)(j.xq + num_rows * num_in);
+        j.xd = (float *)(j.xq + num_rows * (num_in + starts));
         j.xs = j.xd + num_rows * num_groups;
         if (listed) {
             for (int t = 0; t < tm_num_threads(); t++)

@@ -17,6 +17,7 @@ enum { F32 = 0, F16, BF16, Q8, Q8M, Q4, MX4, S4, G8, G8M, G4, GS4, GT4, W8, T2 }
 #define GROUP 32
 #define LANES 8
 #define ROWS 4        /* of a tile of quantized kinds */
+#define WIDE_ROWS 16  /* from so many rows on, a panel is unpacked once instead of once a tile */
 
 typedef struct { int32_t place; float value; } sparse_value; /* of a panel: column * 8 + row */
 typedef struct linear_kind linear_kind;
@@ -30,6 +31,7 @@ typedef struct {
     long num_rows, num_in, num_out, num_panels, panels_per_task;
     int8_t *xq;      /* [row][k] */
     float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes. Kinds with a scale a row: [row]; [row][group]: sum of codes */
+    halves_start *starts; /* [row][k / 32], of S4: where its sums start */
     /* set by linear_start */
     const linear_kind *how;
     long group;           /* groups of 32 that share a scale */
@@ -56,6 +58,7 @@ struct linear_kind {
     int has_half_scales;    /* float16, which `wide` takes as floats */
     int has_table, is_token; /* a table before the scales; one scale of activations for a whole row */
     int span;               /* panels whose codes share bytes, which a function computes together; the last of them may be missing */
+    int wide_rows;          /* from so many on, unpacked */
     panel_function pair;    /* as wide, of two panels whose vectors of codes and of scales take turns; NULL: there is none */
 };
 

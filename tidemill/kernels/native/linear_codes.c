@@ -6,19 +6,28 @@ are floats, in the order of the groups. */
 #define PAIR_ROWS 8 /* of a tile of two panels */
 
 static const int8_t MX4_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4 || kind == S4 || kind >= G4; }
+TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4 || kind >= G4; }
 TM_INLINE int has_offsets(int kind) { return kind == Q8M || kind == Q4 || kind == G8M || kind == G4; }
-TM_INLINE long scale_halves(int kind) { return has_offsets(kind) || kind == S4 ? 2 * LANES : LANES; } /* of a group, 16 bits each */
+TM_INLINE long scale_halves(int kind) { return has_offsets(kind) ? 2 * LANES : LANES; } /* of a group, 16 bits each */
 
 /* Two codes of each byte. */
 TM_INLINE void split(int kind, const int8_t *table, u8x32 both, u8x32 *low, u8x32 *high) {
-    if (kind == S4 || kind == GS4) {
+    if (kind == GS4) {
         *low = u8x32_low_by_16(both), *high = u8x32_high_by_16(both);
         return;
     }
     *low = u8x32_low(both), *high = u8x32_high(both);
     if (kind == MX4) table = MX4_CODES;
     if (kind == MX4 || kind == GT4) *low = u8x32_look_up(table, *low), *high = u8x32_look_up(table, *high);
+}
+
+/* With the last two bits of 24 cleared: its product with 1.5 * 2^23 has no rounding (halves_finish). */
+static float short_factor(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits &= ~3u;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
 }
 
 void quantize_row(void *arg, long row, int thread) {
@@ -42,9 +51,11 @@ void quantize_row(void *arg, long row, int thread) {
         i32x8_store_bytes(to + 8, q1);
         i32x8_store_bytes(to + 16, q2);
         i32x8_store_bytes(to + 24, q3);
-        float d = top / 127.0f + 0 * f32x8_sum(f32x8_add(f32x8_add(v0, v1), f32x8_add(v2, v3))); /* not finite if any value is not */
+        float d = short_factor(top / 127.0f) + 0 * f32x8_sum(f32x8_add(f32x8_add(v0, v1), f32x8_add(v2, v3))); /* not finite if any value is not */
         j->xd[row * num_groups + g] = d;
-        j->xs[row * num_groups + g] = d * (float)i32x8_sum(i32x8_add(i32x8_add(q0, q1), i32x8_add(q2, q3)));
+        int32_t sum = i32x8_sum(i32x8_add(i32x8_add(q0, q1), i32x8_add(q2, q3)));
+        j->xs[row * num_groups + g] = d * (float)sum;
+        if (j->starts) halves_prepare(j->starts + row * num_groups + g, d, sum);
     }
 }
 
@@ -87,8 +98,10 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
             BYTES(4, second, 0) BYTES(5, second, 1) BYTES(6, second, 2) BYTES(7, second, 3)
             codes += 256;
         }
-        f32x8 d = load_scale(scales, g * num_scales, wide || kind == S4);
-        for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
+        f32x8 d = load_scale(scales, g * num_scales, wide);
+        for (int r = 0; r < n; r++)
+            acc[r] = kind == S4 ? f32x8_fma(acc[r], f32x8_mul1(i32x8_finish(dot[r]), xd[r * num_groups + g]), d) /* as tile_s4 */
+                                : f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
         if (has_offsets(kind)) {
             f32x8 m = load_scale(scales, g * num_scales + LANES, wide);
             for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], m, xs[r * num_groups + g]);
@@ -128,7 +141,7 @@ TM_INLINE f32x8 single_groups(const linear_job *j, int kind, const uint8_t *code
         codes += code_bytes;
     }
     for (int p = 0; p < n; p++) {
-        acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(load_scale(scales, 0, kind == S4), j->xd[g + p]));
+        acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(f32x8_load_f16(scales), j->xd[g + p]));
         if (has_offsets(kind)) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
         scales += scale_halves(kind);
     }
@@ -142,6 +155,66 @@ TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, con
     for (; g + 2 <= num_groups; g += 2) acc = single_groups(j, kind, codes, scales, g, 2, acc);
     if (g < num_groups) acc = single_groups(j, kind, codes, scales, g, 1, acc);
     *out = acc;
+}
+
+/* ---- S4: an activation's scale first, then the weights' */
+
+#define HALVES(f)                                                                                                 \
+    {                                                                                                             \
+        halves both = halves_load(codes + f * 16), lower = halves_lower(both);                                    \
+        for (int r = 0; r < n; r++) dot[r] = halves_dot(dot[r], lower, both, f < 4 ? first[r] : second[r], f % 4); \
+    }
+#define ALL_HALVES HALVES(0) HALVES(1) HALVES(2) HALVES(3) HALVES(4) HALVES(5) HALVES(6) HALVES(7)
+
+TM_INLINE void tile_s4(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *from, long row, int n, f32x8 *out) {
+    (void)kind, (void)wide;
+    long num_groups = j->num_in / GROUP;
+    const int8_t *x = j->xq + row * j->num_in;
+    const float *xd = j->xd + row * num_groups, *scales = from;
+    const halves_start *starts = j->starts + row * num_groups;
+    f32x8 acc[ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
+    for (long g = 0; g < num_groups; g++, x += GROUP, codes += 128, scales += LANES) {
+        i32x8 dot[ROWS];
+        i8x16 first[ROWS], second[ROWS];
+        for (int r = 0; r < n; r++) dot[r] = halves_begin(starts + r * num_groups + g);
+        for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
+        ALL_HALVES
+        f32x8 d = f32x8_load(scales);
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], halves_finish(dot[r], starts + r * num_groups + g, xd[r * num_groups + g]), d);
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+/* `num` groups of one panel by one row, added to `acc`, as single_groups. */
+TM_INLINE f32x8 groups_s4(const linear_job *j, const uint8_t *from, const float *scales, long g, int num, f32x8 acc) {
+    const halves_start *starts = j->starts + g;
+    i32x8 sums[2];
+    __builtin_prefetch(scales + 8 * LANES);
+    for (int p = 0; p < num; p++) {
+        const int n = 1;
+        const uint8_t *codes = from + p * 128;
+        for (long at = 0; at < 128; at += 64) __builtin_prefetch(codes + PREFETCH + at);
+        i8x16 first[1] = {i8x16_load(j->xq + (g + p) * GROUP)}, second[1] = {i8x16_load(j->xq + (g + p) * GROUP + 16)};
+        i32x8 dot[1] = {halves_begin(starts + p)};
+        ALL_HALVES
+        sums[p] = dot[0];
+    }
+    for (int p = 0; p < num; p++) acc = f32x8_fma(acc, halves_finish(sums[p], starts + p, j->xd[g + p]), f32x8_load(scales + p * LANES));
+    return acc;
+}
+
+TM_INLINE void row_s4(const linear_job *j, int kind, const uint8_t *codes, const void *scales, f32x8 *out) {
+    (void)kind;
+    long num_groups = j->num_in / GROUP, g = 0;
+    f32x8 acc = f32x8_set(0);
+    for (; g + 2 <= num_groups; g += 2) acc = groups_s4(j, codes + g * 128, (const float *)scales + g * LANES, g, 2, acc);
+    if (g < num_groups) acc = groups_s4(j, codes + g * 128, (const float *)scales + g * LANES, g, 1, acc);
+    *out = acc;
+}
+
+static void unpack_s4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) {
+    for (long at = 0; at < j->num_in / 4; at++) u8x32_store(to + at * stride, halves_unpack(halves_load(codes + at * 16)));
 }
 
 /* ---- groups of any multiple of 32, float scales: a group's sum first, then its scale */
@@ -242,8 +315,9 @@ SINGLE_OF(single_q8m, single_q, Q8M)
 PANEL_OF(panel_q8m, tile_q, Q8M, 0)
 SINGLE_OF(single_mx4, single_q, MX4)
 PANEL_OF(panel_mx4, tile_q, MX4, 0)
-SINGLE_OF(single_s4, single_q, S4)
-PANEL_OF(panel_s4, tile_q, S4, 0)
+SINGLE_OF(single_s4, row_s4, S4)
+PANEL_OF(panel_s4, tile_s4, S4, 0)
+PANEL_OF(wide_s4, tile_q, S4, 1)
 PANEL_OF(wide_q4, tile_q, Q4, 1)
 PANEL_OF(wide_q8, tile_q, Q8, 1)
 PANEL_OF(wide_q8m, tile_q, Q8M, 1)
@@ -387,18 +461,55 @@ TM_INLINE void unpack_codes(const linear_job *j, int kind, const uint8_t *codes,
 
 static void unpack_q4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, Q4, codes, to, stride); }
 static void unpack_mx4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, MX4, codes, to, stride); }
-static void unpack_s4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, S4, codes, to, stride); }
+static void unpack_gs4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, GS4, codes, to, stride); }
 static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, GT4, codes, to, stride); }
 
 const linear_kind linear_codes[] = {
-    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0, 1},
-    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0, 1},
-    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1, pair_q4},
-    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1},
-    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_q8, unpack_s4, 128, 32, 0, 0, 0, 1},
-    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0, 1},
-    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, NULL, 256, 64, 0, 0, 0, 1},
-    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1},
-    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_s4, 128, 32, 0, 0, 0, 1},
-    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1},
+    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0, 1, WIDE_ROWS},
+    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0, 1, WIDE_ROWS},
+    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1, WIDE_ROWS, pair_q4},
+    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1, WIDE_ROWS},
+    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_s4, unpack_s4, 128, 32, 0, 0, 0, 1, WIDE_ROWS + 1},
+    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0, 1, WIDE_ROWS},
+    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, NULL, 256, 64, 0, 0, 0, 1, WIDE_ROWS},
+    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1, WIDE_ROWS},
+    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_gs4, 128, 32, 0, 0, 0, 1, WIDE_ROWS},
+    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1, WIDE_ROWS},
 };
+
+/* ---- rows of a matrix as floats, as tables of embeddings give them: of the kinds to S4 */
+
+static void take_group(int kind, const uint8_t *codes, const void *scales, long lane, float *out) {
+    float d[LANES], m[LANES] = {0};
+    f32x8_store(d, load_scale(scales, 0, kind == S4));
+    if (has_offsets(kind)) f32x8_store(m, f32x8_load_f16((const uint16_t *)scales + LANES));
+    for (int k = 0; k < GROUP; k++) {
+        int f = k / 4, code;
+        if (kind == S4) {
+            uint8_t both = codes[f * 16 + lane % 4 * 4 + k % 4];
+            code = lane < 4 ? (both & 15) - 8 : (int8_t)(both & 0xf0);
+        } else if (is_packed(kind)) {
+            uint8_t both = codes[f % 4 * 32 + lane * 4 + k % 4];
+            code = f < 4 ? both & 15 : both >> 4;
+            if (kind == MX4) code = MX4_CODES[code];
+        } else {
+            code = (int8_t)codes[f * 32 + lane * 4 + k % 4];
+        }
+        float value = (float)code * d[lane];
+        out[k] = has_offsets(kind) ? value + m[lane] : value;
+    }
+}
+
+/* -1: one is not there. */
+TM_API int tm_take_rows(int kind, const uint8_t *codes, const char *scales, long num_out, const int64_t *rows, long num_rows, long num_in, float *out) {
+    const linear_kind *how = linear_codes + (kind - Q8);
+    long num_groups = num_in / GROUP;
+    for (long i = 0; i < num_rows; i++) {
+        if (rows[i] < 0 || rows[i] >= num_out) return -1;
+        for (long g = 0; g < num_groups; g++) {
+            long at = rows[i] / LANES * num_groups + g;
+            take_group(kind, codes + at * how->code_bytes, scales + at * how->scale_bytes, rows[i] % LANES, out + i * num_in + g * GROUP);
+        }
+    }
+    return 0;
+}

@@ -220,6 +220,6 @@ static void wide_t2(const linear_job *j, long panel, const uint8_t *codes, const
 }
 
 const linear_kind linear_tokens[] = {
-    [W8 - W8] = {quantize_token, single_of_w8, panel_w8, panel_w8, NULL, 256, 32, 0, 0, 1, 1},
-    [T2 - W8] = {quantize_token, single_t2, panels_t2, wide_t2, unpack_t2, 64, 32, 0, 0, 1, SPAN},
+    [W8 - W8] = {quantize_token, single_of_w8, panel_w8, panel_w8, NULL, 256, 32, 0, 0, 1, 1, WIDE_ROWS},
+    [T2 - W8] = {quantize_token, single_t2, panels_t2, wide_t2, unpack_t2, 64, 32, 0, 0, 1, SPAN, WIDE_ROWS},
 };

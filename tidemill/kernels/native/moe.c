@@ -19,6 +19,7 @@ typedef struct {
     const float *x;
     int8_t *xq;
     float *xd, *xs;
+    halves_start *starts; /* NULL: no matrix is S4 */
 } rows;
 
 typedef struct {
@@ -44,6 +45,7 @@ typedef struct {
 
 static int has_shared(const tm_moe *m) { return m->shared_gate_up.codes != NULL; }
 static int needs_bytes(const tm_matrices *one, const tm_matrices *other) { return one->kind >= Q8 || (other->codes && other->kind >= Q8); }
+static int needs_starts(const tm_matrices *one, const tm_matrices *other) { return one->kind == S4 || (other->codes && other->kind == S4); }
 
 /* ---- memory: one piece, cut up */
 
@@ -53,10 +55,11 @@ static char *cut(char **at, long num_bytes) {
     return piece;
 }
 
-static void cut_bytes(char **at, rows *r, long num_rows, long width) {
+static void cut_bytes(char **at, rows *r, long num_rows, long width, int with_starts) {
     r->xq = (int8_t *)cut(at, num_rows * width);
     r->xd = (float *)cut(at, num_rows * (width / GROUP) * (long)sizeof(float));
     r->xs = (float *)cut(at, num_rows * (width / GROUP) * (long)sizeof(float));
+    if (with_starts) r->starts = (halves_start *)cut(at, num_rows * (width / GROUP) * (long)sizeof(halves_start));
 }
 
 /* Places of the shared expert come last, in each buffer with its own width. */
@@ -76,15 +79,15 @@ static long lay_out(moe_job *j, char *base) {
         j->units = (long *)cut(&at, m->num_experts * (long)sizeof(long));
         j->places = (const char **)cut(&at, m->num_experts * (long)sizeof(char *));
     }
-    if (needs_bytes(&m->gate_up, &m->shared_gate_up)) cut_bytes(&at, &j->given, num_rows, width);
+    if (needs_bytes(&m->gate_up, &m->shared_gate_up)) cut_bytes(&at, &j->given, num_rows, width, needs_starts(&m->gate_up, &m->shared_gate_up));
     if (j->is_gathered) {
-        if (m->gate_up.kind >= Q8) cut_bytes(&at, &j->gathered, own, width);
+        if (m->gate_up.kind >= Q8) cut_bytes(&at, &j->gathered, own, width, m->gate_up.kind == S4);
         else j->gathered.x = (float *)cut(&at, own * width * (long)sizeof(float));
     }
     j->gate_up = (float *)cut(&at, 2 * (own * inner + shared * shared_inner) * (long)sizeof(float));
     j->products = (float *)cut(&at, (own * inner + shared * shared_inner) * (long)sizeof(float));
     j->inner.x = j->products;
-    if (needs_bytes(&m->down, &m->shared_down)) cut_bytes(&at, &j->inner, 1, own * inner + shared * shared_inner);
+    if (needs_bytes(&m->down, &m->shared_down)) cut_bytes(&at, &j->inner, 1, own * inner + shared * shared_inner, needs_starts(&m->down, &m->shared_down));
     j->results = (float *)cut(&at, (own + shared) * width * (long)sizeof(float));
     return at - base;
 }
@@ -93,6 +96,7 @@ static long lay_out(moe_job *j, char *base) {
 static rows further(rows r, long values) {
     if (r.x) r.x += values;
     if (r.xq) r.xq += values, r.xd += values / GROUP, r.xs += values / GROUP;
+    if (r.starts) r.starts += values / GROUP;
     return r;
 }
 
@@ -147,7 +151,8 @@ static void start_row(void *arg, long row, int thread) {
     long k = m->top_k + has_shared(m);
     route(m, j->logits + row * (m->num_experts + has_shared(m)), j->chosen + row * k, j->weights + row * k);
     if (j->given.xq) {
-        linear_job bytes = {.x = j->x, .num_in = m->gate_up.num_in, .xq = j->given.xq, .xd = j->given.xd, .xs = j->given.xs};
+        linear_job bytes = {.x = j->x, .num_in = m->gate_up.num_in, .xq = j->given.xq, .xd = j->given.xd, .xs = j->given.xs,
+                             .starts = j->given.starts};
         quantize_row(&bytes, row, thread);
     }
 }
@@ -213,6 +218,7 @@ static void gather_row(void *arg, long at, int thread) {
     memcpy(j->gathered.xq + at * width, j->given.xq + row * width, width);
     memcpy(j->gathered.xd + at * groups, j->given.xd + row * groups, groups * sizeof(float));
     memcpy(j->gathered.xs + at * groups, j->given.xs + row * groups, groups * sizeof(float));
+    if (j->gathered.starts) memcpy(j->gathered.starts + at * groups, j->given.starts + row * groups, groups * sizeof(halves_start));
 }
 
 /* ---- matmuls of all experts at once */
@@ -224,7 +230,7 @@ static void add_job(moe_job *j, const tm_matrices *w, long expert, const char *p
         .kind = (int)w->kind, .x = x.x, .codes = place ? place + w->code_place : (const char *)w->codes + expert * w->code_bytes,
         .scales = scales, .bias = w->bias ? w->bias + expert * w->num_out : NULL,
         .out = out, .num_rows = num_rows, .num_in = w->num_in, .num_out = w->num_out, .num_panels = (w->num_out + LANES - 1) / LANES,
-        .xq = x.xq, .xd = x.xd, .xs = x.xs,
+        .xq = x.xq, .xd = x.xd, .xs = x.xs, .starts = x.starts,
     };
     linear_start(j->jobs + j->num_jobs - 1);
 }
@@ -283,7 +289,7 @@ static void activate_row(void *arg, long at, int thread) {
     glu_values((int)m->act, j->gate_up + 2 * first, j->products + first, width);
     if ((is_shared ? m->shared_down.kind : m->down.kind) < Q8) return;
     rows r = further(j->inner, first);
-    linear_job bytes = {.x = r.x, .num_in = width, .xq = r.xq, .xd = r.xd, .xs = r.xs};
+    linear_job bytes = {.x = r.x, .num_in = width, .xq = r.xq, .xd = r.xd, .xs = r.xs, .starts = r.starts};
     quantize_row(&bytes, 0, thread);
 }
 

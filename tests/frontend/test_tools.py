@@ -111,6 +111,13 @@ CASES = [("json", text, expected) for text, expected in JSON_CASES] + [
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', [("f", '{"x": 1}')]),
     ("mistral", '[TOOL_CALLS]Alice[ARGS]{"x": 1}', [("words", '[TOOL_CALLS]Alice[ARGS]{"x": 1}')]),
     ("mistral", "[TOOL_CALLS]f[WHAT]{}", [("words", "[TOOL_CALLS]f[WHAT]{}")]),
+    ("granite", '<|tool_call|> [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]', [
+        ("f", '{"x": 1}'), ("g", "{}"),
+    ]),
+    ("granite", "<|tool_call|>none", [("words", "<|tool_call|>none")]),
+    ("internlm", 'So: <|action_start|><|plugin|>\n{"name": "f", "parameters": {"x": 1}}<|action_end|>', [
+        ("words", "So: "), ("f", '{"x": 1}'),
+    ]),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", "{}")]),
     ("llama3_json", "<|python_tag|>print(1)", [("words", "<|python_tag|>print(1)")]),
     ("qwen3_coder", XML, [("f", XML_ARGUMENTS)]),
@@ -270,6 +277,8 @@ TEMPLATES = [
     ('{"name": ..}</tool_call> <tool_call>', "hermes", None),
     ("<tool_call>\n<function=example>", "qwen3_coder", None),
     ("[TOOL_CALLS] + [ARGS] [THINK]", "mistral", "mistral"),
+    ("<|tool_call|> <tool_call>", "granite", None),
+    ("<|action_start|><|plugin|>", "internlm", None),
     ("<|python_tag|>", "llama3_json", None),
     ("<|python_start|> <|python_tag|>", "pythonic", None),
     ("'<｜tool▁calls▁begin｜>' + '<think>\\n'", "deepseek", "think"),

@@ -308,6 +308,7 @@ FOREIGN = (
     _no_effect("--mem-fraction-static --attention-backend --sampling-backend --grammar-backend", SGLANG,
                "it changes no answer", takes_value=True),
     _no_effect("--skip-tokenizer-init", f"{VLLM}, {SGLANG}", "requests may have token ids for texts, and ask for ids"),
+    _no_effect("--ignore-patterns", VLLM, "a repository's safetensors or one GGUF are fetched", takes_value=True),
     _no_effect("--enable-mis", SGLANG, "the items of a score share their prefix through the prefix cache"),
     _no_effect("--is-embedding --enable-metrics --enable-cache-report --disable-cuda-graph", SGLANG, "it changes no answer"),
 )  # fmt: skip

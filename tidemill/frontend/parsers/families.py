@@ -115,6 +115,15 @@ FAMILIES = (  # in the order in which templates are tried
         hints=(_TOOL_CALLS,),
         more_marks=("[ARGS]", "[CALL_ID]"),
     ),
+    Family("granite", _object, ("<|tool_call|>", _TOOL_CALL), bare="[", hints=("<|tool_call|>",)),
+    Family(
+        "internlm",
+        _object,
+        ("<|action_start|>", "<|plugin|>"),
+        closings=("<|action_end|>",),
+        hints=("<|action_start|>",),
+        aliases=("internlm2",),
+    ),
     Family("hermes", _object, (_TOOL_CALL,), closings=("</tool_call>",), bare="{[", hints=(_TOOL_CALL,), aliases=("qwen",)),
     Family(
         "pythonic",

@@ -132,11 +132,11 @@ FAMILIES = (  # in the order in which templates are tried
     Family(
         "pythonic",
         _python,
-        ("<|python_start|>", _PYTHON_TAG),
-        closings=("<|python_end|>",),
+        ("<|python_start|>", "<|tool_call_start|>", _PYTHON_TAG),
+        closings=("<|python_end|>", "<|tool_call_end|>"),
         bare="[",
-        hints=("<|python_start|>", "[func_name1("),
-        aliases=("llama4_pythonic",),
+        hints=("<|python_start|>", "<|tool_call_start|>", "[func_name1("),
+        aliases=("llama4_pythonic", "lfm2"),
     ),
     Family(
         "llama3_json",

@@ -92,6 +92,7 @@ def translated(
     while waiting:
         flag, *waiting = waiting
         name, equals, value = flag.partition("=")
+        name = name.replace("_", "-")
         if name not in dropped:
             kept.append((replaced or {}).get(flag, flag))
             continue

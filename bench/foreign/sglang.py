@@ -49,6 +49,7 @@ NOT_APPLICABLE = {
     r"anthropic_tool_use.*(result_multi_turn|tool_use_format)": "needs a model that calls tools unasked",
     r"test_cache_tokens|test_logprob_mixed|test_logprob_with_chunked_prefill": "needs a model with a longer context",
     r"test_logit_bias$|test_logit_bias_isolation": "a token of their vocabulary",
+    r"Qwen25::test_multi_tool_scenario|Lfm2::test_multi_tool_scenario": "needs a model that calls two tools",
     r"complex_parameters_required": "needs a model that ends its answer",
     r"TestCacheReport::test_generate$": "a helper, not a test",
 }

@@ -36,7 +36,7 @@ def test_a_difference_by_design_counts_as_failed_and_what_is_not_applicable_neve
 
 
 def test_flags_that_are_dropped_come_back_with_their_values():
-    flags = ["--dtype=half", "--lora-modules", "a=b", "c=d", "--seed", "1", "--enable-lora", "--names", "x"]
+    flags = ["--dtype=half", "--lora_modules", "a=b", "c=d", "--seed", "1", "--enable-lora", "--names", "x"]
     kept, taken = translated(flags, {"--dtype": 1, "--lora-modules": -1, "--enable-lora": 0, "--names": -1})
     assert kept == ["--seed", "1"]
     assert taken == {"--dtype": ["half"], "--lora-modules": ["a=b", "c=d"], "--enable-lora": [], "--names": ["x"]}

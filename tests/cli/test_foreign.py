@@ -117,6 +117,7 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "--log-level info",
         "--disable-custom-all-reduce",
         "--enable-deterministic-inference",
+        "--ignore-patterns consolidated.safetensors",
         "--enable-mis",
         "--cuda-graph-max-bs-decode 8",
         "--skip-tokenizer-init",

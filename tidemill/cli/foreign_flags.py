@@ -281,7 +281,8 @@ FOREIGN = (
     _no_effect("--schedule-conservativeness --max-prefill-tokens --num-continuous-decode-steps --load-balance-method "
                "--radix-eviction-policy --tokenizer-worker-num --detokenizer-worker-num --warmups --numa-node --lora-backend "
                "--max-loaded-loras --cuda-graph-max-bs --cuda-graph-max-bs-decode --cuda-graph-bs --torch-compile-max-bs "
-               "--dist-timeout --swa-full-tokens-ratio --hicache-ratio --hicache-write-policy --hicache-io-backend --hicache-mem-layout "
+               "--dist-timeout --swa-full-tokens-ratio --hicache-ratio --hicache-write-policy --hicache-io-backend "
+               "--hicache-mem-layout "
                "--decode-attention-backend --prefill-attention-backend --moe-runner-backend --triton-attention-num-kv-splits",
                SGLANG, "it changes no answer", takes_value=True),
     _no_effect("--enable-mixed-chunk --disable-overlap-schedule --skip-server-warmup --enable-torch-compile "
@@ -308,6 +309,7 @@ FOREIGN = (
     _no_effect("--mem-fraction-static --attention-backend --sampling-backend --grammar-backend", SGLANG,
                "it changes no answer", takes_value=True),
     _no_effect("--skip-tokenizer-init", f"{VLLM}, {SGLANG}", "requests may have token ids for texts, and ask for ids"),
+    _no_effect("--ignore-patterns", VLLM, "a repository's safetensors or one GGUF are fetched", takes_value=True),
     _no_effect("--enable-mis", SGLANG, "the items of a score share their prefix through the prefix cache"),
     _no_effect("--is-embedding --enable-metrics --enable-cache-report --disable-cuda-graph", SGLANG, "it changes no answer"),
 )  # fmt: skip

@@ -84,7 +84,9 @@ JSON = Family(
     bare="{[",
     aliases=("plain",),
 )
-HARMONY = Family("harmony", _object, bare="{[", hints=("<|channel|>",), aliases=("openai", "gpt_oss"), more_marks=HARMONY_MARKS)
+HARMONY = Family(
+    "harmony", _object, bare="{[", hints=("<|channel|>",), aliases=("openai", "gpt_oss", "gpt-oss"), more_marks=HARMONY_MARKS
+)
 FAMILIES = (  # in the order in which templates are tried
     HARMONY,
     Family(
@@ -104,7 +106,7 @@ FAMILIES = (  # in the order in which templates are tried
         (DeepSeekReader.BEGIN,),
         ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```"),
         hints=("<｜tool▁calls▁begin｜>", DeepSeekReader.BEGIN),
-        aliases=("deepseek_v3", "deepseek_v31"),
+        aliases=("deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31"),
         more_marks=(DeepSeekReader.SEPARATOR,),
     ),
     Family(
@@ -115,15 +117,26 @@ FAMILIES = (  # in the order in which templates are tried
         hints=(_TOOL_CALLS,),
         more_marks=("[ARGS]", "[CALL_ID]"),
     ),
-    Family("hermes", _object, (_TOOL_CALL,), closings=("</tool_call>",), bare="{[", hints=(_TOOL_CALL,), aliases=("qwen",)),
+    Family("granite", _object, ("<|tool_call|>", _TOOL_CALL), bare="[", hints=("<|tool_call|>",)),
+    Family(
+        "internlm",
+        _object,
+        ("<|action_start|>", "<|plugin|>"),
+        closings=("<|action_end|>",),
+        hints=("<|action_start|>",),
+        aliases=("internlm2",),
+    ),
+    Family(
+        "hermes", _object, (_TOOL_CALL,), closings=("</tool_call>",), bare="{[", hints=(_TOOL_CALL,), aliases=("qwen", "qwen25")
+    ),
     Family(
         "pythonic",
         _python,
-        ("<|python_start|>", _PYTHON_TAG),
-        closings=("<|python_end|>",),
+        ("<|python_start|>", "<|tool_call_start|>", _PYTHON_TAG),
+        closings=("<|python_end|>", "<|tool_call_end|>"),
         bare="[",
-        hints=("<|python_start|>", "[func_name1("),
-        aliases=("llama4_pythonic",),
+        hints=("<|python_start|>", "<|tool_call_start|>", "[func_name1("),
+        aliases=("llama4_pythonic", "lfm2"),
     ),
     Family(
         "llama3_json",

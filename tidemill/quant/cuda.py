@@ -67,10 +67,9 @@ class CudaWeight(CudaMatrix):
         return matmul(x_TK, self._weight_NK, self._bias, act, any_order=self._fast)
 
     def adapted(self, x_TK: torch.Tensor, lora: CudaLora) -> torch.Tensor:
-        from tidemill.kernels.cuda.gemm import gemm, tile_with_adapters
+        from tidemill.kernels.cuda.gemm import matmul
 
-        tile = tile_with_adapters(x_TK.shape[0], *self._weight_NK.shape)
-        return gemm(x_TK, self._weight_NK, tile, bias_N=self._bias, act=self._act, low_rank=lora.low_rank(x_TK))
+        return matmul(x_TK, self._weight_NK, self._bias, self._act, self._fast, added_TN=lora.product(x_TK))
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles
@@ -85,7 +84,8 @@ class CudaWeight(CudaMatrix):
         find_tiles(self._weight_NK, self._act, library=self._bias is None)
         for num_rows in nums_rows:
             if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:
-                library_agrees(num_rows, num_out, num_in, self._weight_NK.device)
+                for adds in (False, True):
+                    library_agrees(num_rows, num_out, num_in, self._weight_NK.device, adds)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._weight_NK[ids_T]

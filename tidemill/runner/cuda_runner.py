@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -167,13 +167,13 @@ class CudaRunner:
             for size in reversed(self._decode_sizes if self._decodes else [])
             for shares in self._either
         }
-        # For steps in which a token has an adapter: one graph for each size.
+        # For steps in which a token has an adapter.
         self._lora_mixed_graphs, self._lora_decode_graphs = {}, {}
         if self.loras is not None:
             for size in reversed(self._mixed_sizes):
                 self._lora_mixed_graphs[size] = self._capture(self._mixed_step(size, True, lora=True), pool, first)
-            for size in reversed(self._decode_sizes):
-                self._lora_decode_graphs[size] = self._capture(self._decode_step(size, True, lora=True), pool, first)
+            for size, shares in product(reversed(self._decode_sizes), self._either):
+                self._lora_decode_graphs[size, shares] = self._capture(self._decode_step(size, shares, lora=True), pool, first)
         self._make_halves(config, pool)
         torch.cuda.synchronize()
         gc.collect()
@@ -429,7 +429,7 @@ class CudaRunner:
     def _decode(self, work: Work, has_lora: bool) -> tuple[torch.Tensor, torch.Tensor]:
         num = work.rows.size
         size = self._decode_sizes[bisect_left(self._decode_sizes, num)]
-        graph = self._lora_decode_graphs[size] if has_lora else self._decode_graphs[size, work.shares]
+        graph = (self._lora_decode_graphs if has_lora else self._decode_graphs)[size, work.shares]
         if work.second is not None:
             graph = self._halved[True, size, work.shares]
         self._replay(graph, work, has_lora)

@@ -5,6 +5,8 @@ measured choices for known GPUs, else by a rule. Nor does it matter what multipl
 wherever it makes one pass over K. With many rows it is faster; so it is used for a number of rows and a shape, set
 not to split K, if a trial shows that it gives our bits.
 
+What adapters add (lora.py) is added to the sums before they are rounded, by our kernel or the library's.
+
 A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
 """
 
@@ -23,7 +25,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
-from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank, find_low_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +63,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
-    x_ptr, w_ptr, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
-    num_rows, num_out, num_in,
+    x_ptr, w_ptr, bias_ptr, added_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: of the adapters' pairs that are added (lora.py), 0: there are none. What the kernel before has written is then read
-    last, since x was there before it."""
+    """ADDS: what the kernel before has written, which is read last: x was there before it."""
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    if PARTS == 0:
+    if not ADDS:
         begin(AHEAD)
-    else:
-        found = find_low_rank(
-            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
-        )  # fmt: skip
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
@@ -91,12 +85,10 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
-    if PARTS:
+    if ADDS:
         begin(AHEAD)
-        acc = add_low_rank(
-            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
-        )  # fmt: skip
+        added = added_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
+        acc += tl.load(added, mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out), other=0.0).to(tl.float32)
     acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
@@ -107,28 +99,20 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
-    num_rows, num_out, num_in,
+    x_desc, w_desc, added_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    if PARTS == 0:
+    if not ADDS:
         begin(AHEAD)
-    else:
-        found = find_low_rank(
-            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
-        )  # fmt: skip
+    tl.assume(num_in > 0)  # else the assembler waits for each product of the loop
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
-    if PARTS:
+    if ADDS:
         begin(AHEAD)
-        acc = add_low_rank(
-            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
-        )  # fmt: skip
+        acc += added_desc.load([m * ROWS, n * OUTS]).to(tl.float32)
     acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
@@ -196,14 +180,6 @@ def own_tile(num_rows: int, num_out: int) -> Tile:
     return Tile(128, 128, 64, 4, 4, 1)
 
 
-def tile_with_adapters(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """The library knows nothing of adapters."""
-    tile = choose_tile(num_rows, num_out, num_in)
-    if tile is not LIBRARY:
-        return tile
-    return own_tile(num_rows, num_out) if num_rows <= 256 else Tile(256, 128, 64, 4, 8, 1)
-
-
 def keep_library_in_order() -> None:
     """It may not split K, which only one of its interfaces can promise."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -211,14 +187,16 @@ def keep_library_in_order() -> None:
 
 
 @cache
-def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device) -> bool:
-    """Whether the library's matmul has our bits: of random values, so that another order of summation would show."""
+def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device, adds: bool = False) -> bool:
+    """Whether the library's matmul has our bits: of random values, so that another order of summation would show. `adds`: to
+    what is there."""
     keep_library_in_order()
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (
         torch.randn(num, num_in, generator=generator, device=device, dtype=torch.bfloat16) for num in (num_rows, num_out)
     )
-    return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
+    theirs = x.new_full((num_rows, num_out), -0.0).addmm_(x, weight.t()) if adds else F.linear(x, weight)
+    return torch.equal(theirs, gemm(x, weight, own_tile(num_rows, num_out)))
 
 
 def matmul(
@@ -228,17 +206,19 @@ def matmul(
     act: str,
     any_order: bool = False,
     tile: Tile | None = None,
+    added_TN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """By our kernel or the library's, whichever is faster. `any_order`: the sum may run in another order than ours."""
+    """By our kernel or the library's, whichever is faster. `any_order`: the sum may run in another order than ours. `added_TN`:
+    as `gemm` has it; is written over."""
     num_rows, num_in = x_TK.shape
-    num_out = weight_NK.shape[0]
+    num_out, adds = weight_NK.shape[0], added_TN is not None
     tile = tile or choose_tile(num_rows, num_out, num_in)
     if tile is LIBRARY:
-        if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
-            out = F.linear(x_TK, weight_NK)
+        if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device, adds)):
+            out = F.linear(x_TK, weight_NK) if added_TN is None else added_TN.addmm_(x_TK, weight_NK.t())
             return glu(out, act) if act else out
         tile = own_tile(num_rows, num_out)
-    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, act=act)
+    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, act=act, added_TN=added_TN)
 
 
 def gemm(
@@ -249,10 +229,10 @@ def gemm(
     bias_N: torch.Tensor | None = None,
     act: str = "",
     out: torch.Tensor | None = None,
-    low_rank: LowRank | None = None,
+    added_TN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x.
-    `low_rank`: is added to the products; the kernel launched before this one makes it, and x was there before that one."""
+    `added_TN`: is added to the sums; the kernel launched before this one makes it, and x was there before that one."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
@@ -264,10 +244,8 @@ def gemm(
     bias = weight_NK if bias_N is None else bias_N
     options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
-        **(NO_LOW_RANK if low_rank is None else low_rank.constants),
+        "ADDS": added_TN is not None, "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
-    added = (weight_NK,) * 7 if low_rank is None else low_rank.tensors
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
         launch(
@@ -275,10 +253,11 @@ def gemm(
             grid,
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
+            TensorDescriptor.from_tensor(x_TK if added_TN is None else added_TN, [tile.rows, tile.outs]),
             TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if act else tile.outs) if bulk_out else 16]),
-            bias, out, *added, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
+            bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
         )  # fmt: skip
         return out
-    even = num_in % tile.ins == 0
-    launch(_gemm, grid, x_TK, weight_NK, bias, out, *added, num_rows, num_out, num_in, EVEN=even, **options)
+    even, added = num_in % tile.ins == 0, weight_NK if added_TN is None else added_TN
+    launch(_gemm, grid, x_TK, weight_NK, bias, added, out, num_rows, num_out, num_in, EVEN=even, **options)
     return out

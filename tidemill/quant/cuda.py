@@ -66,10 +66,13 @@ class CudaWeight(CudaMatrix):
             return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
         return matmul(x_TK, self._weight_NK, self._bias, act, any_order=self._fast)
 
-    def adapted(self, x_TK: torch.Tensor, lora: CudaLora) -> torch.Tensor:
-        from tidemill.kernels.cuda.gemm import matmul
+    def adapted(self, x_TK: torch.Tensor, lora: CudaLora) -> torch.Tensor | None:
+        from tidemill.kernels.cuda.gemm import LIBRARY, fastest_tile, gemm
 
-        return matmul(x_TK, self._weight_NK, self._bias, self._act, self._fast, added_TN=lora.product(x_TK))
+        tile = fastest_tile(x_TK, self._weight_NK, self._bias, self._fast)
+        if tile is LIBRARY:
+            return None
+        return gemm(x_TK, self._weight_NK, tile, bias_N=self._bias, act=self._act, added_TN=lora.product(x_TK))
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles
@@ -84,8 +87,7 @@ class CudaWeight(CudaMatrix):
         find_tiles(self._weight_NK, self._act, library=self._bias is None)
         for num_rows in nums_rows:
             if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:
-                for adds in (False, True):
-                    library_agrees(num_rows, num_out, num_in, self._weight_NK.device, adds)
+                library_agrees(num_rows, num_out, num_in, self._weight_NK.device)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._weight_NK[ids_T]

@@ -5,7 +5,7 @@ measured choices for known GPUs, else by a rule. Nor does it matter what multipl
 wherever it makes one pass over K. With many rows it is faster; so it is used for a number of rows and a shape, set
 not to split K, if a trial shows that it gives our bits.
 
-What adapters add (lora.py) is added to the sums before they are rounded, by our kernel or the library's.
+What adapters add (lora.py) is added to the rounded sums, and rounded again: by our kernel, or to the library's result.
 
 A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
 """
@@ -50,11 +50,13 @@ def _place(num_rows, num_out, ROWS: tl.constexpr, OUTS: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def _finish(
-    acc, bias_ptr, outs, num_out,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
+    acc, added, bias_ptr, outs, num_out,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
+    if ADDS:
+        acc = acc.to(DTYPE).to(tl.float32) + added.to(tl.float32)
     if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
         acc = gated(gate, up, ACT)
@@ -85,11 +87,12 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
+    added = acc
     if ADDS:
         begin(AHEAD)
-        added = added_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-        acc += tl.load(added, mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out), other=0.0).to(tl.float32)
-    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+        where = added_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
+        added = tl.load(where, mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out), other=0.0)
+    acc = _finish(acc, added, bias_ptr, outs, num_out, HAS_BIAS, ADDS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
@@ -110,10 +113,12 @@ def _gemm_bulk(
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
+    added = acc
     if ADDS:
         begin(AHEAD)
-        acc += added_desc.load([m * ROWS, n * OUTS]).to(tl.float32)
-    acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+        added = added_desc.load([m * ROWS, n * OUTS])
+    outs = n * OUTS + tl.arange(0, OUTS)
+    acc = _finish(acc, added, bias_ptr, outs, num_out, HAS_BIAS, ADDS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     if BULK_OUT:
@@ -187,16 +192,25 @@ def keep_library_in_order() -> None:
 
 
 @cache
-def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device, adds: bool = False) -> bool:
-    """Whether the library's matmul has our bits: of random values, so that another order of summation would show. `adds`: to
-    what is there."""
+def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device) -> bool:
+    """Whether the library's matmul has our bits: of random values, so that another order of summation would show."""
     keep_library_in_order()
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (
         torch.randn(num, num_in, generator=generator, device=device, dtype=torch.bfloat16) for num in (num_rows, num_out)
     )
-    theirs = x.new_full((num_rows, num_out), -0.0).addmm_(x, weight.t()) if adds else F.linear(x, weight)
-    return torch.equal(theirs, gemm(x, weight, own_tile(num_rows, num_out)))
+    return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
+
+
+def fastest_tile(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, any_order: bool) -> Tile:
+    """LIBRARY only where it can be taken. `any_order`: the sum may run in another order than ours."""
+    num_rows, num_out, num_in = x_TK.shape[0], *weight_NK.shape
+    tile = choose_tile(num_rows, num_out, num_in)
+    if tile is not LIBRARY:
+        return tile
+    if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
+        return LIBRARY
+    return own_tile(num_rows, num_out)
 
 
 def matmul(
@@ -206,19 +220,13 @@ def matmul(
     act: str,
     any_order: bool = False,
     tile: Tile | None = None,
-    added_TN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """By our kernel or the library's, whichever is faster. `any_order`: the sum may run in another order than ours. `added_TN`:
-    as `gemm` has it; is written over."""
-    num_rows, num_in = x_TK.shape
-    num_out, adds = weight_NK.shape[0], added_TN is not None
-    tile = tile or choose_tile(num_rows, num_out, num_in)
+    """By our kernel or the library's, whichever is faster."""
+    tile = tile or fastest_tile(x_TK, weight_NK, bias_N, any_order)
     if tile is LIBRARY:
-        if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device, adds)):
-            out = F.linear(x_TK, weight_NK) if added_TN is None else added_TN.addmm_(x_TK, weight_NK.t())
-            return glu(out, act) if act else out
-        tile = own_tile(num_rows, num_out)
-    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, act=act, added_TN=added_TN)
+        out = F.linear(x_TK, weight_NK)
+        return glu(out, act) if act else out
+    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, act=act)
 
 
 def gemm(
@@ -232,7 +240,7 @@ def gemm(
     added_TN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x.
-    `added_TN`: is added to the sums; the kernel launched before this one makes it, and x was there before that one."""
+    `added_TN`: is added to the rounded sums; the kernel launched before this one makes it, and x was there before that one."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)

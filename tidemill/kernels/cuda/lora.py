@@ -6,10 +6,10 @@ work for all of the GPU; the last program of a tile to finish adds the stretches
 by the matrices up. Ranks go in blocks of 16: a slot's memory is for the highest rank, and only what its adapter has is read. A
 token's bits depend on the token and its adapter alone.
 
-What is to be added is there, in bfloat16, before the matmul of a bfloat16 weight, which adds it to its float32 sums (gemm.py):
-the vendor's library can do that as well as our kernel, so that adapters change neither tiles nor the fused activation. Our
-kernel starts beside these two, and waits for them only before it adds. Quantized weights multiply first: then the second kernel
-adds to what they have stored.
+What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, and the vendor's
+library, tiles and fused activations are used as in a step without adapters. Our bfloat16 matmul (gemm.py) is launched after
+these kernels, starts beside them, and waits for them only before it adds. After the library, and after matmuls of quantized
+weights, the second kernel adds to what they have stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import EARLIER, EARLY, HOW, begin, launch, let_next_start
+from tidemill.kernels.cuda.launch import EARLIER, EARLY, begin, how, launch, let_next_start
 from tidemill.kernels.lora import LinearLora, Pair
 
 RANKS: Final = 16  # of a block
@@ -124,7 +124,7 @@ def _expand(
     mask = there[:, None] & inside[None, :]
     if ONTO:
         mask = mask & (rows < num_blocks * ROWS)[:, None]
-        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        acc = tl.load(at, mask=mask, other=0.0).to(tl.float32) + acc.to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -202,16 +202,17 @@ class CudaLora(LinearLora):
         num_stretches = triton.cdiv(num_in, self._stretch)
         low = x_TK.new_empty(num_tokens, num_parts, self._max_rank)
         partial = x_TK.new_empty(num_stretches, num_tokens, num_parts, self._max_rank, dtype=torch.float32)
-        how: dict[str, Any] = {"ROWS": rows, "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": num_parts}
+        options: dict[str, Any] = {"ROWS": rows, "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": num_parts}
         launch(
             _shrink, (tiles.numel() // 3, num_stretches),
             x_TK, self._down, self._blocks, self._scales, order, tiles, done, partial, low, num_tokens, num_in,
             COLUMNS=columns, STRETCH=self._stretch, STRETCHES=num_stretches, INS=_INS, num_warps=4 if rows * columns > 256 else 2,
-            num_stages=4 if rows == 16 else 3, **how, **(HOW if onto else EARLY),
+            num_stages=4 if rows == 16 else 3, **options, **EARLY,
         )  # fmt: skip
         width = 256 if self._is_gated and rows == 16 else 128
         launch(
             _expand, (tiles.numel() // 3, self._columns[width].shape[0]),
             low, self._up, self._blocks, order, tiles, self._columns[width], out_TN, out_TN.shape[1],
-            OUTS=width, UNIT=self._unit, IS_GATED=self._is_gated, ONTO=onto, num_warps=4, **how, **(HOW if onto else EARLIER),
+            OUTS=width, UNIT=self._unit, IS_GATED=self._is_gated, ONTO=onto, num_warps=4, **options,
+            **(how(num_tokens) if onto else EARLIER),
         )  # fmt: skip

@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.elementwise import glu
-from tidemill.kernels.cuda.gemm import Tile, gemm, matmul, tile_with_adapters
+from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, fastest_tile, gemm, library_agrees, matmul, own_tile
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.sampling import SamplingParams
@@ -40,18 +41,19 @@ class _Lists(CudaLoras):
         super().__init__({}, num_slots, 256, most_tokens, torch.device("cuda"))
 
 
+SHAPES = (
+    (4096, {"q": 4096, "k": 1024, "v": 1024}, ""), (4096, {"o": 4096}, ""), (4096, {"gate": 14336, "up": 14336}, "silu"),
+    (14336, {"down": 4096}, ""),
+)  # fmt: skip
+
+
 def check_kernels() -> None:
-    """Against float64, in bfloat16; a token alone has the bits that it has among others."""
+    """Against float64, in bfloat16; a token alone has the bits that it has among others, in every tile and with the library."""
     torch.manual_seed(0)
-    device, num_slots = torch.device("cuda"), 9
-    for num_in, outs, is_gated in (
-        (4096, {"q": 4096, "k": 1024, "v": 1024}, False),
-        (4096, {"gate": 14336, "up": 14336}, True),
-        (14336, {"down": 4096}, False),
-        (576, {"q": 576, "k": 192, "v": 192}, False),
-    ):
+    device, num_slots, num = torch.device("cuda"), 9, 300
+    for num_in, outs, act in (*SHAPES, (576, {"q": 576, "k": 192, "v": 192}, "")):
         lists = _Lists(num_slots, 512)
-        made = CudaLora(num_in, outs, lists, num_slots, 256, "silu" if is_gated else "", device, torch.bfloat16)
+        made = CudaLora(num_in, outs, lists, num_slots, 256, bool(act), device, torch.bfloat16)
         adapters = []
         for rank in (16, 8, 1, 64, 256, 33, 16, 16):
             pairs = {
@@ -62,120 +64,105 @@ def check_kernels() -> None:
                 if rank != 8 or name != "k"
             }
             made.put(len(adapters), pairs)
-            lists.set_rank(len(adapters), rank)
             adapters.append(pairs)
-        slots = np.random.default_rng(0).integers(-1, len(adapters), 300)
-        x = torch.randn(300, num_in, device=device, dtype=torch.bfloat16)
-        y = torch.randn(300, sum(outs.values()), device=device, dtype=torch.bfloat16)
-        lists.write(slots, 300)
-        together = y.clone()
-        activated = made.add(x, together)
-        together = together if activated is None else activated
-        expected, first = y.double(), 0
-        for part, (name, size) in enumerate(outs.items()):
-            columns = slice(part, None, 2) if is_gated else slice(first, first + size)
-            for slot, pairs in enumerate(adapters):
-                rows = torch.from_numpy(np.flatnonzero(slots == slot)).to(device)
-                if name in pairs:
-                    pair = pairs[name]
-                    low = x[rows].double() @ pair.down_RK.to(device).double().t()
-                    expected[rows, columns] += pair.scale * low @ pair.up_NR.to(device).double().t()
-            first += size
-        if is_gated:
-            gate, up = expected[:, 0::2], expected[:, 1::2]
-            expected = gate / (1 + (-gate).exp()) * up
-        error = (together.double() - expected).abs().max() / expected.abs().max()
-        assert error < 2**-7, error
+        slots = np.random.default_rng(0).integers(-1, len(adapters), num)
+        x = torch.randn(num, num_in, device=device, dtype=torch.bfloat16)
+        weight = (torch.randn(sum(outs.values()), num_in, device=device) / num_in**0.5).bfloat16()
         plain = torch.from_numpy(slots < 0).to(device)
-        assert torch.equal(together[plain], glu(y, "silu")[plain] if is_gated else y[plain])
-        check_matmul(made, lists, x, slots, {name: i for i, name in enumerate(outs)}, adapters, is_gated)
-        lists.write(slots, 300)
-        for row in range(0, 300, 7):
+        lists.write(slots, num)
+        added = made.product(x)
+        tile = Tile(16, 64, 64, 3, 4)
+        together = gemm(x, weight, tile, act=act, added_TN=added)
+        right = _expected(x, weight, slots, adapters, outs, act)
+        error = (together.double() - right).abs().max() / right.abs().max()
+        assert error < (2**-6 if act else 2**-7), error  # gate and up are rounded twice each
+        assert torch.equal(together[plain], gemm(x, weight, tile, act=act)[plain])
+        for rows in (1, 16, 32, 64, 128, 256, 300, 2048):
+            for other in {own_tile(rows, weight.shape[0]), choose_tile(rows, *weight.shape)} - {LIBRARY}:
+                assert torch.equal(gemm(x, weight, other, act=act, added_TN=added), together), other
+        if library_agrees(num, *weight.shape, device):
+            assert torch.equal(_multiply(x, weight, made, act, LIBRARY), together), "the library"
+        few, lora._FEW = lora._FEW, 512
+        made._lists = small = _Lists(num_slots, 512)
+        small.write(slots, num)
+        assert torch.equal(made.product(x), added), "small tiles"
+        made._lists, lora._FEW = lists, few
+        for row in range(0, num, 7):
             lists.write(slots[row : row + 1], 1)
-            alone = y[row : row + 1].clone()
-            activated = made.add(x[row : row + 1].contiguous(), alone)
-            assert torch.equal((alone if activated is None else activated)[0], together[row]), row
-        print(f"kernels {num_in} -> {outs}: largest error {error:.1e} of the largest value", flush=True)
+            alone = x[row : row + 1].contiguous()
+            assert torch.equal(_multiply(alone, weight, made, act)[0], together[row]), row
+        print(f"{num_in} -> {outs}: largest error {error:.1e} of the largest value", flush=True)
 
 
-def check_matmul(
-    made: CudaLora, lists: _Lists, x: torch.Tensor, slots: np.ndarray, parts: dict[str, int], adapters: list[dict[str, LoraPair]],
-    is_gated: bool,
-) -> None:  # fmt: skip
-    """The matmul that adds adapters itself: inputs in one go and in stretches, in the tiles of several numbers of rows."""
-    sizes = [next(pairs[name].up_NR.shape[0] for pairs in adapters if name in pairs) for name in parts]
-    num_in, num_out, act = x.shape[1], sum(sizes), "silu" if is_gated else ""
-    weight = (torch.randn(num_out, num_in, device=x.device) / num_in**0.5).bfloat16()
-    lists.write(slots, 300)
-    expected = x.double() @ weight.double().t()
-    first = 0
-    for name, part in parts.items():
-        columns = slice(part, None, 2) if is_gated else slice(first, first + sizes[part])
+def _multiply(x: torch.Tensor, weight: torch.Tensor, made: CudaLora, act: str, tile: Tile | None = None) -> torch.Tensor:
+    """As a linear layer does."""
+    tile = tile or fastest_tile(x, weight, None, False)
+    if tile is not LIBRARY:
+        return gemm(x, weight, tile, act=act, added_TN=made.product(x))
+    out = matmul(x, weight, None, "", tile=tile)
+    made.add(x, out)
+    return glu(out, act) if act else out
+
+
+def _expected(
+    x: torch.Tensor, weight: torch.Tensor, slots: np.ndarray, adapters: list[dict[str, LoraPair]], outs: dict[str, int], act: str
+) -> torch.Tensor:  # fmt: skip
+    """In float64."""
+    made, first = x.double() @ weight.double().t(), 0
+    for part, (name, size) in enumerate(outs.items()):
+        columns = slice(part, None, 2) if act else slice(first, first + size)
         for slot, pairs in enumerate(adapters):
             rows = torch.from_numpy(np.flatnonzero(slots == slot)).to(x.device)
             if name in pairs:
                 low = x[rows].double() @ pairs[name].down_RK.to(x.device).double().t()
-                expected[rows, columns] += pairs[name].scale * low @ pairs[name].up_NR.to(x.device).double().t()
-        first += sizes[part]
-    if is_gated:
-        gate, up = expected[:, 0::2], expected[:, 1::2]
-        expected = gate / (1 + (-gate).exp()) * up
-    together = gemm(x, weight, Tile(16, 64, 64, 3, 4), act=act, low_rank=made.low_rank(x))
-    error = (together.double() - expected).abs().max() / expected.abs().max()
-    assert error < 2**-7, error
-    plain = torch.from_numpy(slots < 0).to(x.device)
-    assert torch.equal(together[plain], gemm(x, weight, Tile(16, 64, 64, 3, 4), act=act)[plain])
-    for num_rows in (1, 16, 32, 64, 128, 256, 300):
-        tile = tile_with_adapters(num_rows, num_out, num_in)
-        assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), tile
-    usual = lora._MOST_IN_STRETCHES, lora._FEW
-    lora._MOST_IN_STRETCHES = lora._FEW = 1
-    assert torch.equal(gemm(x, weight, tile, act=act, low_rank=made.low_rank(x)), together), "one pass"
-    lora._MOST_IN_STRETCHES, lora._FEW = usual
-    for row in range(0, 300, 7):
-        lists.write(slots[row : row + 1], 1)
-        alone = x[row : row + 1].contiguous()
-        tile = tile_with_adapters(1, num_out, num_in)
-        assert torch.equal(gemm(alone, weight, tile, act=act, low_rank=made.low_rank(alone))[0], together[row]), row
-    print(f"matmul {num_in} -> {num_out} with adapters: largest error {error:.1e} of the largest value", flush=True)
+                made[rows, columns] += pairs[name].scale * low @ pairs[name].up_NR.to(x.device).double().t()
+        first += size
+    if act:
+        gate, up = made[:, 0::2], made[:, 1::2]
+        made = gate / (1 + (-gate).exp()) * up
+    return made
 
 
 def time_matmuls(num_adapters: int, rank: int) -> None:
     """Microseconds of the linear layers of llama8b, without adapters and with. Rows have adapters in turn, as requests that
     decode, or in stretches of 256, as prompts."""
     device = torch.device("cuda")
-    for num_in, outs, act in (
-        (4096, {"q": 4096, "k": 1024, "v": 1024}, ""), (4096, {"o": 4096}, ""), (4096, {"gate": 14336, "up": 14336}, "silu"),
-        (14336, {"down": 4096}, ""),
-    ):  # fmt: skip
+    draw = partial(torch.randn, device=device)
+    for num_in, outs, act in SHAPES:
         num_out = sum(outs.values())
         weights = [torch.randn(num_out, num_in, device=device, dtype=torch.bfloat16) for _ in range(4)]
-        for num_rows in (1, 16, 64, 256, 2048):
+        for num_rows in (1, 16, 64, 128, 192, 256, 512, 2048):
             lists = _Lists(num_adapters, num_rows)
-            made = CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16)
-            for slot in range(num_adapters):
-                lists.set_rank(slot, rank)
-                made.put(slot, {n: LoraPair(torch.randn(rank, num_in), torch.randn(k, rank), 1.0) for n, k in outs.items()})
+            mades = [CudaLora(num_in, outs, lists, num_adapters, rank, bool(act), device, torch.bfloat16) for _ in weights]
+            for made in mades:
+                for slot in range(num_adapters):
+                    made.put(slot, {n: LoraPair(draw(rank, num_in), draw(k, rank), 1.0) for n, k in outs.items()})
             lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
             x = torch.randn(num_rows, num_in, device=device, dtype=torch.bfloat16)
-            tile = tile_with_adapters(num_rows, num_out, num_in)
-            without = _microseconds(lambda w, x=x, act=act: matmul(x, w, None, act), weights)
-            same = _microseconds(lambda w, x=x, tile=tile, act=act: gemm(x, w, tile, act=act), weights)
-            with_them = _microseconds(
-                lambda w, x=x, tile=tile, made=made, act=act: gemm(x, w, tile, act=act, low_rank=made.low_rank(x)), weights
-            )
-            taken = f"{without:.1f} without, {same:.1f} in the same tiles, {with_them:.1f} with adapters"
-            print(f"{num_in} -> {num_out}, {num_rows} rows: {taken}", flush=True)
+            own = own_tile(num_rows, num_out) if num_rows <= 256 else Tile(256, 128, 64, 4, 8, 1)
+            pairs = list(zip(weights, mades, strict=True))
+            taken = {
+                "without": _microseconds(lambda w, _, x=x, act=act: matmul(x, w, None, act), pairs),
+                "with": _microseconds(lambda w, m, x=x, act=act: _multiply(x, w, m, act), pairs),
+                "product": _microseconds(lambda _, m, x=x: m.product(x), pairs),
+                "own": _microseconds(lambda w, _, x=x, act=act, own=own: gemm(x, w, own, act=act), pairs),
+                "own with": _microseconds(
+                    lambda w, m, x=x, act=act, own=own: gemm(x, w, own, act=act, added_TN=m.product(x)), pairs
+                ),
+            }
+            tile = choose_tile(num_rows, num_out, num_in)
+            said = ", ".join(f"{name} {us:.1f}" for name, us in taken.items())
+            print(f"{num_in} -> {num_out}, {num_rows} rows, {'library' if tile is LIBRARY else tile}: {said}", flush=True)
 
 
-def _microseconds(work: Any, weights: list[torch.Tensor]) -> float:
-    """For one of the weights, which a CUDA graph takes in turn."""
-    work(weights[0])
+def _microseconds(work: Any, pairs: list[tuple[torch.Tensor, CudaLora]]) -> float:
+    """For one of the weights with its adapters, which a CUDA graph takes in turn."""
+    work(*pairs[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for weight in weights:
-            work(weight)
+        for pair in pairs:
+            work(*pair)
     graph.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -183,7 +170,7 @@ def _microseconds(work: Any, weights: list[torch.Tensor]) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 100 / len(weights)
+    return begin.elapsed_time(end) * 100 / len(pairs)
 
 
 def answers(core: EngineCore, requests: list[tuple[list[int], int, int]]) -> list[list[Any]]:

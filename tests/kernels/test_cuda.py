@@ -519,12 +519,10 @@ build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **ho
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
 how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
-types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
-             out_desc="tensordesc<bf16[128, 64]>")
-types |= dict(places_ptr=I, slots_ptr=I, low_ptr=F, up_ptr=B, blocks_ptr=I, scales_ptr=F, ends_ptr=I)
-for parts in (0, 2):
-    how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh", PARTS=parts, STRETCHES=4 * (parts > 0), MAX_RANK=64, RANKS=16,
-               SIDE_BY_SIDE=4)
+types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, added_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>",
+             w_desc="tensordesc<bf16[128, 64]>", added_desc="tensordesc<bf16[128, 128]>", out_desc="tensordesc<bf16[128, 64]>")
+for adds in (False, True):
+    how = dict(GROUP=8, HAS_BIAS=True, ADDS=adds, ACT="gelu_tanh")
     build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
     build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 for kind, rows, outs, swap in (("fp8e4nv", 16, 64, 1), ("i8", 128, 128, 0)):
@@ -555,12 +553,12 @@ build(outliers._add_outliers, own, ROWS=64, OUTS=64, INS=64, GROUP=8, HAS_BIAS=T
 build(outliers._add_sparse, own, OUTS=256, HAS_BIAS=True)
 types |= dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>")
 build(packed_gemm._gemm_chunked, types, 8, ROWS=128, OUTS=128, INS=64, CHUNKS=4, CHUNK=1024, GROUP=8, HAS_BIAS=False, ACT="")
-types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
-             both_ptr=B, out_ptr=B)
-how = dict(ROWS=16, RANKS=16, MAX_RANK=64)
-build(lora._shrink, types, 2, STRETCH=1024, WHOLE=True, INS=128, PARTS=3, **how)
-build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
-build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
+types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=B,
+             done_ptr=I, partial_ptr=F, out_ptr=B)
+how = dict(RANKS=16, MAX_RANK=64)
+for rows in (16, 64):
+    build(lora._shrink, types, 4, 4, ROWS=rows, PARTS=3, COLUMNS=64, STRETCH=512, STRETCHES=8, INS=128, **how)
+    build(lora._expand, types, 4, ROWS=rows, PARTS=2, OUTS=128, UNIT=8, IS_GATED=True, ONTO=False, **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",
@@ -675,7 +673,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_at_once", "_attend_single_scaled",
         "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles", "_attend_single_fp8", "_copy_pages",
         "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
+        "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
         "_gemm_packed_by_roles", "_gemm_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",

@@ -71,8 +71,8 @@ class LinearLora(ABC):
         """Replaces what is in the slot. Parts that are not given have none."""
 
     @abstractmethod
-    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor | None:
-        """To the outputs of the step's rows, in place. Returns what the activation makes of them, if it applies that, too."""
+    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
+        """To the outputs of the step's rows, in place."""
 
 
 class TorchLora(LinearLora):

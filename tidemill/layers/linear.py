@@ -169,8 +169,8 @@ class Linear(Layer):
         if adapted is not None:
             return adapted
         y_TN = self.weight.matmul(x_TK)
-        activated = self.lora.add(x_TK, y_TN)
-        return self.weight.activate(y_TN) if activated is None else activated
+        self.lora.add(x_TK, y_TN)
+        return self.weight.activate(y_TN)
 
 
 class GatedLinear(Linear):

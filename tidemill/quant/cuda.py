@@ -66,11 +66,13 @@ class CudaWeight(CudaMatrix):
             return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
         return matmul(x_TK, self._weight_NK, self._bias, act, any_order=self._fast)
 
-    def adapted(self, x_TK: torch.Tensor, lora: CudaLora) -> torch.Tensor:
-        from tidemill.kernels.cuda.gemm import gemm, tile_with_adapters
+    def adapted(self, x_TK: torch.Tensor, lora: CudaLora) -> torch.Tensor | None:
+        from tidemill.kernels.cuda.gemm import LIBRARY, fastest_tile, gemm
 
-        tile = tile_with_adapters(x_TK.shape[0], *self._weight_NK.shape)
-        return gemm(x_TK, self._weight_NK, tile, bias_N=self._bias, act=self._act, low_rank=lora.low_rank(x_TK))
+        tile = fastest_tile(x_TK, self._weight_NK, self._bias, self._fast)
+        if tile is LIBRARY:
+            return None
+        return gemm(x_TK, self._weight_NK, tile, bias_N=self._bias, act=self._act, added_TN=lora.product(x_TK))
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles

@@ -5,6 +5,8 @@ measured choices for known GPUs, else by a rule. Nor does it matter what multipl
 wherever it makes one pass over K. With many rows it is faster; so it is used for a number of rows and a shape, set
 not to split K, if a trial shows that it gives our bits.
 
+What adapters add (lora.py) is added to the rounded sums, and rounded again: by our kernel, or to the library's result.
+
 A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
 """
 
@@ -24,7 +26,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tidemill.kernels.cuda import hopper_gemm
 from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
-from tidemill.kernels.cuda.lora import NO_LOW_RANK, LowRank, add_low_rank, find_low_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,13 @@ def _place(num_rows, num_out, ROWS: tl.constexpr, OUTS: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def _finish(
-    acc, bias_ptr, outs, num_out,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
+    acc, added, bias_ptr, outs, num_out,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
+    if ADDS:
+        acc = acc.to(DTYPE).to(tl.float32) + added.to(tl.float32)
     if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
         acc = gated(gate, up, ACT)
@@ -63,21 +66,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
-    x_ptr, w_ptr, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
-    num_rows, num_out, num_in,
+    x_ptr, w_ptr, bias_ptr, added_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: of the adapters' pairs that are added (lora.py), 0: there are none. What the kernel before has written is then read
-    last, since x was there before it."""
+    """ADDS: what the kernel before has written, which is read last: x was there before it."""
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    if PARTS == 0:
+    if not ADDS:
         begin(AHEAD)
-    else:
-        found = find_low_rank(
-            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
-        )  # fmt: skip
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
@@ -92,13 +88,12 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
-    if PARTS:
+    added = acc
+    if ADDS:
         begin(AHEAD)
-        acc = add_low_rank(
-            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
-        )  # fmt: skip
-    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+        where = added_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
+        added = tl.load(where, mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out), other=0.0)
+    acc = _finish(acc, added, bias_ptr, outs, num_out, HAS_BIAS, ADDS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
@@ -108,29 +103,23 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, bias_ptr, out_ptr, places_ptr, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, ends_ptr,
-    num_rows, num_out, num_in,
+    x_desc, w_desc, added_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    if PARTS == 0:
+    if not ADDS:
         begin(AHEAD)
-    else:
-        found = find_low_rank(
-            places_ptr, slots_ptr, ends_ptr, m, n, num_rows, num_out, ROWS, OUTS, PARTS, ACT != "",
-        )  # fmt: skip
+    tl.assume(num_in > 0)  # else the assembler waits for each product of the loop
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
-    if PARTS:
+    added = acc
+    if ADDS:
         begin(AHEAD)
-        acc = add_low_rank(
-            acc, found, slots_ptr, low_ptr, up_ptr, blocks_ptr, scales_ptr, m, n, num_rows, num_out,
-            ROWS, OUTS, RANKS, MAX_RANK, PARTS, STRETCHES, SIDE_BY_SIDE,
-        )  # fmt: skip
-    acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+        added = added_desc.load([m * ROWS, n * OUTS])
+    outs = n * OUTS + tl.arange(0, OUTS)
+    acc = _finish(acc, added, bias_ptr, outs, num_out, HAS_BIAS, ADDS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     if BULK_OUT:
@@ -199,14 +188,6 @@ def own_tile(num_rows: int, num_out: int) -> Tile:
     return Tile(128, 128, 64, 4, 4, 1)
 
 
-def tile_with_adapters(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """The library knows nothing of adapters."""
-    tile = choose_tile(num_rows, num_out, num_in)
-    if tile is not LIBRARY:
-        return tile
-    return own_tile(num_rows, num_out) if num_rows <= 256 else MANY
-
-
 def keep_library_in_order() -> None:
     """It may not split K, which only one of its interfaces can promise."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -224,6 +205,17 @@ def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.devic
     return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
 
 
+def fastest_tile(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, any_order: bool) -> Tile:
+    """LIBRARY only where it can be taken. `any_order`: the sum may run in another order than ours."""
+    num_rows, num_out, num_in = x_TK.shape[0], *weight_NK.shape
+    tile = choose_tile(num_rows, num_out, num_in)
+    if tile is not LIBRARY:
+        return tile
+    if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
+        return LIBRARY
+    return own_tile(num_rows, num_out)
+
+
 def matmul(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -232,15 +224,11 @@ def matmul(
     any_order: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """By our kernel or the library's, whichever is faster. `any_order`: the sum may run in another order than ours."""
-    num_rows, num_in = x_TK.shape
-    num_out = weight_NK.shape[0]
-    tile = tile or choose_tile(num_rows, num_out, num_in)
+    """By our kernel or the library's, whichever is faster."""
+    tile = tile or fastest_tile(x_TK, weight_NK, bias_N, any_order)
     if tile is LIBRARY:
-        if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
-            out = F.linear(x_TK, weight_NK)
-            return glu(out, act) if act else out
-        tile = own_tile(num_rows, num_out)
+        out = F.linear(x_TK, weight_NK)
+        return glu(out, act) if act else out
     return gemm(x_TK, weight_NK, tile, bias_N=bias_N, act=act)
 
 
@@ -252,10 +240,10 @@ def gemm(
     bias_N: torch.Tensor | None = None,
     act: str = "",
     out: torch.Tensor | None = None,
-    low_rank: LowRank | None = None,
+    added_TN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x.
-    `low_rank`: is added to the products; the kernel launched before this one makes it, and x was there before that one."""
+    `added_TN`: is added to the rounded sums; the kernel launched before this one makes it, and x was there before that one."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
@@ -264,17 +252,15 @@ def gemm(
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     if tile.bulk == BY_ROLES.bulk:
-        if low_rank is None and hopper_gemm.covers(x_TK, weight_NK, act, out):
+        if added_TN is None and hopper_gemm.covers(x_TK, weight_NK, act, out):
             return hopper_gemm.gemm_by_roles(x_TK, weight_NK, out, act, bias_N)
         tile = MANY
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N
     options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
-        **(NO_LOW_RANK if low_rank is None else low_rank.constants),
+        "ADDS": added_TN is not None, "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
-    added = (weight_NK,) * 7 if low_rank is None else low_rank.tensors
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
         launch(
@@ -282,10 +268,11 @@ def gemm(
             grid,
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
+            TensorDescriptor.from_tensor(x_TK if added_TN is None else added_TN, [tile.rows, tile.outs]),
             TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if act else tile.outs) if bulk_out else 16]),
-            bias, out, *added, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
+            bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
         )  # fmt: skip
         return out
-    even = num_in % tile.ins == 0
-    launch(_gemm, grid, x_TK, weight_NK, bias, out, *added, num_rows, num_out, num_in, EVEN=even, **options)
+    even, added = num_in % tile.ins == 0, weight_NK if added_TN is None else added_TN
+    launch(_gemm, grid, x_TK, weight_NK, bias, added, out, num_rows, num_out, num_in, EVEN=even, **options)
     return out

@@ -44,7 +44,6 @@ NOT_APPLICABLE = {
     r"count_tokens_with_system": "their chat template: it has no system message of its own",
     r"test_regex$|test_ebnf_strict_json": "needs a model that ends its answer",
     r"test_response_prefill": "a model of another name on the same server",
-    r"[Cc]ustom_?[Ll]ogit": "a Python function in a request",
     r"function_call_strict|streaming_args_parsing|streaming_simple|pythonic_tool_call": "needs a model that calls tools unasked",
     r"anthropic_tool_use.*(result_multi_turn|tool_use_format)": "needs a model that calls tools unasked",
     r"test_cache_tokens|test_logprob_mixed|test_logprob_with_chunked_prefill": "needs a model with a longer context",
@@ -61,6 +60,7 @@ BY_DESIGN = {
     r"test_get_server_info$": "/server_info has no startup_time",
     r"test_logprob_grammar": "log-probabilities are the model's own, not those under the grammar",
     r"score_error_handling": "the shape of an error is OpenAI's",
+    r"[Cc]ustom_?[Ll]ogit": "a Python function in a request is refused",
     r"conflicting_defs": "$defs of two tools that conflict are each tool's own",
 }
 TAKEN = {"--dtype": 1, "--enable-custom-logit-processor": 0, "--json-model-override-args": 1}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PASSED, DESIGN, OURS, NOT_APPLICABLE = "passed", "by design", "ours", "not applicable"
+PASSED, DESIGN, UNEXPLAINED, NOT_APPLICABLE = "passed", "by design", "without a reason", "not applicable"
 Rules = dict[str, str]  # a regular expression that is searched for in the name of a test: the reason
 
 
@@ -32,7 +32,7 @@ def reason_for(test: str, rules: Rules) -> str | None:
 
 
 def judge(outcomes: Iterable[Outcome], by_design: Rules, not_applicable: Rules) -> list[Verdict]:
-    """A failure without a rule is ours. What is not applicable does not count, not even if it passed."""
+    """What is not applicable does not count, not even if it passed."""
     verdicts = {}
     for one in outcomes:
         design, left_out = reason_for(one.test, by_design), reason_for(one.test, not_applicable)
@@ -43,7 +43,7 @@ def judge(outcomes: Iterable[Outcome], by_design: Rules, not_applicable: Rules) 
         elif design is not None:
             verdict = Verdict(one.test, DESIGN, design)
         else:
-            verdict = Verdict(one.test, OURS, one.message)
+            verdict = Verdict(one.test, UNEXPLAINED, one.message)
         verdicts[one.test] = verdict  # of a test that was run twice, the last
     return list(verdicts.values())
 
@@ -51,7 +51,7 @@ def judge(outcomes: Iterable[Outcome], by_design: Rules, not_applicable: Rules) 
 def share_passed(verdicts: Iterable[Verdict]) -> float:
     """Of what is applicable: what differs by design counts as failed."""
     counts = Counter(verdict.kind for verdict in verdicts)
-    applicable = counts[PASSED] + counts[DESIGN] + counts[OURS]
+    applicable = counts[PASSED] + counts[DESIGN] + counts[UNEXPLAINED]
     return counts[PASSED] / applicable if applicable else 0.0
 
 
@@ -60,15 +60,21 @@ def table(verdicts: list[Verdict]) -> str:
     files: dict[str, Counter[str]] = {}
     for verdict in verdicts:
         files.setdefault(verdict.test.split("::")[0], Counter())[verdict.kind] += 1
-    kinds = (PASSED, DESIGN, OURS, NOT_APPLICABLE)
+    kinds = (PASSED, DESIGN, UNEXPLAINED, NOT_APPLICABLE)
     width = max([4, *map(len, files)])
-    lines = [f"{'file':{width}}  passed  by design  ours  not applicable"]
+    lines = [f"{'file':{width}}  passed  by design  without a reason  not applicable"]
     for name, counts in sorted(files.items()):
-        lines.append(f"{name:{width}}  {counts[PASSED]:6}  {counts[DESIGN]:9}  {counts[OURS]:4}  {counts[NOT_APPLICABLE]:14}")
+        lines.append(
+            f"{name:{width}}  {counts[PASSED]:6}  {counts[DESIGN]:9}  {counts[UNEXPLAINED]:16}  {counts[NOT_APPLICABLE]:14}"
+        )
     total = Counter(verdict.kind for verdict in verdicts)
     applicable = sum(total[kind] for kind in kinds[:3])
     lines += ["", f"{total[PASSED]} of {applicable} applicable tests passed: {share_passed(verdicts):.1%}"]
-    for kind, title in ((OURS, "Failed, ours"), (DESIGN, "Failed, by design"), (NOT_APPLICABLE, "Not applicable")):
+    for kind, title in (
+        (UNEXPLAINED, "Failed without a reason"),
+        (DESIGN, "Failed, by design"),
+        (NOT_APPLICABLE, "Not applicable"),
+    ):
         reasons: dict[str, list[str]] = {}
         for verdict in verdicts:
             if verdict.kind == kind:

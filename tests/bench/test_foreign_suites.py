@@ -26,7 +26,7 @@ def test_a_difference_by_design_counts_as_failed_and_what_is_not_applicable_neve
     verdicts = judge(read_outcomes(tmp_path / "results.jsonl"), {"three": "on purpose"}, {"image": "images"})
     kinds = {verdict.test: verdict.kind for verdict in verdicts}
     assert kinds == {
-        "a.py::one": "passed", "a.py::two": "ours", "a.py::three": "by design", "b.py::image": "not applicable",
+        "a.py::one": "passed", "a.py::two": "without a reason", "a.py::three": "by design", "b.py::image": "not applicable",
         "b.py::rust": "not applicable",
     }  # fmt: skip
     assert share_passed(verdicts) == 1 / 3

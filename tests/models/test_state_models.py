@@ -21,6 +21,8 @@ from tidemill.kernels.state import PagedStates, TorchStates
 from tidemill.kv.manager import INDEXES
 from tidemill.model_config import AttentionSpec, StateSpec
 from tidemill.models.registry import model_class
+from tidemill.parallel.world import Stage
+from tidemill.quant import PLAIN
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
@@ -213,6 +215,12 @@ def mamba(tmp_path_factory):
     path = tmp_path_factory.mktemp("mamba")
     make_reference("Mamba", path)
     return load_model(path)
+
+
+def test_a_stage_of_a_pipeline_has_its_own_layers(mamba):
+    model = type(mamba)(mamba.config, PLAIN)
+    model.keep(Stage(0, 2, 0, 1))
+    assert len(list(model.blocks)) == 1
 
 
 def test_a_mamba_serves_64_requests_of_any_length_in_constant_memory(mamba):

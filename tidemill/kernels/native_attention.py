@@ -112,7 +112,7 @@ class NativeAttention:
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
         request = np.arange(counts.size)
         tiles = np.array([first_token, counts, starts, rows, starts + counts], np.int64)
-        if counts.max() > tile_tokens:
+        if counts.max(initial=0) > tile_tokens:
             num_tiles = -(-counts // tile_tokens)
             request = np.repeat(request, num_tiles)
             offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens

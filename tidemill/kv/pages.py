@@ -76,6 +76,7 @@ class PagePool:
         sentinel = self.num_pages
         tail = before[sentinel]
         for page in pages:  # nearly always: each has one owner, and none is kept
+            assert refs[page] == 1  # named once
             refs[page] = 0
             after[tail] = page
             before[page] = tail

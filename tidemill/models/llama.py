@@ -95,10 +95,11 @@ class Llama(CausalLM):
 
     @property
     def can_enter(self) -> bool:
-        """Not with states or without a norm in front of the last layer's attention, nor if weights come when a layer runs, nor
-        in a stage whose hidden states all go on to the next."""
+        """Not if the last layer has a state, or no norm in front of its attention, nor if weights come when a layer runs, nor in
+        a stage whose hidden states all go on to the next, nor with another forward pass than this one."""
         last, goes_on = list(self.blocks)[-1], isinstance(self.norm, ResidualSum)
-        return hasattr(last, "attn_norm") and hasattr(last, "attn") and self.streaming is None and not goes_on
+        is_own = type(self).forward is Llama.forward
+        return is_own and hasattr(last, "attn_norm") and hasattr(last, "attn") and self.streaming is None and not goes_on
 
     def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
         blocks: list[Any] = list(self.blocks)
@@ -122,8 +123,9 @@ class Llama(CausalLM):
                 setattr(self, name, nn.Identity())
         if not stage.is_last:
             self.norm, self.head = ResidualSum(self.config.residual_scale), nn.Identity()
-            for block in self.blocks:  # any of them may be the last of a trial
-                setattr(block.mlp, "norm_behind", False)  # noqa: B010
+            for module in self.blocks.modules():  # any block may be the last of a trial
+                if isinstance(module, GatedMLP):
+                    module.norm_behind = False
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, Embedding):

@@ -39,7 +39,7 @@ class Contest:
     tile: int  # tokens of a tile of ours
     capture: Callable[[], Graph]  # the same step by flash-attn-4
     replay: Callable[[Graph, Work], object]
-    hidden: torch.Tensor  # where a replay leaves its result
+    hidden: torch.Tensor  # where a replay leaves its result: of large steps, what goes into the last layer
 
 
 def refused_flash(config: EngineConfig, model: ModelConfig, has_scales: bool, is_streamed: bool) -> str:

@@ -117,7 +117,7 @@ FAMILIES = (  # in the order in which templates are tried
         hints=(_TOOL_CALLS,),
         more_marks=("[ARGS]", "[CALL_ID]"),
     ),
-    Family("granite", _object, ("<|tool_call|>", _TOOL_CALL), bare="[", hints=("<|tool_call|>",)),
+    Family("granite", _object, ("<|tool_call|>", _TOOL_CALL), bare="{[", hints=("<|tool_call|>",)),
     Family(
         "internlm",
         _object,

@@ -318,6 +318,24 @@ def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
 
 
+def test_pages_that_a_window_gave_back_are_not_read(small_blocks):
+    """Their places have the null page, in which anything may stand: of sequences without a common prefix, which have splits of
+    null pages in common, and of one with a prefix that is ahead of the other, which still sees more of it."""
+    requests = [(100, 1), (70, 1), (180, 1), (150, 1), (64, 20)]
+    scene = Scene(requests, 4, 2, family=(0, 1), window=40)
+    scene.cache[0] = float("nan")
+    for row, (before, _) in enumerate(requests):
+        scene.table[row, : max(0, before - 40 + 1) // 16] = 0
+    work = scene.work()
+    assert sorted(work.shared[:, records.SHARED_SPLIT.value]) == [0, 1, 1, 2]
+    out = scene.attend(work, 24, (20, 2, 9))
+    assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
+    for i in range(4):
+        alone = cuda_work.make_work(np.array([(i, *requests[i])], np.int32), np.ones(1, bool), [scene.table.numpy()], 16, 32)
+        alone.singles[:, 0] = i
+        assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
+
+
 @pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prompts_that_see_both_ways(has_bias, small_blocks):
     """As an encoder's: whole, each token sees all of its own text, in any company with the same bits."""

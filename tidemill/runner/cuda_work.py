@@ -114,7 +114,7 @@ def singles(
         counts = np.diff(np.append(starts, ordered.size))
         if counts.max() > 1:
             shared, members, own[complete[order[np.repeat(counts > 1, counts)]]] = *_groups(
-                complete[order], starts[counts > 1], counts[counts > 1], members_per_tile, request, split, rows, tokens
+                complete[order], starts[counts > 1], counts[counts > 1], members_per_tile, request, split, rows, positions, tokens
             ), False  # fmt: skip
     counts = _with_drafts(rows, positions, num_splits, at_once)
     own[(first_slot + num_splits - 1)[counts == 0]] = False  # the last split of those that are in another's record
@@ -169,15 +169,18 @@ def _groups(
     request: np.ndarray,
     split: np.ndarray,
     rows: np.ndarray,
+    positions: np.ndarray,
     tokens: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of up to `per_tile` members. `entry`: (request, split) pairs, those of a group side by side."""
+    """Tiles of up to `per_tile` members. `entry`: (request, split) pairs, those of a group side by side. A tile has the page table
+    of the member that is behind all others: of a layer with a window, it alone has all pages that any of them sees."""
     num_tiles = -(-counts // per_tile)
     group = np.repeat(np.arange(starts.size), num_tiles)
     offset = (np.arange(group.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * per_tile
-    first = entry[starts[group]]
     inside = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-    member_start = (np.cumsum(counts) - counts)[group] + offset
+    begins, who = np.cumsum(counts) - counts, entry[inside]  # an entry's number is also its slot
+    by_position = np.lexsort((positions[request[who]], np.repeat(np.arange(counts.size), counts)))
+    first, member_start = who[by_position[begins[group]]], begins[group] + offset
     tiles = _records(
         records.SHARED_WIDTH,
         (records.SHARED_MEMBER, member_start),
@@ -185,7 +188,6 @@ def _groups(
         (records.SHARED_SPLIT, split[first]),
         (records.SHARED_ROW, rows[request[first]]),
     )
-    who = entry[inside]  # an entry's number is also its slot
     return tiles, _records(records.MEMBER_WIDTH, (records.MEMBER_TOKEN, tokens[request[who]]), (records.MEMBER_SLOT, who))
 
 

@@ -203,6 +203,14 @@ def _attend_prompts(
         num = tl.load(tile + PROMPT_TOKENS)
 
 
+@triton.jit
+def _first_seen(positions, valid, window, split, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The first block of a split that a member sees. Those before it are given back: there, the table has the null page, to which
+    padding is written, and no weight of 0 makes 0 of what is no number."""
+    lowest = tl.min(tl.where(valid, positions, 2**30), 0)
+    return tl.maximum(lowest - window + 1 - split * SPLIT, 0) // BLOCK
+
+
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_shared(
     qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, positions_ptr, bias_ptr, layer_run, runs_per_page, table_width,
@@ -231,7 +239,10 @@ def _attend_shared(
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
-        for block in range(SPLIT // BLOCK):
+        first = 0
+        if WINDOW:
+            first = _first_seen(positions, valid, window, split, SPLIT, BLOCK)
+        for block in range(first, SPLIT // BLOCK):
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
             scores = _capped(tl.dot(q, cache_desc.load([run, 0]).T), scale, softcap, SOFTCAP)
             keys = split * SPLIT + block * BLOCK + tl.arange(0, BLOCK)

@@ -27,7 +27,17 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.attention_lists import Lists, prompt_rows, shared_rows, single_rows
 from tidemill.kernels.cuda.launch import begin, launch
-from tidemill.kernels.cuda.paged_attention import _add_up, _biased, _capped, _in_all, _merge, _merge_parts, _sink, _weigh
+from tidemill.kernels.cuda.paged_attention import (
+    _add_up,
+    _biased,
+    _capped,
+    _first_seen,
+    _in_all,
+    _merge,
+    _merge_parts,
+    _sink,
+    _weigh,
+)
 from tidemill.kernels.cuda.records import (
     MEMBER_SLOT,
     MEMBER_TOKEN,
@@ -280,7 +290,10 @@ def _attend_shared_scaled(
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM, KIND)
         acc = _nothing(ROWS, DIM, KIND)
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, 4), tl.float32)
-        for block in range(SPLIT // BLOCK):
+        first = 0
+        if WINDOW:
+            first = _first_seen(positions, valid, window, split, SPLIT, BLOCK)
+        for block in range(first, SPLIT // BLOCK):
             keys = split * SPLIT + block * BLOCK + tl.arange(0, BLOCK)
             there = keys >= 0
             page = tl.load(table + block).to(tl.int64)

@@ -209,6 +209,13 @@ def check_family(name: str, made: Any, prompt: list[int]) -> EngineCore:
         assert ask(core, x)["x"] == lone, f"{name}: cached"
         others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
         assert ask(core, others | x)["x"] == lone, f"{name}: among others"
+        # Beyond windows: without a common prefix, and with one of which the second has given back what the third still sees.
+        texts = prompt[::-1] + prompt[:250], prompt[100:] + prompt[:330], prompt[100:] + prompt[:180]
+        far = {f"f{i}": (text, x["x"][1]) for i, text in enumerate(texts)}
+        together = ask(core, far)
+        for one, request in far.items():
+            core.scheduler.kv.clear_prefixes()
+            assert ask(core, {one: request})[one] == together[one], f"{name}: long ones together"
     chunked = load_core(dataclasses.replace(options, token_budget=64, prefix_caching=False))
     assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
     return core

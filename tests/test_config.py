@@ -102,7 +102,10 @@ class TestWithAGPU:
         config = resolve(EngineOptions(), SMOLLM2, self.MACHINE)
         assert (config.device, config.dtype, config.kv_dtype) == ("cuda", "bfloat16", "bfloat16")
         assert config.max_requests == 256
-        assert config.token_budget == 2048
+        assert config.token_budget == 4096
+        large = replace(SMOLLM2, intermediate_size=64 * SMOLLM2.intermediate_size)
+        assert large.num_parameters > 4e9
+        assert resolve(EngineOptions(), large, self.MACHINE).token_budget == 2048
         assert config.weight_bytes == 2 * SMOLLM2.num_parameters
         assert config.reasons["device"] == "NVIDIA Test"
         assert config.max_drafts == 16
@@ -112,12 +115,12 @@ class TestWithAGPU:
         assert 70 * 2**30 < full.kv_bytes + full.weight_bytes < 78 * 2**30
 
     def test_a_step_has_enough_tokens_for_every_expert(self):
-        for num_experts, top_k, tokens in ((128, 8, 8192), (32, 4, 4096), (8, 2, 2048), (512, 2, 8192)):
+        for num_experts, top_k, tokens in ((128, 8, 8192), (48, 4, 6144), (8, 2, 4096), (512, 2, 8192)):
             spec = MoESpec(num_experts=num_experts, top_k=top_k, expert_size=64, renormalise=True)
             model = replace(SMOLLM2, experts=(None, *(spec,) * 29))
             config = resolve(EngineOptions(), model, self.MACHINE)
             assert config.token_budget == tokens
-            assert ("expert" in config.reasons["token_budget"]) == (tokens > 2048)
+            assert ("expert" in config.reasons["token_budget"]) == (tokens > 4096)
             assert config.activation_bytes > model.activation_bytes(tokens, 256)
             assert resolve(EngineOptions(token_budget=1024), model, self.MACHINE).token_budget == 1024
             assert resolve(EngineOptions(device="cpu"), model, self.MACHINE).token_budget == 256

@@ -183,7 +183,7 @@ OPTIONS = (
     Option("max-requests", "integer", ENGINE, field="max_requests", low=1, automatic="64; 256 on a GPU",
            help="Slots: sequences computed at the same time; further ones are queued."),
     Option("token-budget", "integer", ENGINE, field="token_budget", low=1,
-           automatic="256; 2048 on a GPU, up to 8192 for a model with experts",
+           automatic="256; on a GPU 2048, 4096 for a model of up to 4 billion parameters, up to 8192 for one with experts",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),

@@ -17,6 +17,7 @@ QUANTIZATIONS = {  # of weights as they are read
     "sparse24": "with two zeros among four values on sparse tensor cores",
 }
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
+_SMALL = 4 * 10**9  # parameters of a model of which a GPU's step has more tokens
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
 _WINDOW_MS, _MAX_WINDOW_MS = 50.0, 10_000  # in which a batch forms
@@ -118,6 +119,8 @@ def decide_token_budget(
         return _encoder_budget(options, device, max_requests, context)
     if options.token_budget is None:
         default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
+        if device == "cuda" and model.num_parameters <= _SMALL and not model.state_layers:
+            default, why = 4096, "a small model does not fill the GPU with fewer; short beside a long prompt"
         if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
             default, why = enough, "a step reads every expert: enough for each, and still short beside a long prompt"
         return max(default, max_requests), f"tokens per step: {why}"

@@ -172,8 +172,8 @@ def _groups(
     positions: np.ndarray,
     tokens: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of up to `per_tile` members. `entry`: (request, split) pairs, those of a group side by side. A tile has the page table
-    of the member that is behind all others: of a layer with a window, it alone has all pages that any of them sees."""
+    """Tiles of up to `per_tile` members. `entry`: (request, split) pairs, those of a group side by side. A tile has the page
+    table of the member that is behind all others: of a layer with a window, it alone has all pages that any of them sees."""
     num_tiles = -(-counts // per_tile)
     group = np.repeat(np.arange(starts.size), num_tiles)
     offset = (np.arange(group.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * per_tile

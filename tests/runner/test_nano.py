@@ -116,6 +116,16 @@ def test_a_cut_prompt_and_slots_of_both_halves():
     assert slots == [[0, 2], [4, 6]]
 
 
+def test_there_is_room_for_the_partial_results_of_both_halves(in_halves):
+    """All sequences at the end of the context, and the last two tokens of a prompt, which is cut between them."""
+    runner = in_halves(nano_batching="on", max_requests=16, speculate="off").runner
+    items = np.array([*([row, 127, 1] for row in range(15)), [15, 126, 2]], np.int32)
+    table = np.arange(16 * 8, dtype=np.int32).reshape(16, 8) + 1
+    work = make_halves(items, np.ones(16, bool), runner._cuts[False, 32], [table], 4, 4)
+    ends = [one[SINGLE_SLOT.value] + one[SINGLE_SPLITS.value] for one in (*work.singles, *work.second.singles)]
+    assert max(ends) == 17 * 4 <= runner._partial.shape[0]
+
+
 def test_halves_are_sizes_themselves():
     some = sizes(256, ((4, 1), (64, 8), (256, 16)))
     made = halves(some)

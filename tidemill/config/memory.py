@@ -70,7 +70,7 @@ def measure(
     activations = model.activation_bytes(max(token_budget, 256), max_draws)
     if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
-        activations += 4 * max_draws * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+        activations += 4 * (max_draws + 1) * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         copied = num_copied_pages(kv_dtype, context, model.num_kv_heads, page_size, model.head_dim)
         activations += copied * 2 * model.num_kv_heads * page_size * model.head_dim * 2
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top. Scales lie

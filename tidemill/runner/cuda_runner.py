@@ -113,7 +113,7 @@ class CudaRunner:
             rows // max(1, group)
             for rows in (single_rows(group, scales is not None), shared_rows(group), prompt_rows(group, self._by_roles))
         )
-        num_slots = config.max_draws * -(-config.max_context // SPLIT)
+        num_slots = (config.max_draws + 1) * -(-config.max_context // SPLIT)  # a cut prompt may have two single tokens
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
         self._done = torch.zeros(config.token_budget, shape.num_kv_heads, dtype=torch.int32, device=self._device)
         self._policies = self._make_policies(config) if config.kv_policies else None

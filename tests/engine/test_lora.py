@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,22 @@ def test_requests_that_wait_for_an_adapter_can_be_aborted_and_fail_alone(base, l
     while core.has_work:
         refused += core.step()[1]
     assert "have changed" in refused[0].message
+
+
+@pytest.mark.parametrize("leaves", ["request", "adapter"])
+def test_an_adapter_that_was_read_for_nobody_is_no_work(base, loras, leaves):
+    _, folder = base
+    core = with_loras(folder, loras[0], loras[1], max_loras=1)
+    core.submit(Submit("a", ids(9, 1), greedy(5), adapter=1))
+    if leaves == "request":
+        core.abort(Abort("a", "test"))
+    else:
+        core.adapters.unload(1)
+    while core.adapters.is_reading:
+        wait([one.reading for one in core.adapters._reading])
+        core.step()
+        assert not core.adapters.is_reading
+    assert not core.has_work
 
 
 def test_without_memory_for_adapters_there_are_none(base, loras):

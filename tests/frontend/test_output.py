@@ -78,6 +78,12 @@ def test_an_ending_token_gives_no_text_and_releases_what_was_held(tmp_path):
     assert (delta.text, delta.finish_reason, delta.stop) == ("E", "stop", 1)
 
 
+def test_what_was_held_for_a_stop_string_is_searched_for_patterns(tmp_path):
+    out, tokens = stream(tmp_path, "xab", stop="abc", stop_regex="a")
+    delta = out.push([*tokens, 1], "stop")
+    assert (delta.text, delta.num_tokens, delta.finish_reason, delta.stop) == ("xa", 3, "stop", "a")
+
+
 def test_length_releases_what_was_held(tmp_path):
     out, tokens = stream(tmp_path, "abEN", stop="END")
     assert out.push(tokens[:2], None).text == "ab"

@@ -5,6 +5,7 @@ import msgspec
 from tidemill import events
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Tiers
 from tidemill.kv_policy import read_policy, settle
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
@@ -13,10 +14,10 @@ from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 
-def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, index="hash", **more):
+def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, index="hash", tiers=None, **more):
     buffer = EventBuffer()
     scheduler = Scheduler(
-        KVManager(num_pages + 1, page_size, index=index),
+        KVManager(num_pages + 1, page_size, index=index, tiers=tiers),
         num_rows=rows,
         token_budget=budget,
         max_context=context,
@@ -199,6 +200,16 @@ def test_the_latest_is_preempted_and_resumes_from_the_prefix_cache():
     assert preempted[0].reason == "no free page for first"
     resumed = [e for e in seen if isinstance(e, events.Admitted) and e.request_id == "second"][1]
     assert resumed.num_cached >= 4
+
+
+def test_without_eviction_pages_of_other_engines_are_not_fetched_into_promised_ones():
+    scheduler, buffer = make(num_pages=16, tiers=Tiers(4), evict=False)
+    add(scheduler, "a", 8, max_tokens=44)
+    step(scheduler)
+    scheduler.kv.learn([(place, b"%d" % place) for place in range(16)])
+    assert run(scheduler) == {"a": "length"}
+    assert scheduler.kv.num_loading == 3  # of the 16; no load ends
+    assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
 
 
 def test_priority_decides_who_is_preempted():

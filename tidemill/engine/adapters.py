@@ -8,7 +8,7 @@ asked for. Files are read by a thread of their own; slots change between steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count
@@ -125,6 +125,12 @@ class AdapterStore:
             self._begin(adapter)
         assert adapter.reading is not None
         return adapter.reading.done() and self._settle(adapter)
+
+    def drop_unwanted(self, wanted: Collection[int]) -> None:
+        """What was read for requests that have left. `wanted`: numbers of adapters that others wait for."""
+        for adapter in [one for one in self._reading if one.adapter_id not in wanted and one not in self._unanswered]:
+            if adapter.reading is not None and adapter.reading.done():
+                self._stop_reading(adapter)
 
     def hold(self, adapter: Adapter) -> None:
         assert adapter.slot >= 0

@@ -222,6 +222,8 @@ class EngineCore:
             except TidemillError as error:
                 refused.append(refusal(request_id, error))
             del self._awaiting[request_id]
+        if self.adapters.is_reading:
+            self.adapters.drop_unwanted({request.adapter for request, _ in self._awaiting.values()})
         return refused
 
     def _submit(self, request: Submit, compiled: Matcher | None, adapter: Adapter | None = None) -> None:

@@ -117,8 +117,9 @@ class TextStream:
         for i, token_id in enumerate(token_ids):
             self._num_tokens += 1
             if finish_reason == "stop" and i == len(token_ids) - 1 and token_id in self._enders:
-                pieces.append(self._finder.finish())
-                return TextDelta("".join(pieces), len(token_ids), "stop", token_id)
+                safe, pattern = self._searched(self._finder.finish(), None)
+                num, ender = (len(token_ids), token_id) if pattern is None else (i, pattern)
+                return TextDelta("".join([*pieces, safe]), num, "stop", ender)
             text = self._decoder.push(token_id)
             if self._num_tokens <= self._min_tokens:
                 pieces.append(text)

@@ -102,10 +102,11 @@ class TieredPages(ABC):
             if page := self._behind.unused_page(key):
                 self._forget(page)
 
-    def fetch_announced(self) -> None:
-        """What other engines have announced comes into free pages before it is needed, while there are many."""
+    def fetch_announced(self, num_promised: int = 0) -> None:
+        """What other engines have announced comes into free pages before it is needed, while there are many. `num_promised`:
+        free pages that are left to others."""
         if self._behind is not None:
-            self._behind.fetch(self._take, (self._pool.num_pages - 1) // 2, self.page_size)
+            self._behind.fetch(self._take, max((self._pool.num_pages - 1) // 2, num_promised), self.page_size)
 
     def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
         """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""

@@ -101,7 +101,11 @@ class Pages:
         if not to_the_end:
             return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.cache))
         num = self._most_pages(request) - self._kv.num_pages_for(request.num_known, request.cache)
-        return num + sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
+        return num + self.num_to_the_end(running)
+
+    def num_to_the_end(self, running: Sequence[Request]) -> int:
+        """Pages that these will take until their ends, at most."""
+        return sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
 
     def _most_pages(self, request: Request) -> int:
         return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.cache)

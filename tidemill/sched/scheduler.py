@@ -82,7 +82,7 @@ class Scheduler(RequestTable):
             self.retention.expire()
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
-        self.kv.fetch_announced()
+        self._fetch_announced()
         num_running, num_waiting = len(self.running), len(self.waiting.requests)
         state = StepState(self.token_budget, self.token_budget, num_running, num_running)
         state.num_waiting, state.num_rows, state.waited_s = num_waiting, self.num_rows, self._waited_s()
@@ -116,8 +116,13 @@ class Scheduler(RequestTable):
 
     def plan_moves(self) -> StepPlan | None:
         """A step that computes nothing, if there are pages to move."""
-        self.kv.fetch_announced()
+        self._fetch_announced()
         return self._pages.moves_only(StepPlan(self._step))
+
+    def _fetch_announced(self) -> None:
+        """Where none is preempted, not into pages that are promised to those that run."""
+        if self.kv.tiers is not None:
+            self.kv.fetch_announced(0 if self._evict else self._pages.num_to_the_end(self.running))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         requests, items = self._requests, plan.items

@@ -58,7 +58,7 @@ class Dialect:
                 markers = None  # the reasoning is over, or skipped
             elif markers.starts_open and not is_off:
                 is_open = True
-        is_expected = self.is_expected and (is_open or not is_off)  # a template may not know the switch: then nothing waits for it
+        is_expected = self.is_expected and (is_open or not is_off)  # else nothing waits for it
         tools = {one["name"]: one.get("parameters") or {} for one in functions}
         return Reading(self.family, markers, is_open, is_expected, tools, only_calls, self.budget)
 

@@ -214,6 +214,7 @@ class Pooler:
     is_normalized: bool = True  # embeddings have length 1
     num_labels: int = 0  # of a cross-encoder
     activation: str = "identity"  # of its scores: identity or sigmoid
+    dimensions: tuple[int, ...] = ()  # that its embeddings were trained to be cut to (Matryoshka); none: not known
 
 
 @dataclass(frozen=True, kw_only=True)

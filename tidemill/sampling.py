@@ -197,7 +197,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None  # before what the grammar applies to, or with a budget
     beams: Beams | None = None  # beam search, of which the n best are the output; temperature and seed have no effect
-    pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
+    pooling: str | None = None  # mean, last, cls, none (each token's) or score: report the prompt's states, do not generate
     is_normalized: bool | None = None  # with pooling: an embedding has length 1. None: as the model has it
     kv_policy: KVPolicy | None = (
         None  # which tokens stay in the KV cache; a name or a dict is taken, too. None: the engine's default
@@ -234,8 +234,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             for field, other in (("pooling", self.pooling), ("beam search", self.beams)):
                 if other is not None and self.kv_policy.kind != "full":
                     raise InvalidRequest(f"kv_policy does not go with {field}.", fix="Leave one of them out.", param="kv_policy")
-        if self.pooling not in (None, "mean", "last", "cls", "score"):
-            raise InvalidRequest(f"pooling is mean, last, cls or score; got {self.pooling!r}.", param="pooling")
+        if self.pooling not in (None, "mean", "last", "cls", "none", "score"):
+            raise InvalidRequest(f"pooling is mean, last, cls, none or score; got {self.pooling!r}.", param="pooling")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
@@ -279,7 +279,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     @property
     def num_reusable(self) -> int:
         """Prompt tokens that need not be computed if they are cached: those after them must be."""
-        if self.pooling == "mean":
+        if self.pooling in ("mean", "none"):
             return 0
         return 2**31 - 1 if self.prompt_logprobs is None else self.prompt_logprobs_start - 1
 

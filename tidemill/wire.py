@@ -49,7 +49,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached: int = 0
     timings: Timings | None = None
-    embedding: list[float] | None = None  # of the prompt, of length 1
+    embedding: list[float] | None = None  # of the prompt, of length 1; those of its tokens one after the other
     score: float | None = None  # of an output of beam search, which comes as a whole
     progress: PromptProgress | None = None  # without tokens, for a reader that asked for it
     num_held: int = 0  # tokens of the prompt's longest prefix that is held for the request

@@ -61,7 +61,6 @@ BY_DESIGN = {
     r"test_server_model_aliases_and_tags": "the first alias is the id, and there are no tags",
     r"test_ctx_shift_enabled": "the context is never shifted",
     r"test_server_props": "/props has the model's name, not its path",
-    r"test_embedding_pooling_none": "--pooling none",
 }
 NAMES = (
     "gpt-3.5-turbo-instruct,gpt-3.5-turbo,gpt-4.1,gpt-4,codellama70b,test,dummy,embedding,davinci-002,any,jina-reranker,"

@@ -23,7 +23,7 @@ def make_models(root: Path) -> None:
         "bert": lambda path: _encoder(path, "cls_token", max_position_embeddings=2050),
         "bert384": lambda path: _encoder(path, "mean_tokens", hidden_size=384, vocab_size=30_000, **_TWO_LAYERS),
         "bert768": lambda path: _encoder(path, "mean_tokens", hidden_size=768, **_TWO_LAYERS),
-        "bert1536": lambda path: _encoder(path, "mean_tokens", hidden_size=1536, **_TWO_LAYERS),
+        "bert1536": _cut,
         "cross": _scores,
     }
     for name, make in makers.items():
@@ -37,9 +37,14 @@ def make_models(root: Path) -> None:
 _TWO_LAYERS = {"num_attention_heads": 12, "num_hidden_layers": 2, "intermediate_size": 256, "max_position_embeddings": 512}
 
 
-def _encoder(path: Path, pooling: str, **config: int) -> None:
+def _encoder(path: Path, pooling: str, **config: int | list[int]) -> None:
     make_encoder(path, "BertModel", **config)
     pooling_files(path, pooling)
+
+
+def _cut(path: Path) -> None:
+    """An embedding model that tells which dimensions it was trained for."""
+    _encoder(path, "mean_tokens", hidden_size=1536, matryoshka_dimensions=[128, 256, 512, 768, 1024], **_TWO_LAYERS)
 
 
 def _scores(path: Path) -> None:

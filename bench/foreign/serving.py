@@ -42,7 +42,7 @@ class Served:
     def __init__(self, model: str, flags: Sequence[str], port: int = 0, socket_path: str = "", env: dict[str, str] | None = None):
         self.port = port or free_port()
         place = [] if socket_path else ["--port", str(self.port)]
-        common = ["--threads", "2", "--kv-memory", "200MB", "--data-dir", str(WORK / "data" / str(self.port))]
+        common = ["--threads", "1", "--kv-memory", "200MB", "--data-dir", str(WORK / "data" / str(self.port))]
         command = [sys.executable, "-P", "-m", "tidemill", "serve", model, *common, *flags, *place]
         self._log = WORK / "server.log"
         with self._log.open("a") as log:

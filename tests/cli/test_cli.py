@@ -122,13 +122,13 @@ def test_mistakes_are_typed_errors(invoke, arguments, words):
 
 def test_a_bad_key_names_its_source(invoke, tmp_path):
     file = tmp_path / "keys"
-    file.write_text(f"# keys\n{KEY}\n\nshort\n")
+    file.write_text(f"# keys\n{KEY}\n\ncaf\u00e9\n")
     done = invoke("serve", "--api-key-file", str(file))
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.message.startswith(f"{file}, line 4: An API key must be 16 or more")
-    done = invoke("serve", env={"TIDEMILL_API_KEY": f"{KEY} brief"})
+    assert done.exception.message.startswith(f"{file}, line 4: An API key must be printable ASCII")
+    done = invoke("serve", env={"TIDEMILL_API_KEY": f"{KEY} br\u00edef"})
     assert done.exception.message.endswith("It is set by TIDEMILL_API_KEY.")
-    assert "brief" not in str(done.exception)
+    assert "br\u00edef" not in str(done.exception)
 
 
 def complete(*words: str) -> list[str]:

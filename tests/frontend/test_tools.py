@@ -26,7 +26,7 @@ from tidemill.frontend.parsers import (
 from tidemill.frontend.parsers.families import HARMONY_MARKS
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Grammar, SamplingParams
 
 A1 = '{"city": "Łódź", "deep": {"a": [1, {"b": "}"}], "q": "say \\"hi\\""}}'
 SCHEMA = {
@@ -305,6 +305,17 @@ def test_parsers_are_chosen_by_name():
     with pytest.raises(ConfigError, match="tool-parser 'other'") as caught:
         Dialect.of("", "other")
     assert "hermes" in caught.value.fix
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_reasoning_that_a_request_turns_off_is_not_waited_for(switch):
+    asked = SamplingParams(grammar=Grammar(kind="json_schema", text="{}"))
+    for name in ("qwen3", "deepseek_r1"):  # by name, with a template that knows no switch
+        made = Dialect.of("plain", "auto", name)
+        assert made.reading("assistant\n", variables={switch: True}).gated(asked).reasoning is not None
+        off = made.reading("assistant\n", variables={switch: False})
+        assert (off.gated(asked), off.is_open, off.takes_budget) == (asked, False, False)
+        assert made.reading("<think>\n", variables={switch: False}).gated(asked).reasoning is not None  # the template opens it
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def test_embeddings_equal_transformers_alone_and_among_others(name, encoder, tmp
     assert pooled(core, {"5": asked["5"]}, "mean")["5"] == together["5"]
     cls = pooled(core, {"1": asked["1"]}, "cls")["1"]
     assert (torch.tensor(cls) - reference_embedding(reference, asked["1"], "cls")).abs().max() < 1e-5
+    each = pooled(core, asked, "none", is_normalized=False)
+    for key, ids in asked.items():
+        mean = torch.nn.functional.normalize(torch.tensor(each[key]).reshape(len(ids), -1).mean(0), dim=0)
+        assert (mean - reference_embedding(reference, ids)).abs().max() < 1e-5
 
 
 def test_scores_of_pairs_equal_the_cpus(encoder, monkeypatch, tmp_path):

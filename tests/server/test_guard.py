@@ -342,8 +342,13 @@ def test_priorities_of_keys(tmp_path):
 
 
 def test_what_keys_may_be_and_where_they_are_needed(tmp_path):
-    with pytest.raises(ConfigError, match="16 or more"):
-        Access.of(["short"], None, [], [], [])
+    for wrong in ("", " ", "caf\u00e9"):
+        with pytest.raises(ConfigError, match="printable ASCII"):
+            Access.of([wrong], None, [], [], [])
+    for short in (Access.of(["short"], None, [], [], []), Access.of([KEY], None, ["short priority=1"], [], [])):
+        short.check_host_is_safe("127.0.0.1")  # the operator's own decision; for others it would be too easy to guess
+        with pytest.raises(ConfigError, match="16 characters can be guessed"):
+            short.check_host_is_safe("0.0.0.0")
     with pytest.raises(ConfigError, match="cannot be read"):
         Access.of([], str(tmp_path / "none"), [], [], [])
     with pytest.raises(ConfigError, match="without an API key"):

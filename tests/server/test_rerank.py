@@ -111,6 +111,39 @@ def test_pooling_and_vectors_that_are_not_normalized(encoders):
     assert plugin.startswith("No IOProcessor plugin installed.")
 
 
+def test_a_vector_of_each_token(encoders, tmp_path):
+    """vLLM's token_embed and llama.cpp's --pooling none; in other servers, of requests that ask for it."""
+    make_encoder(tmp_path, "BertModel")
+    settings = tmp_path / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"matryoshka_dimensions": [8, 16]}))
+    tokenizer = Tokenizer.load(tmp_path)
+    running = Server(tmp_path, "--served-name", "embedder", "--pooler-config.task", "token_embed").wait()
+    ask = {"model": "embedder", "input": DOCUMENTS[0]}
+    (each,) = post(running, "/pooling", **ask, task="token_embed").json()["data"]
+    rows = torch.tensor(each["data"])
+    assert rows.shape == (len(tokenizer.encode(DOCUMENTS[0])), 48)
+    assert torch.allclose(rows.norm(dim=1), torch.ones(len(rows)), atol=1e-6)
+    (raw,) = post(running, "/embeddings", input=DOCUMENTS[0]).json()  # llama.cpp's are as the model has them
+    assert torch.allclose(torch.nn.functional.normalize(torch.tensor(raw["embedding"]), dim=1), rows, atol=1e-6)
+    (text,) = post(running, "/pooling", **ask, encoding_format="base64", dimensions=8).json()["data"]
+    assert len(base64.b64decode(text["data"])) == len(rows) * 8 * 4
+    for path, wrong in (("/pooling", ask | {"dimensions": 9}), ("/v2/embed", {"texts": ["a"], "output_dimension": 24})):
+        assert "Give one of 8, 16" in post(running, path, **wrong).json()["error"]["message"]
+    assert "one vector" in post(running, "/v1/embeddings", **ask).json()["error"]["message"]
+    assert post(running, "/v1/score", model="embedder", text_1="a", text_2="a").json()["data"][0]["score"] == pytest.approx(1.0)
+    told = post(running, "/pooling", **ask, task="embed").json()["error"]["message"]
+    assert told.startswith("Try switching the model's pooling_task via --pooling auto")
+    running.stop()
+    running, references, _ = encoders
+    (each,) = post(running, "/pooling", **ask, pooling="none", use_activation=False).json()["data"]
+    mean = torch.nn.functional.normalize(torch.tensor(each["data"]).mean(0), dim=0)
+    assert (mean - reference_embedding(references["embedder"], tokenizer.encode(DOCUMENTS[0]))).abs().max() < 1e-5
+    told = post(running, "/pooling", **ask, task="token_embed").json()["error"]["message"]
+    assert told.startswith("Try switching the model's pooling_task via --pooling none")
+    many = post(running, "/pooling", model="embedder", input=[[5] * 60] * 1200, pooling="none").json()["error"]["message"]
+    assert "3456000 values; at most 2097152" in many
+
+
 def test_dimensions_base64_and_truncation(encoders):
     running, references, tokenizer = encoders
     whole = reference_embedding(references["embedder"], tokenizer.encode("the old mill"))

@@ -294,7 +294,10 @@ FOREIGN = (
     _no_effect("--max-total-tokens", SGLANG, "--kv-memory gives the KV cache its size", takes_value=True),
     _refused("--allow-auto-truncate", SGLANG, "give `truncate_prompt_tokens` in a request"),
     _refused("--base-gpu-id --gpu-id-step --device-ids", f"{SGLANG}, {VLLM}", "set CUDA_VISIBLE_DEVICES"),
-    _refused("--pooler-config", VLLM, "give --pooling mean, last or cls"),
+    Foreign("--pooler-config", VLLM, stands_for={
+        '{"task": "embed"}': (), '{"task": "classify"}': (), '{"task": "token_embed"}': ("--pooling", "none"),
+        **{f'{{"pooling_type": "{how.upper()}"}}': ("--pooling", how) for how in ("mean", "last", "cls")},
+    }),
     _refused("--speculative-config -sc", VLLM, "give --speculate, --draft-model or --draft-heads, and --max-drafts"),
     _refused("--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls --tool-parser-plugin "
              "--reasoning-parser-plugin --io-processor-plugin --custom-weight-loader", f"{VLLM}, {SGLANG}",

@@ -351,7 +351,8 @@ OPTIONS = (
     Option("return-tokens-as-token-ids", "switch", SERVING, "In logprobs, tokens are written as token_id:N, for every request.",
            False),
     Option("pooling", "text", SERVING, "How embeddings are made of the hidden states if a request does not say; auto: as the "
-           "model does, or their mean.", "auto", choices=("auto", "mean", "last", "cls"), spellings=(("rank", "auto"),)),
+           "model does, or their mean; none: each token has one.", "auto", choices=("auto", "mean", "last", "cls", "none"),
+           spellings=(("rank", "auto"),)),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
            help="Most queued requests; further ones are refused with status 429."),
     Option("drain-seconds", "number", SERVING,

@@ -47,7 +47,7 @@ def route(
     from tidemill.router.router import Router
     from tidemill.router.run import route as run_router
     from tidemill.sched.placement import Placement
-    from tidemill.server.guard import Access
+    from tidemill.server.guard import SHORT_KEY, Access
     from tidemill.server.protocol import max_connections as possible_connections
 
     access = Access.of(
@@ -60,6 +60,8 @@ def route(
     listen = listen_of(settings)
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
+    if access.has_short_key:
+        console.print(SHORT_KEY, style="yellow")
     router = Router(
         urls,
         access,

@@ -44,7 +44,7 @@ def serve(
         print_settings(settings)
         return
     from tidemill.server.call import RequestLog
-    from tidemill.server.guard import Access
+    from tidemill.server.guard import SHORT_KEY, Access
     from tidemill.server.run import Sharing, data_folder
     from tidemill.server.run import serve as run_server
     from tidemill.server.service import Manner
@@ -62,6 +62,8 @@ def serve(
     listen = listen_of(settings, settings["root-path"] or "")
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
+    if access.has_short_key:
+        console.print(SHORT_KEY, style="yellow")
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])
     log = RequestLog(_path(settings["log-file"]), settings["log-format"]) if settings["request-log"] else None
     tracing = make_tracing(settings["otlp-endpoint"])

@@ -181,6 +181,8 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Embeddings of texts or token ids. `pooling`: mean, last or cls; by default the model's own, or the mean.
         `truncate_prompt_tokens`: keep so many of each text, -1: what the model takes; otherwise a text that is too long fails."""
+        if pooling == "none":
+            raise InvalidRequest("embed makes one vector of a prompt.", fix="Ask a server's /pooling for one of each token.")
         batch, is_list = prompt_list(prompts)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self.model_config.own_pooling or "mean")
         self.model_config.check_pooling("mean" if params.pooling == "score" else params.pooling)

@@ -36,8 +36,13 @@ class Live(msgspec.Struct):
             self.prompt_logprobs[max(item.start + 1 - first, 0) :] = entries
         part = result.pooled.get(item.row)
         if part is not None:
-            is_mean = next(iter(self.requests.values())).params.pooling == "mean"
-            self.pooled = self.pooled + part if self.pooled is not None and item.start > 0 and is_mean else part
+            pooling = next(iter(self.requests.values())).params.pooling
+            if self.pooled is None or item.start == 0 or pooling not in ("mean", "none"):
+                self.pooled = part
+            elif pooling == "mean":
+                self.pooled = self.pooled + part
+            else:
+                self.pooled = np.concatenate([self.pooled[: part.size // item.count * item.start], part])
 
     def delta(self, done: Progress, logprobs: list[TokenLogprobs] | None, now: float) -> Delta:
         request, token_ids = done.request, done.token_ids
@@ -62,10 +67,14 @@ class Live(msgspec.Struct):
         )
 
     def _embedding(self, request: Request) -> list[float] | None:
-        """Or the scores of a cross-encoder."""
+        """Or those of each token, one after the other; or the scores of a cross-encoder."""
         pooling = request.params.pooling
         if self.pooled is None or pooling == "score":
             return None if self.pooled is None else self.pooled.tolist()
+        if pooling == "none":
+            states = self.pooled.reshape(request.num_prompt, -1)
+            sizes = np.maximum(np.linalg.norm(states, axis=1, keepdims=True), 1e-12) if self.is_normalized else 1.0
+            return (states / sizes).ravel().tolist()
         if self.is_normalized:
             return _unit(self.pooled)
         return (self.pooled / (request.num_prompt if pooling == "mean" else 1)).tolist()

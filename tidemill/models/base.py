@@ -124,9 +124,12 @@ class Model(nn.Module, ABC):
         return [None] * len(self.config.attention_layers)
 
     def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
-        """Of some tokens of a sequence, in float64: the sum for a mean, scores, else the last's or the first's hidden state."""
+        """Of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden state, or (none)
+        each token's, one after the other."""
         if how == "score":
             return self.scores(hidden_TH[:1].contiguous())[0]
+        if how == "none":
+            return hidden_TH.double().flatten()
         states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
         return states.double().sum(0)
 

@@ -89,7 +89,10 @@ class Bert(Model):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         source = checkpoint.path / "config.json"
         modules = Modules.read(checkpoint.path)
-        pooler = Pooler(how=modules.pooling, is_normalized=modules.is_normalized)
+        dimensions = optional(checkpoint.metadata, "matryoshka_dimensions", list, [], source)
+        if not all(isinstance(num, int) and num > 0 for num in dimensions):
+            raise CheckpointError(f"{source}: matryoshka_dimensions is {str(dimensions)[:100]}; it must be a list of numbers.")
+        pooler = Pooler(how=modules.pooling, is_normalized=modules.is_normalized, dimensions=tuple(dimensions))
         return cls._read(checkpoint.metadata, source, checkpoint, pooler, modules.max_length)
 
     @classmethod

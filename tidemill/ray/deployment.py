@@ -63,6 +63,7 @@ class Tidemill:
             raise
         models.default.manner = Manner()
         access = Access.of(api_keys, None, [], allowed_hosts, [])
+        access.check_keys_are_long("where Ray Serve listens")
         self._data = Storage(Path(tempfile.mkdtemp(prefix="tidemill-serve-")), DATA_QUOTA_BYTES)
         batches = Batches(models, self._data, access.caller_of, None)
         entry.Entry.app = create_app(models, access, self._data, batches, None)

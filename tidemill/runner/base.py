@@ -26,7 +26,7 @@ class StepResult(msgspec.Struct):
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    pooled: dict[int, np.ndarray] = {}  # float64 [H]: the sum over this step's tokens, or the last
+    pooled: dict[int, np.ndarray] = {}  # float64 [H]: the sum over this step's tokens, or the last; [T * H]: each one's
     paths: dict[int, list[int]] = {}  # of drafts that are a tree: which are right
     broken: set[int] = set()  # rows of which a draft, right or wrong, has logits that are not finite
 

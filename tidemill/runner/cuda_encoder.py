@@ -43,6 +43,7 @@ _STEPS_IN_FLIGHT = 2
 class Launched:
     rows: list[int]
     pooled: torch.Tensor  # pinned, valid once `ready` has passed
+    each: dict[int, torch.Tensor]  # the same, of rows that ask for the states of each token
     ready: torch.cuda.Event
 
 
@@ -197,20 +198,21 @@ class CudaEncoder:
             batch.types_T.clamp_(max=self._last_type)  # an index past a table would stop the GPU
         graph = self.graphs[self._sizes[bisect_left(self._sizes, batch.ids_T.shape[0])]]
         self._replay(graph, batch)
-        pooled = self._pool(self._spans(batch))
+        pooled, each = self._pool(self._spans(batch)), self._each(batch)
         ready = torch.cuda.Event()
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             made = to_host(pooled[: batch.rows.size])
+            states = {row: to_host(one) for row, one in each.items()}
             ready.record()
-        return Launched(batch.rows.tolist(), made, ready)
+        return Launched(batch.rows.tolist(), made, states, ready)
 
     def collect(self, launched: Launched) -> StepResult:
         """A sequence of which something is not a number fails: its token is -1."""
         launched.ready.synchronize()
         made = launched.pooled.numpy()
-        tokens = [[0] if is_finite else [-1] for is_finite in np.isfinite(made).all(1)]
-        return StepResult(dict(zip(launched.rows, tokens, strict=True)), pooled=dict(zip(launched.rows, made, strict=True)))
+        by_row = dict(zip(launched.rows, made, strict=True)) | {row: one.numpy() for row, one in launched.each.items()}
+        return StepResult({row: [0 if np.isfinite(one).all() else -1] for row, one in by_row.items()}, pooled=by_row)
 
     def _replay(self, graph: Graph, batch: Batch) -> None:
         self._turn = (self._turn + 1) % len(self._staging)
@@ -231,6 +233,15 @@ class CudaEncoder:
             first = last + 1 - count
             spans[i] = {"mean": (first, count), "last": (last, 1)}.get(params.pooling or "", (first, 1))
         return spans
+
+    def _each(self, batch: Batch) -> dict[int, torch.Tensor]:
+        """Of inputs that are not pooled, by row: the states of all their tokens, out of the way of the next step's."""
+        made = {}
+        for row, last, count in zip(batch.rows.tolist(), batch.last_token, batch.counts, strict=True):
+            params = self.state.params[row]
+            if params is not None and params.pooling == "none":
+                made[row] = self._hidden[last + 1 - count : last + 1].double().flatten()
+        return made
 
     def _pool(self, spans: np.ndarray) -> torch.Tensor:
         """Of as many inputs as there may be, so that matmuls have one shape."""

@@ -54,7 +54,9 @@ def make_router(models: Models) -> APIRouter:
         holds = await mark_holds(service, caller.tenant, prompt, body.marks(), how, salt)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt
         message_id = own_id(caller.call, "msg")
-        reading = service.reading(prompt, body.functions() if body.looks_for_calls else (), body.must_call, body.continued())
+        functions = body.functions() if body.looks_for_calls else ()
+        switches = {"thinking": False} if body.thinks is False else how["variables"]
+        reading = service.reading(prompt, functions, body.must_call, body.continued(), switches)
         writer = MessageWriter(message_id, service.model_name, body, len(prompt), reading, body.max_tokens > room, holds)
         budget = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
         if budget is not None and not reading.takes_budget:

@@ -7,9 +7,9 @@ import uuid
 from functools import lru_cache
 from typing import Any
 
+from tidemill.frontend.parsers.dialect import SWITCHES
 from tidemill.server.call import Call
 
-_SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for templates that know low, medium and high only
 
 
@@ -32,10 +32,10 @@ def template_variables(source: str | None, effort: str | None, thinks: bool | No
     known = _words(source or "")
     made: dict[str, Any] = {}
     if thinks is not None or effort == "none":
-        made |= {name: bool(thinks) and effort != "none" for name in _SWITCHES if name in known}
+        made |= {name: bool(thinks) and effort != "none" for name in SWITCHES if name in known}
     if effort is not None and "reasoning_effort" in known:
         made["reasoning_effort"] = effort if effort in known else _NEAREST.get(effort, effort)
-    has_switch = bool(known.intersection(_SWITCHES))
+    has_switch = bool(known.intersection(SWITCHES))
     unknown = set()
     if effort is not None and "reasoning_effort" not in made and not (effort == "none" and has_switch):
         unknown.add("effort")

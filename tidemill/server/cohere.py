@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.body import Body, body_of, schema_of
-from tidemill.server.embeddings import Input, num_kept, pooled, pooling_of, shortened
+from tidemill.server.embeddings import Input, check_dimensions, num_kept, pooled, pooling_of, shortened
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai_types import MAX_INPUTS
@@ -54,9 +54,8 @@ async def _embedded(models: Models, body: EmbedRequest, caller: Caller) -> bytes
         raise InvalidRequest(what, fix="Leave it out, and write the prompt into the texts.", param="input_type")
     size, pooling = service.ready.model.hidden_size, pooling_of(service)
     service.ready.model.check_pooling("mean" if pooling == "score" else pooling)
-    if body.output_dimension is not None and body.output_dimension > size:
-        what = f"The model's embeddings have {size} dimensions; got {body.output_dimension}."
-        raise InvalidRequest(what, param="output_dimension")
+    if body.output_dimension is not None:
+        check_dimensions(service, body.output_dimension, "output_dimension")
     kinds = dict.fromkeys(body.embedding_types or ["float"])
     if (body.output_dimension or size) % 8 and kinds.keys() & {"binary", "ubinary"}:
         raise InvalidRequest("Binary embeddings need a multiple of 8 dimensions.", param="embedding_types")

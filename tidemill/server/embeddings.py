@@ -28,6 +28,7 @@ from tidemill.server.sse import until_disconnect
 from tidemill.server.vectors import packed
 
 _AT_ONCE = 64  # prompts of one request
+_MAX_VALUES = 2**21  # of the vectors of single tokens in one response: about 40 MB as JSON
 _MAX_IN_HEADER = 400  # inputs that the header `metadata` describes: clients and proxies take 64 KiB at most
 
 _json = msgspec.json.Encoder().encode
@@ -44,7 +45,7 @@ def make_router(models: Models) -> APIRouter:
     async def pooling(request: Request, body: PoolingRequest = Depends(body_of(PoolingRequest))) -> Response:
         return await until_disconnect(request, _response(models, body, request.state.caller))
 
-    models.whole_responses["/v1/embeddings"] = (EmbeddingRequest, partial(_embeddings, models))
+    models.whole_responses["/v1/embeddings"] = (EmbeddingRequest, partial(embeddings_json, models))
     return router
 
 
@@ -81,9 +82,9 @@ async def _pooled_in_turn(
 
 
 def pooling_of(service: Service, asked: str | None = None) -> str:
-    """What is asked for, or how the server or the model makes embeddings."""
-    own = service.ready.model.own_pooling
-    return asked or (service.manner.pooling if own != "score" else None) or own or "mean"
+    """What is asked for, or how the server or the model makes an embedding of a text."""
+    own, set_to = service.ready.model.own_pooling, service.manner.pooling
+    return asked or (set_to if own != "score" and set_to != "none" else None) or own or "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,11 @@ class _Pooled:
     head: dict[str, Any]
     vectors: list[bytes]  # each as JSON, or packed
     usage: dict[str, int]
+    width: int | None = None  # of the vectors of single tokens
 
 
-async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
-    """As JSON."""
+async def embeddings_json(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
+    """As JSON. What /pooling has as `data` is `embedding` elsewhere."""
     if body.encoding_format in ("bytes", "bytes_only"):
         raise InvalidRequest(
             f"encoding_format {body.encoding_format} is not for responses of JSON, such as a line of a batch.",
@@ -111,11 +113,12 @@ async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) ->
 
 async def _response(models: Models, body: EmbeddingRequest, caller: Caller) -> Response:
     if body.encoding_format not in ("bytes", "bytes_only"):
-        return Response(await _embeddings(models, body, caller), media_type="application/json")
+        return Response(await embeddings_json(models, body, caller), media_type="application/json")
     made = await _all_pooled(models, body, caller)
     data, at = list[dict[str, Any]](), 0
     for i, vector in enumerate(made.vectors):
-        shape = [len(vector) // len(packed([0.0], body.embed_dtype, body.endianness))]
+        num = len(vector) // len(packed([0.0], body.embed_dtype, body.endianness))
+        shape = [num] if made.width is None else [num // made.width, made.width]
         data.append({"index": i, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": at})
         at += len(vector)
         data[-1] |= {"end": at, "shape": shape}
@@ -127,12 +130,9 @@ async def _response(models: Models, body: EmbeddingRequest, caller: Caller) -> R
 async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) -> _Pooled:
     service = models.of(body.model)
     pooling = pooling_of(service, body.pooling)
-    task = body.task if isinstance(body, PoolingRequest) else "embed"
-    can_score = service.ready.model.pooler is not None and service.ready.model.pooler.how == "score"
-    if isinstance(body, PoolingRequest) and task not in (None, "classify" if can_score else "embed"):
-        fix = f"This model has the task {'classify' if can_score else 'embed'}."
-        what = "No IOProcessor plugin installed." if task == "plugin" else f"Unsupported task: {task[:40]!r}."
-        raise InvalidRequest(what, fix=fix, param="task")
+    task, is_each = _task(service, body), _is_each(service, body)
+    if is_each:
+        pooling = "none"
     if task == "classify" or (task is None and pooling == "score"):
         service.ready.model.check_pooling("score")
         pooling = "score"
@@ -143,16 +143,48 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
         fix = f"Ask for bytes_only, which has none, or for at most {_MAX_IN_HEADER} inputs at a time."
         raise InvalidRequest(f"The header `metadata` of {len(prompts)} inputs is too long.", fix=fix, param="encoding_format")
     size = service.ready.model.hidden_size
-    if body.dimensions is not None and (body.dimensions > size or pooling == "score"):
-        raise InvalidRequest(f"The model's embeddings have {size} dimensions; got {body.dimensions}.", param="dimensions")
+    if body.dimensions is not None:
+        check_dimensions(service, body.dimensions, "dimensions", pooling)
     vectors, inputs = [b""] * len(prompts), [Input(ids) for ids in prompts]
+    num_tokens, is_unit, width = sum(map(len, prompts)), body.use_activation is not False, body.dimensions or size
+    if is_each and num_tokens * width > _MAX_VALUES:
+        what = f"Vectors of {num_tokens} tokens have {num_tokens * width} values; at most {_MAX_VALUES} in one response."
+        raise InvalidRequest(what, fix="Send fewer or shorter inputs.", param="input")
     async with aclosing(pooled(service, caller, inputs, pooling, body.use_activation)) as made:
         async for i, vector in made:  # encoded as they arrive, not all at the end
-            vectors[i] = _encoded(shortened(vector, body.dimensions, body.use_activation is not False), body)
-    num_tokens = sum(map(len, prompts))
+            if is_each:
+                rows = [shortened(vector[at : at + size], body.dimensions, is_unit) for at in range(0, len(vector), size)]
+                vectors[i] = _encoded_rows(rows, body)
+            else:
+                vectors[i] = _encoded(shortened(vector, body.dimensions, is_unit), body)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
     head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
-    return _Pooled(head, vectors, usage)
+    return _Pooled(head, vectors, usage, width if is_each else None)
+
+
+def _is_each(service: Service, body: EmbeddingRequest) -> bool:
+    """Each token is to have a vector of its own."""
+    is_each = body.pooling == "none" or (body.pooling is None and service.manner.pooling == "none")
+    if is_each and not isinstance(body, PoolingRequest):
+        fix = "Use /pooling, or llama.cpp's /embeddings; or serve without --pooling none."
+        raise InvalidRequest("In OpenAI's API an input has one vector, not one for each token.", fix=fix, param="pooling")
+    return is_each
+
+
+def _task(service: Service, body: EmbeddingRequest) -> str | None:
+    """Of vLLM's. The server, not the request, decides whether single tokens have vectors."""
+    if not isinstance(body, PoolingRequest):
+        return "embed"
+    can_score = service.ready.model.own_pooling == "score"
+    has, other = ("token_embed", "embed") if service.manner.pooling == "none" else ("embed", "token_embed")
+    if body.task is None or body.task == ("classify" if can_score else has):
+        return body.task
+    if body.task == other and not can_score:
+        how = "none" if other == "token_embed" else "auto"
+        what = f"Try switching the model's pooling_task via --pooling {how}, or give `pooling` instead of `task`."
+        raise InvalidRequest(what, param="task")
+    what = "No IOProcessor plugin installed." if body.task == "plugin" else f"Unsupported task: {body.task[:40]!r}."
+    raise InvalidRequest(what, fix=f"This model has the task {'classify' if can_score else has}.", param="task")
 
 
 async def _prompts(service: Service, body: EmbeddingRequest) -> list[list[int]]:
@@ -173,6 +205,17 @@ async def _prompts(service: Service, body: EmbeddingRequest) -> list[list[int]]:
     return [await service.encode_cut(text, most, side, body.add_special_tokens) for text in texts]
 
 
+def check_dimensions(service: Service, num: int, param: str, pooling: str = "") -> None:
+    """Raises unless embeddings can be cut to so many: of a model that tells which it was trained for, to these."""
+    model = service.ready.model
+    trained = model.pooler.dimensions if model.pooler else ()
+    if num > model.hidden_size or pooling == "score":
+        raise InvalidRequest(f"The model's embeddings have {model.hidden_size} dimensions; got {num}.", param=param)
+    if trained and num not in (*trained, model.hidden_size):
+        fix = f"Give one of {', '.join(map(str, trained[:32]))}, or leave it out."
+        raise InvalidRequest(f"The model was not trained for embeddings of {num} dimensions.", fix=fix, param=param)
+
+
 def num_kept(service: Service, num: int) -> int:
     """Tokens that an input is truncated to. -1: as many as the model takes."""
     if num == 0:
@@ -187,6 +230,11 @@ def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list
         return vector
     norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0 if is_normalized else 1.0
     return [value / norm for value in vector[:num]]
+
+
+def _encoded_rows(rows: list[list[float]], body: EmbeddingRequest) -> bytes:
+    """Of the tokens of a text: a list of them, or the values one after the other."""
+    return _json(rows) if body.encoding_format in (None, "float") else _encoded([value for row in rows for value in row], body)
 
 
 def _encoded(vector: list[float], body: EmbeddingRequest) -> bytes:

@@ -42,6 +42,8 @@ def shaped(path: str, body: dict[str, Any]) -> dict[str, Any]:
         return {"error": body["error"]["message"]}
     if path == "/pooling" and body["error"]["type"] == "invalid_request_error":  # vLLM's
         return {"error": body["error"] | {"type": "BadRequestError"}}
+    if path == "/v1/score" and body["error"]["type"] == "invalid_request_error":  # also as SGLang has it
+        return body | {"object": "error", "message": body["error"]["message"], "type": "BadRequestError"}
     return {"type": "error"} | body if path.startswith("/v1/messages") else body
 
 

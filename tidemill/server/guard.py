@@ -31,7 +31,9 @@ ADMIN_PATHS = frozenset({
     "/flush_cache", "/load", "/metrics", "/slots", "/v1/engine/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 })  # fmt: skip
 MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
-_MIN_KEY_CHARS = 16
+_MIN_KEY_CHARS = 16  # for others than this machine
+_MAKE_KEY = "Make one with: python3 -c 'import secrets; print(secrets.token_urlsafe(24))'"
+SHORT_KEY = f"Note: an API key has fewer than {_MIN_KEY_CHARS} characters, so other programs of this machine may guess it."
 _FOR_PAGES = (
     (b"access-control-expose-headers", b"x-request-id, x-tidemill-ignored, x-should-retry, retry-after"),
     (b"vary", b"origin"),
@@ -73,6 +75,7 @@ class Access:
     hosts: frozenset[str] = frozenset()  # names besides localhost and addresses
     origins: frozenset[str] = frozenset()  # of web pages besides the server's own
     request_templates: bool = False  # a request may bring a chat template
+    has_short_key: bool = False  # one that can be guessed: for this machine only
 
     @staticmethod
     def of(
@@ -91,9 +94,11 @@ class Access:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"The key file cannot be read: {error}.", param="api_key_file") from error
             given += [(line, "api_key_file", f"{key_file}, line {at}: ") for at, line in lines if line.strip() and line[0] != "#"]
+        given_admin = [(key, "admin_key", "") for key in admin_keys]
         return Access(
             keys=_parse_keys(given),
-            admin_keys=_parse_keys((key, "admin_key", "") for key in admin_keys),
+            admin_keys=_parse_keys(given_admin),
+            has_short_key=any(len(text.split()[0]) < _MIN_KEY_CHARS for text, _, _ in given + given_admin),
             hosts=frozenset(host.lower() for host in hosts),
             origins=frozenset(map(_origin_given, origins)),
             request_templates=request_templates,
@@ -169,12 +174,18 @@ class Access:
         raise Forbidden("This shows the requests or changes the models of all tenants, so it needs an admin key.", fix=fix)
 
     def check_host_is_safe(self, host: str) -> None:
-        """Without keys, only this machine is served."""
+        """Without keys, and with one that can be guessed, only this machine is served."""
         if not self.keys and not self.admin_keys and not _is_loopback(host):
             raise ConfigError(
                 f"Listening on {host} without an API key would serve everybody who can reach this machine.",
                 fix="Give --api-key or --api-key-file, or listen on 127.0.0.1.",
             )
+        if not _is_loopback(host):
+            self.check_keys_are_long(f"on {host}")
+
+    def check_keys_are_long(self, where: str) -> None:
+        if self.has_short_key:
+            raise ConfigError(f"An API key of fewer than {_MIN_KEY_CHARS} characters can be guessed {where}.", fix=_MAKE_KEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +254,8 @@ def _priority_given(settings: str) -> int:
 def _digest_given(key: str) -> bytes:
     if re.fullmatch(r"sha256:[0-9a-f]{64}", key):
         return bytes.fromhex(key[7:])
-    if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
-        raise ConfigError(
-            f"An API key must be {_MIN_KEY_CHARS} or more printable ASCII characters without spaces, or sha256:HEX.",
-            fix="Make one with: python3 -c 'import secrets; print(secrets.token_urlsafe(24))'",
-        )
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError("An API key must be printable ASCII characters without spaces, or sha256:HEX.", fix=_MAKE_KEY)
     return hashlib.sha256(key.encode()).digest()
 
 

@@ -77,6 +77,10 @@ async def _scoring(models: Models, body: LabelScoreRequest, caller: Caller) -> b
 
 async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller) -> LabelScores:
     items = [body.items] if isinstance(body.items, str) else body.items
+    size = service.ready.model.vocab_size
+    if wrong := [label for label in body.label_token_ids if label >= size]:
+        what = f"Token ID {wrong[0]} is out of vocabulary: the model has {size} tokens."
+        raise InvalidRequest(what, fix="Give ids of /tokenize.", param="label_token_ids")
     if not items:
         return LabelScores([], 0)
     query = await service.encode(body.query) if isinstance(body.query, str) and not isinstance(items[0], str) else body.query

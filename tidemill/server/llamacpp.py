@@ -21,6 +21,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from tidemill.server import ggml
 from tidemill.server.body import Body, body_of, parse, schema_of
+from tidemill.server.embeddings import embeddings_json
 from tidemill.server.errors import error_body
 from tidemill.server.explain import Story
 from tidemill.server.ggml import Progress
@@ -28,7 +29,7 @@ from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai import ids_of, merge
 from tidemill.server.openai_messages import ChatMessages
-from tidemill.server.openai_types import MAX_CHOICES, Mixed, few_texts, is_mixed
+from tidemill.server.openai_types import MAX_CHOICES, Mixed, PoolingRequest, few_texts, is_mixed
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
@@ -470,7 +471,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 class _Vector(msgspec.Struct):
     index: int
-    embedding: msgspec.Raw
+    data: msgspec.Raw
 
 
 class _Vectors(msgspec.Struct):
@@ -479,10 +480,11 @@ class _Vectors(msgspec.Struct):
 
 async def _embedding(models: Models, service: Service, given: list[Mixed], caller: Caller) -> bytes:
     prompts = [await ids_of(service, prompt) for prompt in given]
-    model, respond = models.whole_responses["/v1/embeddings"]
-    asked = dumps({"model": service.model_name, "input": prompts}).encode()
-    made = msgspec.json.decode(await respond(parse(model, asked), caller), type=_Vectors)
-    return _json([{"index": one.index, "embedding": [one.embedding]} for one in made.data])
+    is_each = service.manner.pooling == "none"  # token; llama-server does not normalize these
+    asked = {"model": service.model_name, "input": prompts, "task": "token_embed" if is_each else "embed"}
+    body = parse(PoolingRequest, dumps(asked | ({"use_activation": False} if is_each else {})).encode())
+    made = msgspec.json.decode(await embeddings_json(models, body, caller), type=_Vectors)
+    return _json([{"index": one.index, "embedding": one.data if is_each else [one.data]} for one in made.data])
 
 
 # ---- what is said about the server

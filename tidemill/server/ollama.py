@@ -181,7 +181,7 @@ async def _job_of(
         values["chat_template_kwargs"] = variables
     asked = parse(ChatRequest, json.dumps(values).encode())
     prompt = await service.encode_chat(asked.conversation(), **asked.how())
-    reading = service.reading(prompt, asked.called(), asked.must_call, asked.continued)
+    reading = service.reading(prompt, asked.called(), asked.must_call, asked.continued, asked.variables())
     writer = ChatWriter(service.tokenizer, [prompt], reading.gated(asked.params()), asked, reading)
     params = writer.bounded(service.max_context, body.stream, service.defaults.limit)
     return _Job(service, body.model, prompt, params, writer, reading, begun_s=begun_s)

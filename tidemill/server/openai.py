@@ -358,7 +358,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
     _check_template(service, body, caller)
     prompts = [await service.encode_chat([*before, *body.conversation()], params, **body.how())]
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
-    reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
+    reading = service.reading(prompts[0], body.called(), body.must_call, body.continued, body.variables())
     budget = body.reasoning_budget
     if budget is not None and budget >= 0 and reading.drops_budget(params):
         caller.call.ignored.add("thinking_token_budget")

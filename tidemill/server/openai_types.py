@@ -454,7 +454,7 @@ class EmbeddingRequest(Body):
     endianness: Endianness = "native"
     use_activation: bool | None = None  # False: vectors are not normalized. None: as the model has it
     dimensions: int | None = Field(default=None, ge=1)  # the first of them, normalized again
-    pooling: Literal["mean", "last", "cls"] | None = None  # None: the model's own, else the mean
+    pooling: Literal["mean", "last", "cls", "none"] | None = None  # None: the model's own, else the mean
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
 

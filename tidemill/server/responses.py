@@ -95,7 +95,8 @@ class Responses:
             call = caller.call
             again = Call(response_id, path=call.path, tenant=caller.tenant, labels=call.labels, trace=call.trace)
             caller = replace(caller, call=again)
-        reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
+        switches = {"thinking": not (body.reasoning and body.reasoning.effort == "none")} | (body.chat_template_kwargs or {})
+        reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call, variables=switches)
         params = reading.gated(params)
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, prompt, reading)
         how: Any = {"one_by_one": body.wants_logprobs, "tells_progress": bool(body.stream and body.return_progress)}

@@ -211,11 +211,12 @@ class Service:
         functions: Iterable[dict[str, Any]] = (),
         must_call: bool = False,
         continued: str = "",
+        variables: dict[str, Any] | None = None,
     ) -> Reading:
         """How the output of a chat is read. `functions`: what the model may call; `continued`: the text that its output goes on
-        with, if it does."""
+        with, if it does; `variables`: of the template."""
         prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
-        return self._dialect.reading(prompt_end, functions, must_call, continued)
+        return self._dialect.reading(prompt_end, functions, must_call, continued, self.tokenizer.variables | (variables or {}))
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):

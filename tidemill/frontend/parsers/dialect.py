@@ -17,6 +17,7 @@ from tidemill.frontend.parsers.tagged import TaggedParser
 from tidemill.sampling import Reasoning, SamplingParams
 
 AUTO, NONE = "auto", "none"
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,27 @@ class Dialect:
         return Dialect(family, found or THINK, found is not None, budget)
 
     def reading(
-        self, prompt_end: str, functions: Iterable[Mapping[str, Any]] = (), only_calls: bool = False, continued: str = ""
+        self,
+        prompt_end: str,
+        functions: Iterable[Mapping[str, Any]] = (),
+        only_calls: bool = False,
+        continued: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> Reading:
         """For one request. `prompt_end`: how its prompt ends; `continued`: the message that the output continues, if it does;
-        `functions`: what it may call; `only_calls`: it must."""
+        `functions`: what it may call; `only_calls`: it must; `variables`: of its template, which may turn reasoning off."""
         markers, is_open = self.markers, False
+        is_off = any((variables or {}).get(name) is False for name in SWITCHES)
         if markers is not None and not markers.is_repeated:
             end = prompt_end.rstrip()
             is_open = end.endswith(markers.opening) or continued.rfind(markers.opening) > continued.rfind(markers.ending)
             if not is_open and (continued or end.endswith(markers.ending)):
                 markers = None  # the reasoning is over, or skipped
-            elif markers.starts_open:
+            elif markers.starts_open and not is_off:
                 is_open = True
+        is_expected = self.is_expected and (is_open or not is_off)  # else nothing waits for it
         tools = {one["name"]: one.get("parameters") or {} for one in functions}
-        return Reading(self.family, markers, is_open, self.is_expected, tools, only_calls, self.budget)
+        return Reading(self.family, markers, is_open, is_expected, tools, only_calls, self.budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,13 @@ def test_a_fit_finds_what_steps_cost_in_spite_of_noise_and_outliers():
     assert fit(measured())[0].host_s == 0  # nothing is hidden where the host waits for every step
 
 
+def test_a_fit_of_noisy_steps_is_as_long_as_they_are_in_sum():
+    """Steps that took long count as much as those that took as much less."""
+    samples = [Sample(one.shape, TRUE.shape_s(one.shape) * (1.0, 1.0, 1.4)[i % 3]) for i, one in enumerate(measured(1500))]
+    _, errors = fit(samples)
+    assert abs(errors.total) < 0.01
+
+
 def test_sizes_that_steps_are_padded_to_have_levels_of_their_own():
     sizes, draw = [64, 128, 192, 256], random.Random(0)
     level = dict(zip(sizes, [0.01, 0.02, 0.015, 0.03], strict=True))  # a larger one may be faster

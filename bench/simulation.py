@@ -6,10 +6,10 @@
     python -m bench.simulation --profile FILE                              with a profile that is there, instead of a new one
 
 No load is used in calibration, and those of HELD_OUT were not looked at either when the parts of the cost model were chosen.
-Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each load the median of its runs
-counts. On a CPU, time is that which this process computes (one thread), since others may use the machine as well. `--out` gets
-profile.json, real.json, results.json and steps.json, every measured step: its StepShape, seconds, whether it followed another,
-and the host's seconds.
+A part of the calibration comes before each real run, since a machine that others use is not always as fast; the fit sees all
+of them. Every round (--rounds) has requests of its own, and the requests of all rounds count together. On a CPU, time is that
+which this process computes (one thread), since others may use the machine as well. `--out` gets profile.json, real.json,
+results.json and steps.json, every measured step: its StepShape, seconds, whether it followed another, and the host's seconds.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from tidemill.sim.profile import Profile
 from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Submit
 
-HELD_OUT = ("summaries", "short", "agents")
+HELD_OUT = ("translation", "chat", "tools")
 TOLERANCE = {"throughput": 0.03, "TPOT p50": 0.05, "TPOT p99": 0.05, "TTFT p50": 0.08}
 
 
+_PARTS = 3  # of a calibration, of which the first is enough to know how fast requests may come
 _Load = tuple[list[Item], float, float]
 
 
@@ -69,10 +70,13 @@ def loads(given: argparse.Namespace, vocab: int, context: int, number: int) -> d
         "shared prefix": (drawn(160, 96, 128, shared=2048, seed=6), 0.7, 1.0),
         "mixture": (mixture, 0.7, 2.0),
         "long": (drawn(12, 12000, 128, 0.3, seed=9), 0.6, 1.0),
-        # The parts of the cost model were chosen without these.
         "summaries": (drawn(40, 5000, 200, 0.7, seed=10), 0.7, 1.0),
         "short": (drawn(300, 64, 96, 0.8, seed=11), 0.8, 1.0),
         "agents": (drawn(120, 300, 64, 0.9, shared=6144, seed=12), 0.7, 4.0),
+        # The parts of the cost model were chosen without these.
+        "translation": (drawn(160, 250, 250, 0.6, seed=13), 0.65, 1.0),
+        "chat": (drawn(140, 900, 220, 0.8, seed=14), 0.7, 2.0),
+        "tools": (drawn(140, 200, 80, 0.7, shared=3000, seed=15), 0.65, 3.0),
     }
 
 
@@ -138,7 +142,7 @@ def _arrival(number: int, item: Item) -> Arrival:
 def timed_loads(core: EngineCore, profile: Profile, given: argparse.Namespace, number: int) -> dict[str, list[Item]]:
     """With arrival times: by how fast the profile says that the requests could be computed."""
     config, made = SimConfig.of(core.config, core.runner.steps_ahead), {}
-    only = HELD_OUT if given.only == "held-out" else (given.only or "").split(",")
+    only = (given.only or "").replace("held-out", ",".join(HELD_OUT)).split(",")
     vocab = min(core.model_config.vocab_size, 30_000)
     for name, (items, use, burstiness) in loads(given, vocab, core.config.max_context, number).items():
         if (given.only and name not in only) or not items:
@@ -152,22 +156,22 @@ def timed_loads(core: EngineCore, profile: Profile, given: argparse.Namespace, n
 
 def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
     """What was measured is written as it comes: a run that is cut short is not lost."""
-    calibration = Calibration(core, given.seconds / given.rounds, now=given.now)
-    profile = first = Profile.load(given.profile) if given.profile else None
+    calibration = Calibration(core, given.seconds, now=given.now)
+    profile = Profile.load(given.profile) if given.profile else None
     items_of: dict[str, list[list[Item]]] = {}  # by load: of each round
     real: dict[str, list[list[list[Record]]]] = {}  # of each repeat: of each round
     steps: dict[str, list[Sample]] = {}
     for number in range(given.rounds):
-        if not given.profile:
-            begin = time.perf_counter()
-            steps["calibration"] = calibration.run()
-            print(f"calibration {number}: {len(calibration.samples)} steps, {time.perf_counter() - begin:.1f} s", flush=True)
+        if profile is None:  # arrivals depend on how fast the machine is, roughly
+            calibration.run(0, _PARTS)
             profile = profile_of(core, calibration.samples, name, _machine())
-        assert profile is not None
-        first = first or profile
-        profile.save(given.out / "profile.json")
-        for load, items in timed_loads(core, first, given, number).items():
+        for part, (load, items) in enumerate(todo := list(timed_loads(core, profile, given, number).items())):
             items_of.setdefault(load, []).append(items)
+            if not given.profile:
+                begin, now = time.perf_counter(), given.now()
+                steps["calibration"] = calibration.run(number * len(todo) + part, given.rounds * len(todo))
+                took = f"{given.now() - now:.1f} s, {time.perf_counter() - begin:.1f} s by the wall"
+                print(f"calibration {number}.{part}: {len(calibration.samples)} steps, {took}", flush=True)
             for own in real.setdefault(load, [[] for _ in range(given.repeats)]):
                 core.scheduler.kv.clear_prefixes()
                 records, measured = run_real(core, items, given.now)
@@ -175,8 +179,13 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
                 steps[load] = steps.get(load, []) + measured
             plain = {load: [[*one.shape, one.seconds, one.follows, one.host_s] for one in own] for load, own in steps.items()}
             (given.out / "steps.json").write_text(json.dumps(plain))
+            told = {load: [figures(own) for own in runs] for load, runs in real.items()}
+            (given.out / "real.json").write_text(json.dumps(told))
             print(f"{load}: {figures(real[load][0])['throughput']:.1f} tokens/s", flush=True)
+    if not given.profile:
+        profile = profile_of(core, calibration.samples, name, _machine())
     assert profile is not None
+    profile.save(given.out / "profile.json")
     errors = profile.errors
     print(
         f"fit: {errors.num_steps} steps, median error {errors.median:.1%}, p90 {errors.p90:.1%}, sum {errors.total:+.2%}; "
@@ -230,7 +239,8 @@ def write_quantized(folder: Path, shape: dict[str, Any], group: int = 64) -> Non
     attention = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden), "o_proj": (hidden, heads)}
     linears = {f"self_attn.{name}": sizes for name, sizes in attention.items()}
     linears |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    made = {"model.embed_tokens.weight": torch.randn(shape["vocab_size"], hidden).bfloat16(), "model.norm.weight": torch.ones(hidden)}
+    made = {"model.embed_tokens.weight": torch.randn(shape["vocab_size"], hidden).bfloat16()}
+    made["model.norm.weight"] = torch.ones(hidden)
     for layer in range(shape["num_hidden_layers"]):
         for name, (num_out, width) in linears.items():
             begin = f"model.layers.{layer}.{name}"
@@ -243,7 +253,8 @@ def write_quantized(folder: Path, shape: dict[str, Any], group: int = 64) -> Non
             made[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
     save_file(made, folder / "model.safetensors")
     settings = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True}
-    (folder / "config.json").write_text(json.dumps(shape | {"quantization_config": settings, "eos_token_id": 1, "bos_token_id": 0}))
+    config = shape | {"quantization_config": settings, "eos_token_id": 1, "bos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _machine() -> str:
@@ -267,14 +278,14 @@ def main() -> None:
     parser.add_argument("--max-context", type=int)
     parser.add_argument("--threads", type=int, default=1, help="on a CPU: one is disturbed least by others on the machine")
     parser.add_argument("--clock", choices=("wall", "cpu"), help="cpu: time that this process computes; others do not disturb it")
-    parser.add_argument("--only", help="loads, separated by commas; held-out: the three of HELD_OUT")
+    parser.add_argument("--only", help="loads, separated by commas; held-out: those of HELD_OUT")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder of profile.json, results.json")
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
     given.now = time.process_time if (given.clock or ("wall" if on_gpu else "cpu")) == "cpu" else time.perf_counter
-    given.seconds = given.seconds or (25.0 if on_gpu else 90.0)
-    given.rounds = given.rounds or (1 if on_gpu else 3)
-    given.lengths = given.lengths or (1.0 if on_gpu else 0.1)
+    given.seconds = given.seconds or (25.0 if on_gpu else 45.0)
+    given.rounds = given.rounds or (1 if on_gpu else 2)
+    given.lengths = given.lengths or (1.0 if on_gpu else 0.05)
     given.outputs = given.outputs or (1.0 if on_gpu else 0.3)
     given.requests = given.requests or (1.0 if on_gpu else 0.4)
     options: dict[str, Any] = {"device": given.device, "model": given.model, "speculate": "off", "max_waiting": 10**6}

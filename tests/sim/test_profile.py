@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import load_model, make_core, make_llama
 from tidemill.errors import ConfigError
-from tidemill.sim.calibration import Calibration, profile_of
+from tidemill.sim.calibration import Calibration, drive, profile_of, shared_unit, timed
 from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape
 from tidemill.sim.fit import Sample, fit
 from tidemill.sim.profile import Profile, check_target, shipped_profiles
@@ -115,6 +115,34 @@ def test_an_engine_is_measured_and_its_profile_is_read_back(tmp_path):
     assert read == made
     assert read.engine.token_budget == 32
     assert read.shape_s(StepShape(4, 200, 50, 0, 0, 4, 0)) > 0
+
+
+def test_a_calibration_in_parts_measures_what_a_whole_one_does(tmp_path):
+    make_llama(tmp_path, max_position_embeddings=512)
+    core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
+
+    def kinds(num_parts):
+        ticks = itertools.count()
+        calibration = Calibration(core, seconds=10.0, now=lambda: 1e-4 * next(ticks))
+        for part in range(num_parts):
+            calibration.run(part, num_parts)
+        return {(one.shape.num_decoding, one.shape.num_prompt > 0, one.shape.num_shared) for one in calibration.samples}
+
+    whole = kinds(1)
+    assert any(num_shared for _, _, num_shared in whole)
+    assert kinds(3) == whole
+
+
+def test_a_cpu_engine_tells_a_common_prefix_from_others(tmp_path):
+    make_llama(tmp_path, max_position_embeddings=512)
+    core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
+    assert shared_unit(core) == core.config.page_size
+    prompt = list(range(10, 10 + 4 * core.config.page_size))
+    with timed(core) as timer:
+        drive(core, timer, [(0, [*prompt, 5], 20), (8, [*prompt, 6], 4)])
+    shared = [one.shape for one in timer.samples if one.shape.num_decoding == 2]
+    assert {shape.num_shared for shape in shared} == {2 * len(prompt)}
+    assert all(shape.decode_context < 2 * shape.longest for shape in shared)
 
 
 def test_shipped_profiles_are_right():

@@ -174,9 +174,9 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
                 print(f"calibration {number}.{part}: {len(calibration.samples)} steps, {took}", flush=True)
             for own in real.setdefault(load, [[] for _ in range(given.repeats)]):
                 core.scheduler.kv.clear_prefixes()
-                records, measured = run_real(core, items, given.now)
+                records, taken = run_real(core, items, given.now)
                 own.append(records)
-                steps[load] = steps.get(load, []) + measured
+                steps[load] = steps.get(load, []) + taken
             plain = {load: [[*one.shape, one.seconds, one.follows, one.host_s] for one in own] for load, own in steps.items()}
             (given.out / "steps.json").write_text(json.dumps(plain))
             told = {load: [figures(own) for own in runs] for load, runs in real.items()}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import load_model, make_core, make_llama
 from tidemill.errors import ConfigError
-from tidemill.sim.calibration import Calibration, profile_of
+from tidemill.sim.calibration import Calibration, drive, profile_of, shared_unit, timed
 from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape
 from tidemill.sim.fit import Sample, fit
 from tidemill.sim.profile import Profile, check_target, shipped_profiles
@@ -44,6 +44,13 @@ def test_a_fit_finds_what_steps_cost_in_spite_of_noise_and_outliers():
     for name in PARTS:
         assert getattr(cost, name) == pytest.approx(getattr(TRUE, name), rel=0.25), name
     assert fit(measured())[0].host_s == 0  # nothing is hidden where the host waits for every step
+
+
+def test_a_fit_of_noisy_steps_is_as_long_as_they_are_in_sum():
+    """Steps that took long count as much as those that took as much less."""
+    samples = [Sample(one.shape, TRUE.shape_s(one.shape) * (1.0, 1.0, 1.4)[i % 3]) for i, one in enumerate(measured(1500))]
+    _, errors = fit(samples)
+    assert abs(errors.total) < 0.01
 
 
 def test_sizes_that_steps_are_padded_to_have_levels_of_their_own():
@@ -108,6 +115,33 @@ def test_an_engine_is_measured_and_its_profile_is_read_back(tmp_path):
     assert read == made
     assert read.engine.token_budget == 32
     assert read.shape_s(StepShape(4, 200, 50, 0, 0, 4, 0)) > 0
+
+
+def test_a_calibration_in_parts_measures_what_a_whole_one_does(tmp_path):
+    make_llama(tmp_path, max_position_embeddings=512)
+    core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
+
+    def kinds(num_parts):
+        ticks = itertools.count()
+        calibration = Calibration(core, seconds=10.0, now=lambda: 1e-4 * next(ticks))
+        for part in range(num_parts):
+            calibration.run(part, num_parts)
+        assert any(one.shape.num_shared for one in calibration.samples)
+        return {(one.shape.num_decoding, one.shape.num_prompt > 0) for one in calibration.samples}
+
+    assert kinds(3) == kinds(1)
+
+
+def test_a_cpu_engine_tells_a_common_prefix_from_others(tmp_path):
+    make_llama(tmp_path, max_position_embeddings=512)
+    core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
+    assert shared_unit(core) == core.config.page_size
+    prompt = list(range(10, 10 + 4 * core.config.page_size))
+    with timed(core) as timer:
+        drive(core, timer, [(0, [*prompt, 5], 20), (8, [*prompt, 6], 4)])
+    shared = [one.shape for one in timer.samples if one.shape.num_decoding == 2]
+    assert {shape.num_shared for shape in shared} == {2 * len(prompt)}
+    assert all(shape.decode_context < 2 * shape.longest for shape in shared)
 
 
 def test_shipped_profiles_are_right():

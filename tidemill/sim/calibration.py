@@ -66,10 +66,16 @@ class StepTimer:
             self._end_s = None
 
 
+def shared_unit(core: EngineCore) -> int:
+    """Tokens of context that cost less if several sequences see the same ones: on a GPU they are read once, on a CPU they are in
+    a cache after the first."""
+    return getattr(core.runner, "shared_unit", core.config.page_size if core.config.device == "cpu" else 0)
+
+
 @contextmanager
 def timed(core: EngineCore, now: Callable[[], float] = time.perf_counter) -> Iterator[StepTimer]:
     """Its steps are measured. Only while it is driven by `drive`."""
-    shapes = Shapes(core.config.page_size, getattr(core.runner, "shared_unit", 0))
+    shapes = Shapes(core.config.page_size, shared_unit(core))
     timer, runner = StepTimer(core.runner, shapes, now), core.runner
     core.runner = timer  # type: ignore[assignment]
     try:
@@ -110,23 +116,26 @@ class Calibration:
         self._core, self._seconds, self._progress, self._now = core, seconds, progress or (lambda part: None), now
         self._draw = random.Random(seed)
         self._prompts: dict[int, list[int]] = {}  # by number: the same text again, so that a longer one has its begin cached
+        self._loads: list[_Load] = []  # made in the first part of a run
         self.samples: list[Sample] = []
 
-    def run(self) -> list[Sample]:
-        """Returns all samples so far. What is cached is forgotten before and after."""
+    def run(self, part: int = 0, num_parts: int = 1) -> list[Sample]:
+        """Returns all samples so far. What is cached is forgotten before and after. A run can be made in parts, the first of them
+        first, with other work in between: a machine that others use is not always as fast."""
         config = self._core.config
         begin = self._now()
         self._core.scheduler.kv.clear_prefixes()
-        self._measure([(0, self._prompt(0, min(config.token_budget, config.max_context - 8)), 4)], keep=False)
-        rate = self._rate()
-        most = max(int(rate * self._seconds / 10), _LEAST_TOKENS)  # prompt tokens of one load
-        kinds = [self._decode_loads, self._alone_loads, self._mixed_loads, self._sized_loads, self._shared_loads]
-        loads = self._in_turn([kind(most) for kind in kinds])
+        if part == 0:
+            self._measure([(0, self._prompt(0, min(config.token_budget, config.max_context - 8)), 4)], keep=False)
+            most = max(int(self._rate() * self._seconds / 10), _LEAST_TOKENS)  # prompt tokens of one load
+            kinds = [self._decode_loads, self._alone_loads, self._mixed_loads, self._sized_loads, self._shared_loads]
+            self._loads = self._in_turn([kind(most) for kind in kinds])
+        loads = self._loads[part::num_parts]
         for number, load in enumerate(loads):
-            if self._now() - begin > 1.5 * self._seconds and number >= _LEAST_LOADS:
+            if self._now() - begin > 1.5 * self._seconds / num_parts and number * num_parts >= _LEAST_LOADS:
                 break
             self._measure(load)
-            self._progress((number + 1) / len(loads))
+            self._progress((part + (number + 1) / len(loads)) / num_parts)
         self._core.scheduler.kv.clear_prefixes()
         return self.samples
 
@@ -219,14 +228,15 @@ class Calibration:
                 yield load + [(first + 3 * i, begin + self._fresh(length), 2) for i in range(_SIZED)]
 
     def _shared_loads(self, most: int) -> Iterator[_Load]:
-        """Batches that decode after a common prefix, if that is read once for all."""
+        """Batches that decode after a common prefix, if that costs less than as many different ones."""
         config = self._core.config
-        for shared in (1024, 2048, 8192) if getattr(self._core.runner, "shared_unit", 0) else ():
+        lengths, own = ((192, 512, 1024, 4096), 8) if config.device == "cpu" else ((1024, 2048, 8192), 64)
+        for shared in lengths if shared_unit(self._core) else ():
             prefix = self._fresh(shared)
             for batch in (2, 4, 8, 16, 32, 64, 128):
-                if batch <= config.max_requests and shared + 256 < config.max_context and shared + 64 * batch <= most:
-                    first = [(0, prefix + self._fresh(64), 20)]
-                    yield first + [(4 + shared // config.token_budget, prefix + self._fresh(64), 16) for _ in range(batch - 1)]
+                if batch <= config.max_requests and shared + 256 < config.max_context and shared + own * batch <= most:
+                    first = [(0, prefix + self._fresh(own), 20)]
+                    yield first + [(4 + shared // config.token_budget, prefix + self._fresh(own), 16) for _ in range(batch - 1)]
 
     def _prompt(self, number: int, length: int) -> list[int]:
         known = self._prompts.setdefault(number, [])
@@ -243,7 +253,7 @@ def profile_of(core: EngineCore, samples: Sequence[Sample], name: str, machine: 
     """The fit, with what it is about."""
     config, runner = core.config, core.runner
     decode_sizes, mixed_sizes = getattr(runner, "graph_sizes", ((), ()))
-    cost, errors = fit(samples, decode_sizes, mixed_sizes, runner.steps_ahead, getattr(runner, "shared_unit", 0))
+    cost, errors = fit(samples, decode_sizes, mixed_sizes, runner.steps_ahead, shared_unit(core))
     engine = EngineShape(
         config.device,
         config.dtype,

@@ -143,12 +143,14 @@ def _fit_kind(
     matrix = np.hstack([hats @ points, np.array(more, float)])
     measured, heat, rise = np.array(seconds), np.array(levels), 0.0
     kept = np.ones(len(measured), bool)
-    found = np.zeros(matrix.shape[1])
+    found, said = np.zeros(matrix.shape[1]), measured
     for _ in range(_ROUNDS):
         cold = measured / (1 + rise * heat)
-        found = _least_squares(matrix[kept] / cold[kept, None])
-        ratio = matrix @ found / cold
-        off = np.abs(ratio - 1)
+        # Relative to what the last round said: relative to what was measured, steps that took long would count less, and the fit
+        # would be below the mean.
+        found = _least_squares(matrix[kept] / said[kept, None], cold[kept] / said[kept])
+        said = np.maximum(matrix @ found, 1e-9)
+        off = np.abs(cold / said - 1)
         kept = off <= max(_OUTLIER * float(np.median(off[kept])), 0.02)
         if heat.any():
             base, slope = np.linalg.lstsq(
@@ -159,13 +161,13 @@ def _fit_kind(
     return Curve(knots, [float(value) for value in curve]), [float(rate) for rate in found[len(knots) :]], float(rise)
 
 
-def _least_squares(matrix: np.ndarray) -> np.ndarray:
-    """Of matrix @ x = 1, without negative x: columns that would be are left out, the most negative first."""
+def _least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Of matrix @ x = values, without negative x: columns that would be are left out, the most negative first."""
     scale = np.linalg.norm(matrix, axis=0)
     used = scale > 0
     found = np.zeros(matrix.shape[1])
     while used.any():
-        solved = np.linalg.lstsq(matrix[:, used] / scale[used], np.ones(len(matrix)), rcond=None)[0]
+        solved = np.linalg.lstsq(matrix[:, used] / scale[used], values, rcond=None)[0]
         if (solved >= 0).all():
             found[used] = solved / scale[used]
             break

@@ -49,10 +49,6 @@ class Weight(ABC):
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
         return y_TN
 
-    def adapted(self, x_TK: torch.Tensor, lora: Any) -> torch.Tensor | None:
-        """With what the layer's adapters add, if this matmul can add it itself. `lora`: a `LinearLora` of the same device."""
-        return None
-
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The matmul in float32, whatever the type of activations; into `out`, if given."""
         return self(x_TK) if out is None else out.copy_(self(x_TK))

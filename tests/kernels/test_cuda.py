@@ -498,8 +498,8 @@ def build(kernel, types, warps=4, stages=3, **constants):
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
-types = dict(x_ptr=B, added_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
-             codes_ptr="*i8", scales_ptr=F)
+types = dict(x_ptr=B, added_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32",
+             factor="fp32", codes_ptr="*i8", scales_ptr=F)
 build(elementwise._add_rms_norm, types, CHUNKS=1, ADDS=True, CODES=448, PLAIN=False, BLOCK=4096)
 build(elementwise._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, ADDS=False, CODES=0, PLAIN=True, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
@@ -511,20 +511,19 @@ build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
-types = dict(qkv_ptr=B, added_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F,
-             k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
+types = dict(qkv_ptr=B, added_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F,
+             q_norm_ptr=F, k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
 how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, ADDS=True, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
 how |= dict(ROTATED=128, PAGE=1, ADDS=False, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
-types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, added_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>",
-             w_desc="tensordesc<bf16[128, 64]>", added_desc="tensordesc<bf16[128, 128]>", out_desc="tensordesc<bf16[128, 64]>")
-for adds in (False, True):
-    how = dict(GROUP=8, HAS_BIAS=True, ADDS=adds, ACT="gelu_tanh")
-    build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
-    build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
+types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
+             out_desc="tensordesc<bf16[128, 64]>")
+how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
+build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
+build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 for kind, rows, outs, swap in (("fp8e4nv", 16, 64, 1), ("i8", 128, 128, 0)):
     types = dict(x_desc=f"tensordesc<{kind}[{rows}, 128]>", w_desc=f"tensordesc<{kind}[{outs}, 128]>", x_scales_ptr=F,
                  w_scales_ptr=F, bias_ptr=B, out_ptr=B)

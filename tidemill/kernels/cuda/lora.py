@@ -7,9 +7,9 @@ by the matrices up. Ranks go in blocks of 16: a slot's memory is for the highest
 token's bits depend on the token and its adapter alone.
 
 What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, nor who adds, and
-the matmul is the one of a step without adapters. It runs beside these kernels, which have a stream of their own in the step's CUDA
-graph. The kernel behind both adds: the norm or the one that rotates q and k, where that is all that reads the result; else the
-second kernel itself follows the matmul, and activates, too, if the layer is gated.
+the matmul is the one of a step without adapters. It runs beside these kernels, which have a stream of their own in the step's
+CUDA graph. The kernel behind both adds: the norm or the one that rotates q and k, where that is all that reads the result; else
+the second kernel itself follows the matmul, and activates, too, if the layer is gated.
 """
 
 from __future__ import annotations
@@ -253,10 +253,11 @@ class CudaLora(LinearLora):
         """`y_TN`: to which it is added."""
         num_tokens = low.shape[0]
         order, tiles, _ = self._lists.lists(num_tokens)
-        columns = self._columns[256 if self._act and rows_of_tile(num_tokens) == 16 else 128]
+        width = 256 if self._act and rows_of_tile(num_tokens) == 16 else 128
+        columns = self._columns[width]
         launch(
             _expand, (tiles.numel() // 3, columns.shape[0]),
             low, self._up, self._blocks, order, tiles, columns, out if y_TN is None else y_TN, out, self._up.shape[2],
-            OUTS=256 if columns is self._columns[256] else 128, UNIT=self._unit, ONTO=y_TN is not None, ACT=self._act, num_warps=4,
+            OUTS=width, UNIT=self._unit, ONTO=y_TN is not None, ACT=self._act, num_warps=4,
             **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip

@@ -557,7 +557,7 @@ types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_pt
 how = dict(RANKS=16, MAX_RANK=64)
 for rows in (16, 64):
     build(lora._shrink, types, 4, 4, ROWS=rows, PARTS=3, COLUMNS=64, STRETCH=512, STRETCHES=8, INS=128, **how)
-    build(lora._expand, types, 4, ROWS=rows, PARTS=2, OUTS=128, UNIT=8, ONTO=True, ACT="silu", **how)
+    build(lora._expand, types, 4, ROWS=rows, PARTS=2, OUTS=64, UNIT=8, ONTO=True, ACT="silu", **how)
     build(lora._expand, types, 4, ROWS=rows, PARTS=3, OUTS=128, UNIT=8, ONTO=False, ACT="", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,

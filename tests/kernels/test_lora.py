@@ -151,13 +151,14 @@ def add_left(y_TN: torch.Tensor) -> torch.Tensor:
 def test_adapters_on_a_gpu(is_gated, monkeypatch):
     """Parts side by side, and in turn, before the activation. Tokens beyond the step's are padding. What is left to the kernel
     behind has the same bits; so have larger tiles, and a row alone."""
-    outs, size, act = {"gate": 40, "up": 40} if is_gated else OUTS, SLOTS.size + 3, "silu" if is_gated else ""
+    outs, size, act = {"gate": 140, "up": 140} if is_gated else OUTS | {"q": 300}, SLOTS.size + 3, "silu" if is_gated else ""
     made, adapters = make(outs, NUM_IN, size, monkeypatch)
     x, y = torch.randn(size, NUM_IN), torch.randn(size, sum(outs.values()))
     stored = torch.stack(y.chunk(2, 1), 2).flatten(1) if is_gated else y
     out = made.adapted(x, Given(stored))
     right = expected(x, y, [*SLOTS, -1, -1, -1], adapters, outs)
-    assert_close(out, glu_reference(right) if is_gated else right, atol=2e-3, rtol=1e-4)
+    near = {"atol": 4e-2, "rtol": 5e-4} if is_gated else {"atol": 2e-3, "rtol": 1e-4}  # of products of two such sums
+    assert_close(out, glu_reference(right) if is_gated else right, **near)
     plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
     assert torch.equal(out[plain], glu(stored, act)[plain] if is_gated else stored[plain])
     assert torch.equal(add_left(made.adapted(x, Given(stored), leave=True)), out)

@@ -1,15 +1,16 @@
 """scale · up (down x) with the pair of each row's adapter, on the GPU: two kernels, for any number of adapters in a step.
 
 Tokens are in order of their adapters' slots, in tiles of one slot each (kernels/lora.py); the host writes both lists before the
-step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places, so that there is
-work for all of the GPU; the last program of a tile to finish adds the stretches up in their order. The second kernel multiplies
-by the matrices up. Ranks go in blocks of 16: a slot's memory is for the highest rank, and only what its adapter has is read. A
-token's bits depend on the token and its adapter alone.
+step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places; the last program of
+a tile to finish adds the stretches up in their order. The second kernel multiplies by the matrices up. Ranks go in blocks of 16:
+a slot's memory is for the highest rank, and only what its adapter has is read. A token's bits depend on the token and its adapter
+alone.
 
 What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, nor who adds, and
 the matmul is the one of a step without adapters. It runs beside these kernels, which have a stream of their own in the step's
 CUDA graph. The kernel behind both adds: the norm or the one that rotates q and k, where that is all that reads the result; else
-the second kernel itself follows the matmul, and activates, too, if the layer is gated.
+the second kernel itself follows the matmul, and activates, too, if the layer is gated. Programs of a matmul take a whole
+multiprocessor each, so these kernels have few, to leave it most of them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.elementwise import gated
-from tidemill.kernels.cuda.launch import EARLY, begin, how, launch
+from tidemill.kernels.cuda.launch import FEW, begin, how, launch
 from tidemill.kernels.handover import UNADDED, Unadded
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
 
 RANKS: Final = 16  # of a block
-_STRETCH, _MOST_STRETCHES, _INS = 512, 16, 128
+_STRETCH, _MOST_STRETCHES, _INS = 512, 4, 128
+_STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to a program
+_RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 
 
@@ -90,7 +93,7 @@ def _expand(
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, OUTS: tl.constexpr, UNIT: tl.constexpr,
     ONTO: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out = up low, or ONTO: y += up low, for a tile and some columns of one part. With ACT, of both parts in turn, and
+    """out = up low, or ONTO: y += up low, for a tile and a run of columns of one part. With ACT, of both parts in turn, and
     out = act(y + up low). A record of columns: part, first, number; the latter in units, so that whole vectors are read and
     written. Without an adapter, what is added is -0, which changes no sum, of zeros neither."""
     tile, record = tl.program_id(0), columns_ptr + tl.program_id(1) * 3
@@ -98,45 +101,56 @@ def _expand(
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
     part, source, num = tl.load(record), tl.load(record + 1) * UNIT, tl.load(record + 2) * UNIT
     rows, ranks, outs = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, OUTS)
-    there, inside = rows < count, outs < num
+    there = rows < count
+    kind = out_ptr.dtype.element_ty
     tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
     blocks = tl.load(blocks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
     num_blocks = blocks
     if ACT != "":
         blocks_of_up = tl.load(blocks_ptr + slot * PARTS + 1, mask=slot >= 0, other=0)
         num_blocks = max(blocks, blocks_of_up)
+    elif ONTO:
+        there = there & (rows < num_blocks * ROWS)  # else nothing is added
     up = up_ptr + (slot * MAX_RANK + ranks)[:, None] * num_out + (source + outs)[None, :]
-    b = tl.load(up, mask=(ranks < num_blocks * RANKS)[:, None] & inside[None, :], other=0.0)
-    begin(AHEAD)
     low = low_ptr + ((tokens * PARTS + part) * MAX_RANK)[:, None] + ranks[None, :]
-    acc = tl.full((ROWS, OUTS), -0.0, tl.float32)
-    for block in tl.range(num_blocks, num_stages=1):
-        a = tl.load(low, mask=there[:, None] & (block * RANKS + ranks < blocks * RANKS)[None, :], other=0.0)
-        if ACT != "":
-            of_up = (outs % 2 == 1)[None, :]
-            zero = tl.zeros_like(b)
-            acc = tl.dot(a, tl.where(of_up, zero, b), acc)
-            a = tl.load(low + MAX_RANK, mask=there[:, None] & (block * RANKS + ranks < blocks_of_up * RANKS)[None, :], other=0.0)
-            acc = tl.dot(a, tl.where(of_up, b, zero), acc)
+    b = tl.load(up, mask=(ranks < num_blocks * RANKS)[:, None] & (outs < num)[None, :], other=0.0)
+    begin(AHEAD)
+    for start in tl.range(0, tl.where(count > 0, num, 0), OUTS, num_stages=1):
+        at = tokens[:, None] * num_out + (source + start + outs)[None, :]
+        mask = there[:, None] & (start + outs < num)[None, :]
+        if ONTO:
+            y = tl.load(y_ptr + at, mask=mask, other=0.0)
+        acc = tl.full((ROWS, OUTS), -0.0, tl.float32)
+        for block in tl.range(num_blocks, num_stages=1):
+            at_low = low + block * RANKS
+            a = tl.load(at_low, mask=there[:, None] & (block * RANKS + ranks < blocks * RANKS)[None, :], other=0.0)
+            if ACT != "":
+                of_up = (outs % 2 == 1)[None, :]
+                zero = tl.zeros_like(b)
+                acc = tl.dot(a, tl.where(of_up, zero, b), acc)
+                has_rank = block * RANKS + ranks < blocks_of_up * RANKS
+                a = tl.load(at_low + MAX_RANK, mask=there[:, None] & has_rank[None, :], other=0.0)
+                acc = tl.dot(a, tl.where(of_up, b, zero), acc)
+            else:
+                acc = tl.dot(a, b, acc)
+            is_last = block + 1 == num_blocks  # then the next is the first of the next columns
+            next_block, next_start = tl.where(is_last, 0, block + 1), tl.where(is_last, start + OUTS, start)
+            has_rank = next_block * RANKS + ranks < num_blocks * RANKS
+            b = tl.load(
+                up + next_block * RANKS * num_out + next_start,
+                mask=has_rank[:, None] & (next_start + outs < num)[None, :],
+                other=0.0,
+            )
+        if ONTO:
+            acc = y.to(tl.float32) + acc.to(kind).to(tl.float32)
+        if ACT == "":
+            tl.store(out_ptr + at, acc.to(kind), mask=mask)
         else:
-            acc = tl.dot(a, b, acc)
-        up += RANKS * num_out
-        low += RANKS
-        b = tl.load(up, mask=((block + 1) * RANKS + ranks < num_blocks * RANKS)[:, None] & inside[None, :], other=0.0)
-    at = tokens[:, None] * num_out + (source + outs)[None, :]
-    kind = out_ptr.dtype.element_ty
-    mask = there[:, None] & inside[None, :]
-    if ONTO and ACT == "":
-        mask = mask & (rows < num_blocks * ROWS)[:, None]
-    if ONTO:
-        acc = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) + acc.to(kind).to(tl.float32)
-    if ACT == "":
-        tl.store(out_ptr + at, acc.to(kind), mask=mask)
-    else:
-        gate, up_too = tl.split(tl.reshape(acc.to(kind).to(tl.float32), (ROWS, OUTS // 2, 2)))
-        outs = tl.arange(0, OUTS // 2)
-        at = tokens[:, None] * (num_out // 2) + (source // 2 + outs)[None, :]
-        tl.store(out_ptr + at, gated(gate, up_too, ACT).to(kind), mask=there[:, None] & (outs < num // 2)[None, :])
+            gate, up_too = tl.split(tl.reshape(acc.to(kind).to(tl.float32), (ROWS, OUTS // 2, 2)))
+            halves = tl.arange(0, OUTS // 2)
+            at = tokens[:, None] * (num_out // 2) + ((source + start) // 2 + halves)[None, :]
+            mask = there[:, None] & (start // 2 + halves < num // 2)[None, :]
+            tl.store(out_ptr + at, gated(gate, up_too, ACT).to(kind), mask=mask)
 
 
 class Lists(Protocol):
@@ -169,16 +183,16 @@ class CudaLora(LinearLora):
         self._scales = torch.zeros(num_slots, len(outs), dtype=torch.float32, device=device)
         self._unit = math.gcd(8, *ends)
         self._columns = {
-            width: torch.tensor(
+            run: torch.tensor(
                 [
-                    [part, first // self._unit, min(width, end - first) // self._unit]
+                    [part, first // self._unit, min(run, end - first) // self._unit]
                     for part, end in enumerate(ends)
-                    for first in range(ends[part - 1] if part else 0, end, width)
+                    for first in range(ends[part - 1] if part else 0, end, run)
                 ],
                 dtype=torch.int32,
                 device=device,
             )
-            for width in (128, 256)
+            for run in _RUNS
         }
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
@@ -245,7 +259,7 @@ class CudaLora(LinearLora):
             _shrink, (tiles.numel() // 3, num_stretches),
             x_TK, self._down, self._blocks, self._scales, order, tiles, done, partial, low, num_tokens, num_in,
             COLUMNS=columns, STRETCH=self._stretch, STRETCHES=num_stretches, INS=_INS, num_warps=4 if rows * columns > 256 else 2,
-            num_stages=4 if rows == 16 else 3, **self._options(num_tokens), **EARLY,
+            num_stages=_STAGES.get(columns, 4) if rows == 16 else 3, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
         return low
 
@@ -253,11 +267,10 @@ class CudaLora(LinearLora):
         """`y_TN`: to which it is added."""
         num_tokens = low.shape[0]
         order, tiles, _ = self._lists.lists(num_tokens)
-        width = 256 if self._act and rows_of_tile(num_tokens) == 16 else 128
-        columns = self._columns[width]
+        columns = self._columns[_RUNS[num_tokens > FEW]]
         launch(
             _expand, (tiles.numel() // 3, columns.shape[0]),
             low, self._up, self._blocks, order, tiles, columns, out if y_TN is None else y_TN, out, self._up.shape[2],
-            OUTS=width, UNIT=self._unit, ONTO=y_TN is not None, ACT=self._act, num_warps=4,
-            **self._options(num_tokens), **how(num_tokens),
+            OUTS=128 if rows_of_tile(num_tokens) == 16 else 64, UNIT=self._unit, ONTO=y_TN is not None, ACT=self._act,
+            num_warps=4, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip

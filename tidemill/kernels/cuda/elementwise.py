@@ -122,8 +122,8 @@ def add_rms_norm(
     if handover is not None:
         made = Scaled(torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32))
     launch(
-        _add_rms_norm, (num_rows,), x if sums is None else sums, x if added is None else added, residual_TH, weight_H,
-        residual_TH if alone else out,
+        _add_rms_norm, (num_rows,), x if sums is None else sums, residual_TH if added is None else added, residual_TH,
+        weight_H, residual_TH if alone else out,
         out if made is None else made.values_NK.view(torch.int8), out if made is None else made.scales, width, eps, scale,
         CHUNKS=0 if x_TH is None else 1 if sums is None else sums.shape[0], ADDS=added is not None,
         CODES=0 if handover is None else LARGEST[handover.dtype], PLAIN=not alone, **_of_a_row(width), **how(num_rows),

@@ -25,10 +25,11 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import lora
-from tidemill.kernels.cuda.elementwise import glu
-from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, fastest_tile, gemm, library_agrees, matmul, own_tile
+from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile
 from tidemill.kernels.cuda.lora import CudaLora
+from tidemill.kernels.handover import with_added
 from tidemill.layers.cuda_lora import CudaLoras
+from tidemill.quant.cuda import CudaWeight
 from tidemill.sampling import SamplingParams
 from tidemill.weights.lora import LoraPair
 from tidemill.wire import Submit
@@ -48,12 +49,12 @@ SHAPES = (
 
 
 def check_kernels() -> None:
-    """Against float64, in bfloat16; a token alone has the bits that it has among others, in every tile and with the library."""
+    """Against float64, in bfloat16; a token alone has the bits that it has among others, whoever adds."""
     torch.manual_seed(0)
     device, num_slots, num = torch.device("cuda"), 9, 300
     for num_in, outs, act in (*SHAPES, (576, {"q": 576, "k": 192, "v": 192}, "")):
         lists = _Lists(num_slots, 512)
-        made = CudaLora(num_in, outs, lists, num_slots, 256, bool(act), device, torch.bfloat16)
+        made = CudaLora(num_in, outs, lists, num_slots, 256, act, device, torch.bfloat16)
         adapters = []
         for rank in (16, 8, 1, 64, 256, 33, 16, 16):
             pairs = {
@@ -67,41 +68,33 @@ def check_kernels() -> None:
             adapters.append(pairs)
         slots = np.random.default_rng(0).integers(-1, len(adapters), num)
         x = torch.randn(num, num_in, device=device, dtype=torch.bfloat16)
-        weight = (torch.randn(sum(outs.values()), num_in, device=device) / num_in**0.5).bfloat16()
+        values = (torch.randn(sum(outs.values()), num_in, device=device) / num_in**0.5).bfloat16()
+        weight = CudaWeight(values, None, False, act)
         plain = torch.from_numpy(slots < 0).to(device)
         lists.write(slots, num)
-        added = made.product(x)
-        tile = Tile(16, 64, 64, 3, 4)
-        together = gemm(x, weight, tile, act=act, added_TN=added)
-        right = _expected(x, weight, slots, adapters, outs, act)
+        together = made.adapted(x, weight)
+        right = _expected(x, values, slots, adapters, outs, act)
         error = (together.double() - right).abs().max() / right.abs().max()
         assert error < (2**-6 if act else 2**-7), error  # gate and up are rounded twice each
-        assert torch.equal(together[plain], gemm(x, weight, tile, act=act)[plain])
-        for rows in (1, 16, 32, 64, 128, 256, 300, 2048):
-            for other in {own_tile(rows, weight.shape[0]), choose_tile(rows, *weight.shape)} - {LIBRARY}:
-                assert torch.equal(gemm(x, weight, other, act=act, added_TN=added), together), other
-        if library_agrees(num, *weight.shape, device):
-            assert torch.equal(_multiply(x, weight, made, act, LIBRARY), together), "the library"
+        assert torch.equal(together[plain], weight(x)[plain])
+        assert torch.equal(_added(made.adapted(x, weight, leave=True)), together), "left to the kernel behind"
         few, lora._FEW = lora._FEW, 512
         made._lists = small = _Lists(num_slots, 512)
         small.write(slots, num)
-        assert torch.equal(made.product(x), added), "small tiles"
+        assert torch.equal(made.adapted(x, weight), together), "small tiles"
         made._lists, lora._FEW = lists, few
         for row in range(0, num, 7):
             lists.write(slots[row : row + 1], 1)
             alone = x[row : row + 1].contiguous()
-            assert torch.equal(_multiply(alone, weight, made, act)[0], together[row]), row
+            assert torch.equal(made.adapted(alone, weight)[0], together[row]), row
+            assert torch.equal(_added(made.adapted(alone, weight, leave=True))[0], together[row]), row
         print(f"{num_in} -> {outs}: largest error {error:.1e} of the largest value", flush=True)
 
 
-def _multiply(x: torch.Tensor, weight: torch.Tensor, made: CudaLora, act: str, tile: Tile | None = None) -> torch.Tensor:
-    """As a linear layer does."""
-    tile = tile or fastest_tile(x, weight, None, False)
-    if tile is not LIBRARY:
-        return gemm(x, weight, tile, act=act, added_TN=made.product(x))
-    out = matmul(x, weight, None, "", tile=tile)
-    made.add(x, out)
-    return glu(out, act) if act else out
+def _added(y: torch.Tensor) -> torch.Tensor:
+    """As the kernel behind adds."""
+    y, added = with_added(y)
+    return y if added is None else y + added
 
 
 def _expected(
@@ -130,32 +123,27 @@ def time_matmuls(num_adapters: int, rank: int) -> None:
     draw = partial(torch.randn, device=device)
     for num_in, outs, act in SHAPES:
         num_out = sum(outs.values())
-        weights = [torch.randn(num_out, num_in, device=device, dtype=torch.bfloat16) for _ in range(4)]
+        weights = [CudaWeight(draw(num_out, num_in, dtype=torch.bfloat16), None, False, act) for _ in range(4)]
         for num_rows in (1, 16, 64, 128, 192, 256, 512, 2048):
             lists = _Lists(num_adapters, num_rows)
-            mades = [CudaLora(num_in, outs, lists, num_adapters, rank, bool(act), device, torch.bfloat16) for _ in weights]
+            mades = [CudaLora(num_in, outs, lists, num_adapters, rank, act, device, torch.bfloat16) for _ in weights]
             for made in mades:
                 for slot in range(num_adapters):
                     made.put(slot, {n: LoraPair(draw(rank, num_in), draw(k, rank), 1.0) for n, k in outs.items()})
             lists.write(np.arange(num_rows) // (256 if num_rows > 256 else 1) % num_adapters, num_rows)
-            x = torch.randn(num_rows, num_in, device=device, dtype=torch.bfloat16)
-            own = own_tile(num_rows, num_out) if num_rows <= 256 else Tile(256, 128, 64, 4, 8, 1)
+            x = draw(num_rows, num_in, dtype=torch.bfloat16)
             pairs = list(zip(weights, mades, strict=True))
             taken = {
-                "without": _microseconds(lambda w, _, x=x, act=act: matmul(x, w, None, act), pairs),
-                "with": _microseconds(lambda w, m, x=x, act=act: _multiply(x, w, m, act), pairs),
-                "product": _microseconds(lambda _, m, x=x: m.product(x), pairs),
-                "own": _microseconds(lambda w, _, x=x, act=act, own=own: gemm(x, w, own, act=act), pairs),
-                "own with": _microseconds(
-                    lambda w, m, x=x, act=act, own=own: gemm(x, w, own, act=act, added_TN=m.product(x)), pairs
-                ),
+                "without": _microseconds(lambda w, _, x=x: w(x), pairs),
+                "with": _microseconds(lambda w, m, x=x: m.adapted(x, w), pairs),
+                "left to the kernel behind": _microseconds(lambda w, m, x=x: with_added(m.adapted(x, w, leave=True)), pairs),
             }
             tile = choose_tile(num_rows, num_out, num_in)
             said = ", ".join(f"{name} {us:.1f}" for name, us in taken.items())
             print(f"{num_in} -> {num_out}, {num_rows} rows, {'library' if tile is LIBRARY else tile}: {said}", flush=True)
 
 
-def _microseconds(work: Any, pairs: list[tuple[torch.Tensor, CudaLora]]) -> float:
+def _microseconds(work: Any, pairs: list[tuple[CudaWeight, CudaLora]]) -> float:
     """For one of the weights with its adapters, which a CUDA graph takes in turn."""
     work(*pairs[0])
     torch.cuda.synchronize()

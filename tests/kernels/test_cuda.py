@@ -516,10 +516,10 @@ def build(kernel, types, warps=4, stages=3, **constants):
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
-types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
-             codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, CHUNKS=1, CODES=448, PLAIN=False, BLOCK=4096)
-build(elementwise._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, CODES=0, PLAIN=True, BLOCK=4096)
+types = dict(x_ptr=B, added_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32",
+             factor="fp32", codes_ptr="*i8", scales_ptr=F)
+build(elementwise._add_rms_norm, types, CHUNKS=1, ADDS=True, CODES=448, PLAIN=False, BLOCK=4096)
+build(elementwise._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, ADDS=False, CODES=0, PLAIN=True, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -529,20 +529,19 @@ build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
-types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F,
-             k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
-how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
+types = dict(qkv_ptr=B, added_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F,
+             q_norm_ptr=F, k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
+how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, ADDS=True, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
-how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
+how |= dict(ROTATED=128, PAGE=1, ADDS=False, QK_NORM=False)  # the virtual layout
 build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
-types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, added_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>",
-             w_desc="tensordesc<bf16[128, 64]>", added_desc="tensordesc<bf16[128, 128]>", out_desc="tensordesc<bf16[128, 64]>")
-for adds in (False, True):
-    how = dict(GROUP=8, HAS_BIAS=True, ADDS=adds, ACT="gelu_tanh")
-    build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
-    build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
+types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
+             out_desc="tensordesc<bf16[128, 64]>")
+how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
+build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
+build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 for kind, rows, outs, swap in (("fp8e4nv", 16, 64, 1), ("i8", 128, 128, 0)):
     types = dict(x_desc=f"tensordesc<{kind}[{rows}, 128]>", w_desc=f"tensordesc<{kind}[{outs}, 128]>", x_scales_ptr=F,
                  w_scales_ptr=F, bias_ptr=B, out_ptr=B)
@@ -572,11 +571,12 @@ build(outliers._add_sparse, own, OUTS=256, HAS_BIAS=True)
 types |= dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>")
 build(packed_gemm._gemm_chunked, types, 8, ROWS=128, OUTS=128, INS=64, CHUNKS=4, CHUNK=1024, GROUP=8, HAS_BIAS=False, ACT="")
 types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=B,
-             done_ptr=I, partial_ptr=F, out_ptr=B)
+             done_ptr=I, partial_ptr=F, y_ptr=B, out_ptr=B)
 how = dict(RANKS=16, MAX_RANK=64)
 for rows in (16, 64):
     build(lora._shrink, types, 4, 4, ROWS=rows, PARTS=3, COLUMNS=64, STRETCH=512, STRETCHES=8, INS=128, **how)
-    build(lora._expand, types, 4, ROWS=rows, PARTS=2, OUTS=128, UNIT=8, IS_GATED=True, ONTO=False, **how)
+    build(lora._expand, types, 4, ROWS=rows, PARTS=2, OUTS=64, UNIT=8, ONTO=True, ACT="silu", **how)
+    build(lora._expand, types, 4, ROWS=rows, PARTS=3, OUTS=128, UNIT=8, ONTO=False, ACT="", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",

@@ -98,7 +98,7 @@ def test_sums_are_left_to_norms_alone(monkeypatch):
     linear._weight = joined(new_codes(zeros_NG=torch.full((32, 2), 8.0)))
     x = torch.randn(3, 256)
     linear(x), linear.unsummed(x)
-    linear.loras, linear.lora = SimpleNamespace(is_on=True), SimpleNamespace(add=lambda x, y: None)
+    linear.loras, linear.lora = SimpleNamespace(is_on=True), SimpleNamespace(adapted=lambda x, weight, leave: weight.matmul(x))
     linear.unsummed(x)
     assert given == [False, True, False]
     model = Llama(replace(SMOLLM2, layers=SMOLLM2.layers[:4]), PLAIN)

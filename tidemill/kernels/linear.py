@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,6 @@ class Weight(ABC):
 
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
         return y_TN
-
-    def adapted(self, x_TK: torch.Tensor, lora: Any) -> torch.Tensor | None:
-        """With what the layer's adapters add, if this matmul can add it itself. `lora`: a `LinearLora` of the same device."""
-        return None
 
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The matmul in float32, whatever the type of activations; into `out`, if given."""

@@ -71,11 +71,22 @@ class LinearLora(ABC):
         """Replaces what is in the slot. Parts that are not given have none."""
 
     @abstractmethod
+    def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
+        """The layer's output. `leave`: what is added may be left to the kernel behind it (`handover.UNADDED`)."""
+
+
+class HostLora(LinearLora):
+    @abstractmethod
     def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
         """To the outputs of the step's rows, in place."""
 
+    def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
+        y_TN = weight.matmul(x_TK)
+        self.add(x_TK, y_TN)
+        return weight.activate(y_TN)
 
-class TorchLora(LinearLora):
+
+class TorchLora(HostLora):
     """The reference."""
 
     def __init__(self, outs: Mapping[str, int], step: LoraStep) -> None:
@@ -102,7 +113,7 @@ class _Packed:
     up: torch.Tensor
 
 
-class NativeLora(LinearLora):
+class NativeLora(HostLora):
     """By the compiled kernel (native/lora.c). 16-bit values stay so: widened as they are used, they give the bits of float32."""
 
     def __init__(self, num_in: int, outs: Mapping[str, int], step: LoraStep, num_slots: int, max_rank: int) -> None:

@@ -27,6 +27,11 @@ class AttentionStep(Protocol):
         ...
 
 
+def adds(step: AttentionStep) -> bool:
+    """Whether it adds to qkv what adapters do, where the projection has left that (`Linear.unadded`)."""
+    return getattr(step, "adds", False)
+
+
 class EnteringStep(AttentionStep, Protocol):
     def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights) -> None:
         """As `attend`, up to the cache: for tokens whose attention nobody reads."""
@@ -66,16 +71,16 @@ class Attention(nn.Module):
         learned = self._learned()
         if self.head_scores is not None:
             learned = replace(learned, chosen=self.head_scores(x_TH))
-        attended = step.attend(self.layer, self._project(x_TH), learned)
+        attended = step.attend(self.layer, self._project(x_TH, step), learned)
         return self.out.unsummed(attended) if self.norm_behind else self.out(attended)
 
     def enter(self, x_TH: torch.Tensor, step: EnteringStep) -> None:
         """Keys and values alone."""
-        step.enter(self.layer, self._project(x_TH), self._learned())
+        step.enter(self.layer, self._project(x_TH, step), self._learned())
 
-    def _project(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _project(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """To what the step takes."""
-        return self.qkv(x_TH)
+        return self.qkv.unadded(x_TH) if adds(step) else self.qkv(x_TH)
 
     def _learned(self) -> HeadWeights:
         sinks = None if self.sinks is None else self.sinks.weight

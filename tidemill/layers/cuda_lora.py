@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from tidemill.kernels.cuda.launch import IS_INTERPRETED
 from tidemill.kernels.cuda.lora import CudaLora, rows_of_tile
 from tidemill.kernels.lora import LinearLora, make_tiles
 from tidemill.layers.linear import Linear
@@ -16,6 +17,8 @@ _WRITES_IN_FLIGHT = 2 * 3  # of three steps, whose lists may still be read
 
 
 class CudaLoras(Loras):
+    stream: torch.cuda.Stream | None
+
     def __init__(
         self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int, most_tokens: int, device: torch.device
     ) -> None:
@@ -27,6 +30,7 @@ class CudaLoras(Loras):
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_WRITES_IN_FLIGHT)]
         self._turn = 0
+        self.stream = None if IS_INTERPRETED else torch.cuda.Stream(device, priority=-1)
         super().__init__(places, num_slots, max_rank)
 
     def _make_step(self) -> None:
@@ -34,7 +38,7 @@ class CudaLoras(Loras):
 
     def _make(self, linear: Linear) -> LinearLora:
         return CudaLora(
-            linear.num_in, linear.outs, self, self._num_slots, self._max_rank, bool(linear.act), self._device, torch.bfloat16
+            linear.num_in, linear.outs, self, self._num_slots, self._max_rank, linear.act, self._device, torch.bfloat16
         )
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

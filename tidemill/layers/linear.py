@@ -159,18 +159,17 @@ class Linear(Layer):
     def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
         """For the norm behind it alone, which adds up what the kernel has not."""
         if self.by_rows or self._group is not None or self._has_adapters:
-            return self(x_TK)
+            return self.unadded(x_TK)
         return self.weight.unsummed(x_TK)
 
-    def _multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
-        if self.loras is None or self.lora is None or not self.loras.is_on:
+    def unadded(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """For a kernel alone that adds what adapters do (`handover.with_added`)."""
+        return self(x_TK) if self.by_rows or self._group is not None else self._multiply(x_TK, leave=True)
+
+    def _multiply(self, x_TK: torch.Tensor, leave: bool = False) -> torch.Tensor:
+        if self.lora is None or not self._has_adapters:
             return self.weight(x_TK)
-        adapted = self.weight.adapted(x_TK, self.lora)
-        if adapted is not None:
-            return adapted
-        y_TN = self.weight.matmul(x_TK)
-        self.lora.add(x_TK, y_TN)
-        return self.weight.activate(y_TN)
+        return self.lora.adapted(x_TK, self.weight, leave)
 
 
 class GatedLinear(Linear):

@@ -38,7 +38,7 @@ class NormedAttention(Attention):
             NormGroup(1, slice(q.num, q.num + k.num), k.whole, counts=own.is_first),
         ]
 
-    def _project(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _project(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         assert self.q_norm is not None
         assert self.k_norm is not None
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps

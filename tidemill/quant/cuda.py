@@ -17,7 +17,6 @@ from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:
     from tidemill.kernels.cuda.expert_blocks import Tally
-    from tidemill.kernels.cuda.lora import CudaLora
     from tidemill.kernels.cuda.moe import InSlots
 
     # From a step's hidden states, how many of its tokens do not only fill it up ([1], None: all), and their chosen experts.
@@ -65,14 +64,6 @@ class CudaWeight(CudaMatrix):
         if out is not None:
             return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
         return matmul(x_TK, self._weight_NK, self._bias, act, any_order=self._fast)
-
-    def adapted(self, x_TK: torch.Tensor, lora: CudaLora) -> torch.Tensor | None:
-        from tidemill.kernels.cuda.gemm import LIBRARY, fastest_tile, gemm
-
-        tile = fastest_tile(x_TK, self._weight_NK, self._bias, self._fast)
-        if tile is LIBRARY:
-            return None
-        return gemm(x_TK, self._weight_NK, tile, bias_N=self._bias, act=self._act, added_TN=lora.product(x_TK))
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles

@@ -134,7 +134,7 @@ class CudaRunner:
         self._last: CudaLastLayer | None = None  # if that of large steps is computed by itself
         if model.can_enter and self._flex is None and not self._reads_all:
             self._last = CudaLastLayer(self, self._decode_sizes, self._mixed_sizes)
-        self._kinds = [(some, False) for some in self._either] + [(True, True)] * (self.loras is not None)  # with adapters
+        self._kinds = [(some, lora) for lora in {False, self.loras is not None} for some in self._either]  # and adapters
         self._prepare(config)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():
             self._compile()
@@ -413,7 +413,7 @@ class CudaRunner:
     def _decode(self, work: Work, has_lora: bool) -> tuple[torch.Tensor, torch.Tensor]:
         num = work.rows.size
         size = self._decode_sizes[bisect_left(self._decode_sizes, num)]
-        graph = self._decode_graphs[size, work.shares or has_lora, has_lora]
+        graph = self._decode_graphs[size, work.shares, has_lora]
         if work.second is not None:
             graph = self._halved[True, size, work.shares]
         self._replay(graph, work, has_lora)
@@ -438,7 +438,7 @@ class CudaRunner:
         self, items: list[StepItem], work: Work, by_flash: bool, has_lora: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]
-        graph = self._mixed_graphs[size, work.has_singles or has_lora, by_flash, has_lora]
+        graph = self._mixed_graphs[size, work.has_singles, by_flash, has_lora]
         if work.second is not None:
             graph = self._halved[False, size, work.has_singles]
         where = self._replay(graph, work, has_lora)

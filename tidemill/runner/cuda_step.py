@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +17,7 @@ from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
 from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep
+from tidemill.kernels.handover import with_added
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.kv_format import FORMATS, num_copied_pages
@@ -32,6 +33,7 @@ Through = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 class CudaStep:
     """What a layer's attention, or its state, needs."""
 
+    adds: ClassVar = True
     kv: PagedKV
     biases: list[torch.Tensor | None]  # of each layer, by distance
     lists: Lists
@@ -41,13 +43,17 @@ class CudaStep:
     states: CudaStateStep | None = None
 
     def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> None:
+        self._enter(layer, *with_added(qkv_TC), learned)
+
+    def _enter(self, layer: int, qkv_TC: torch.Tensor, added_TC: torch.Tensor | None, learned: HeadWeights) -> None:
         layer = layer if self.numbers is None else self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
-        slots_T = self.slots_GT[at.group]
-        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
+        where = at.index, self.positions_T, self.slots_GT[at.group], kv.angles[layer]
+        enter_heads(qkv_TC, kv.cache, *where, kv.num_heads, learned, kv.scales, added_TC)
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        self.enter(layer, qkv_TC, learned)
+        qkv_TC, added_TC = with_added(qkv_TC)
+        self._enter(layer, qkv_TC, added_TC, learned)
         layer = layer if self.numbers is None else self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
         table = kv.tables[at.group]

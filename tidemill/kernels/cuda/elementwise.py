@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, how, is_compiling, launch
-from tidemill.kernels.handover import CHUNKS, Handover
+from tidemill.kernels.handover import CHUNKS, Handover, with_added
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
 LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127, torch.uint8: 7}  # of the values of types that have scales; the last: int4
@@ -64,11 +64,12 @@ def look_up(
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scales_ptr, width, eps, factor,
-    CHUNKS: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, added_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scales_ptr, width, eps, factor,
+    CHUNKS: tl.constexpr, ADDS: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`CHUNKS`: of which x is the sum, [chunk, row, column]; 0: there is no x. `CODES`: the largest value of the 8-bit type in
-    which the norm is written, with a scale for the row; 0: it is not. `PLAIN`: it is written as it is."""
+    """`CHUNKS`: of which x is the sum, [chunk, row, column]; 0: there is no x. `ADDS`: to that, what adapters add.
+    `CODES`: the largest value of the 8-bit type in which the norm is written, with a scale for the row; 0: it is not. `PLAIN`: it
+    is written as it is."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -79,6 +80,8 @@ def _add_rms_norm(
         x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         for chunk in tl.static_range(1, CHUNKS):
             x += tl.load(x_ptr + (chunk * tl.num_programs(0) + row) * width + columns, mask=inside, other=0.0)
+        if ADDS:
+            x += tl.load(added_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         value += x.to(residual_ptr.dtype.element_ty).to(tl.float32) * factor
         rounded = value.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
@@ -113,15 +116,16 @@ def add_rms_norm(
     alone = alone and handover is not None
     out = torch.empty_like(residual_TH, device="meta" if alone else None)
     num_rows, width = residual_TH.shape
-    x, made = residual_TH if x_TH is None else x_TH, None
+    (x, added), made = with_added(residual_TH if x_TH is None else x_TH), None
     sums = CHUNKS.take(x)
     assert x.device.type != "meta" or sums is not None, "nobody has what should be added"
     if handover is not None:
         made = Scaled(torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32))
     launch(
-        _add_rms_norm, (num_rows,), x if sums is None else sums, residual_TH, weight_H, residual_TH if alone else out,
+        _add_rms_norm, (num_rows,), x if sums is None else sums, residual_TH if added is None else added, residual_TH,
+        weight_H, residual_TH if alone else out,
         out if made is None else made.values_NK.view(torch.int8), out if made is None else made.scales, width, eps, scale,
-        CHUNKS=0 if x_TH is None else 1 if sums is None else sums.shape[0],
+        CHUNKS=0 if x_TH is None else 1 if sums is None else sums.shape[0], ADDS=added is not None,
         CODES=0 if handover is None else LARGEST[handover.dtype], PLAIN=not alone, **_of_a_row(width), **how(num_rows),
     )  # fmt: skip
     if handover is not None and made is not None:
@@ -342,10 +346,10 @@ def quantized(x, axis: tl.constexpr, LARGEST: tl.constexpr, AHEAD: tl.constexpr)
 
 @triton.jit
 def _enter_heads(
-    qkv_ptr, cache_ptr, scales_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride,
-    layer_scales, page_scales, eps,
+    qkv_ptr, added_ptr, cache_ptr, scales_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset,
+    page_stride, layer_scales, page_scales, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
-    QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
+    ADDS: tl.constexpr, QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Where the slot is
     -1, k and v stay in place, too. Pairs are (i, i + DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated.
@@ -362,13 +366,18 @@ def _enter_heads(
     cos = tl.load(cos_ptr + position * turned + pair, mask=pair < turned, other=1.0)
     sin = tl.load(sin_ptr + position * turned + pair, mask=pair < turned, other=0.0)
     begin(AHEAD)  # those were there before the kernel that this one waits for
-    base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM
+    start = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM
+    base = qkv_ptr + start
+    kind = qkv_ptr.dtype.element_ty
     first = tl.load(base + low, mask=there[:, None], other=0.0).to(tl.float32)
     second = tl.load(base + high, mask=there[:, None], other=0.0).to(tl.float32)
+    if ADDS:
+        first += tl.load(added_ptr + start + low, mask=there[:, None], other=0.0).to(tl.float32)
+        second += tl.load(added_ptr + start + high, mask=there[:, None], other=0.0).to(tl.float32)
+        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
     x, y = first, second
     if QK_NORM:
         scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)
-        kind = qkv_ptr.dtype.element_ty
         weight = tl.where(is_q[:, None], tl.load(q_norm_ptr + low).to(tl.float32), tl.load(k_norm_ptr + low).to(tl.float32))
         x = (x * scale[:, None] * weight).to(kind).to(tl.float32)
         weight = tl.where(is_q[:, None], tl.load(q_norm_ptr + high).to(tl.float32), tl.load(k_norm_ptr + high).to(tl.float32))
@@ -415,9 +424,10 @@ def enter_heads(
     num_heads: int,
     learned: HeadWeights = PLAIN,
     scales: torch.Tensor | None = None,
+    added_TC: torch.Tensor | None = None,
 ) -> None:
     """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]; `scales`: [P, layers, 2,
-    G, S], if its format has them (int4: [.., S, 2], and rotation of whole heads or of none)."""
+    G, S], if its format has them (int4: [.., S, 2], and rotation of whole heads or of none). `added_TC`: is added before."""
     _, _, _, num_kv_heads, page_size, dim = cache.shape
     largest = 0 if scales is None else LARGEST[cache.dtype]
     per_row = 2 if largest == 7 else 1  # of scales; and of values in a byte
@@ -429,8 +439,10 @@ def enter_heads(
     heads = 16
     launch(
         _enter_heads, (qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads)),
-        qkv_TC, codes, marks, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0),
-        layer * 2 * num_kv_heads * page_size * per_row, 0 if scales is None else scales.stride(0), learned.eps,
+        qkv_TC, qkv_TC if added_TC is None else added_TC, codes, marks, positions_T, slots_T, cos, sin, q_norm, k_norm,
+        layer * cache.stride(1), cache.stride(0), layer * 2 * num_kv_heads * page_size * per_row,
+        0 if scales is None else scales.stride(0), learned.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, ROTATED=0 if angles is None else 2 * angles.cos.shape[1],
-        PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4, **how(qkv_TC.shape[0]),
+        PAGE=page_size, ADDS=added_TC is not None, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4,
+        **how(qkv_TC.shape[0]),
     )  # fmt: skip

@@ -5,8 +5,6 @@ measured choices for known GPUs, else by a rule. Nor does it matter what multipl
 wherever it makes one pass over K. With many rows it is faster; so it is used for a number of rows and a shape, set
 not to split K, if a trial shows that it gives our bits.
 
-What adapters add (lora.py) is added to the rounded sums, and rounded again: by our kernel, or to the library's result.
-
 A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
 """
 
@@ -51,13 +49,11 @@ def _place(num_rows, num_out, ROWS: tl.constexpr, OUTS: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def _finish(
-    acc, added, bias_ptr, outs, num_out,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
+    acc, bias_ptr, outs, num_out,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
-    if ADDS:
-        acc = acc.to(DTYPE).to(tl.float32) + added.to(tl.float32)
     if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
         acc = gated(gate, up, ACT)
@@ -66,14 +62,12 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
-    x_ptr, w_ptr, bias_ptr, added_ptr, out_ptr, num_rows, num_out, num_in,
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """ADDS: what the kernel before has written, which is read last: x was there before it."""
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    if not ADDS:
-        begin(AHEAD)
+    begin(AHEAD)
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
@@ -88,12 +82,7 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
-    added = acc
-    if ADDS:
-        begin(AHEAD)
-        where = added_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
-        added = tl.load(where, mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out), other=0.0)
-    acc = _finish(acc, added, bias_ptr, outs, num_out, HAS_BIAS, ADDS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
@@ -103,23 +92,18 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, added_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
+    x_desc, w_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    if not ADDS:
-        begin(AHEAD)
+    begin(AHEAD)
     tl.assume(num_in > 0)  # else the assembler waits for each product of the loop
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
-    added = acc
-    if ADDS:
-        begin(AHEAD)
-        added = added_desc.load([m * ROWS, n * OUTS])
     outs = n * OUTS + tl.arange(0, OUTS)
-    acc = _finish(acc, added, bias_ptr, outs, num_out, HAS_BIAS, ADDS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     if BULK_OUT:
@@ -240,10 +224,8 @@ def gemm(
     bias_N: torch.Tensor | None = None,
     act: str = "",
     out: torch.Tensor | None = None,
-    added_TN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x.
-    `added_TN`: is added to the rounded sums; the kernel launched before this one makes it, and x was there before that one."""
+    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
@@ -252,14 +234,14 @@ def gemm(
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     if tile.bulk == BY_ROLES.bulk:
-        if added_TN is None and hopper_gemm.covers(x_TK, weight_NK, act, out):
+        if hopper_gemm.covers(x_TK, weight_NK, act, out):
             return hopper_gemm.gemm_by_roles(x_TK, weight_NK, out, act, bias_N)
         tile = MANY
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N
     options = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
-        "ADDS": added_TN is not None, "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
+        "num_stages": tile.stages, "num_warps": tile.warps, **how(num_rows),
     }  # fmt: skip
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
@@ -268,11 +250,9 @@ def gemm(
             grid,
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
-            TensorDescriptor.from_tensor(x_TK if added_TN is None else added_TN, [tile.rows, tile.outs]),
             TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if act else tile.outs) if bulk_out else 16]),
             bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **options,
         )  # fmt: skip
         return out
-    even, added = num_in % tile.ins == 0, weight_NK if added_TN is None else added_TN
-    launch(_gemm, grid, x_TK, weight_NK, bias, added, out, num_rows, num_out, num_in, EVEN=even, **options)
+    launch(_gemm, grid, x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **options)
     return out

@@ -31,7 +31,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOW = {"AHEAD": int(not IS_INTERPRETED), "launch_pdl": not IS_INTERPRETED}  # of every launch
 EARLY = HOW if IS_INTERPRETED else HOW | {"AHEAD": 2}  # of one with an early trigger
-EARLIER = HOW if IS_INTERPRETED else HOW | {"AHEAD": 3}  # of one with a trigger at its very beginning
 FEW = 16  # tokens of a step, up to which the latencies of small kernels count most; one of `gemm.CHOICES`
 _is_compiling = False
 
@@ -42,14 +41,6 @@ def begin(AHEAD: tl.constexpr):
     if AHEAD:
         gdc_wait()
     if AHEAD == 2:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def let_next_start(AHEAD: tl.constexpr):
-    """AHEAD 3: trigger the next one's launch, before the kernel before is done. The next one then may read, until it waits,
-    only what was there before the kernel before this one."""
-    if AHEAD == 3:
         gdc_launch_dependents()
 
 

@@ -1,21 +1,23 @@
 """scale · up (down x) with the pair of each row's adapter, on the GPU: two kernels, for any number of adapters in a step.
 
 Tokens are in order of their adapters' slots, in tiles of one slot each (kernels/lora.py); the host writes both lists before the
-step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places, so that there is
-work for all of the GPU; the last program of a tile to finish adds the stretches up in their order. The second kernel multiplies
-by the matrices up. Ranks go in blocks of 16: a slot's memory is for the highest rank, and only what its adapter has is read. A
-token's bits depend on the token and its adapter alone.
+step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places; the last program of
+a tile to finish adds the stretches up in their order. The second kernel multiplies by the matrices up. Ranks go in blocks of 16:
+a slot's memory is for the highest rank, and only what its adapter has is read. A token's bits depend on the token and its adapter
+alone.
 
-What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, and the vendor's
-library, tiles and fused activations are used as in a step without adapters. Our bfloat16 matmul (gemm.py) is launched after
-these kernels, starts beside them, and waits for them only before it adds. After the library, and after matmuls of quantized
-weights, the second kernel adds to what they have stored.
+What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, nor who adds, and
+the matmul is the one of a step without adapters. It runs beside these kernels, which have a stream of their own in the step's
+CUDA graph. The kernel behind both adds: the norm or the one that rotates q and k, where that is all that reads the result; else
+the second kernel itself follows the matmul, and activates, too, if the layer is gated. Programs of a matmul take a whole
+multiprocessor each, so these kernels have few, to leave it most of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
@@ -23,11 +25,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import EARLIER, EARLY, begin, how, launch, let_next_start
+from tidemill.kernels.cuda.elementwise import gated
+from tidemill.kernels.cuda.launch import FEW, begin, how, launch
+from tidemill.kernels.handover import UNADDED, Unadded
+from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
 
 RANKS: Final = 16  # of a block
-_STRETCH, _MOST_STRETCHES, _INS = 512, 16, 128
+_STRETCH, _MOST_STRETCHES, _INS = 512, 4, 128
+_STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to a program
+_RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 
 
@@ -82,72 +89,92 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    low_ptr, up_ptr, blocks_ptr, order_ptr, tiles_ptr, columns_ptr, out_ptr, num_out,
+    low_ptr, up_ptr, blocks_ptr, order_ptr, tiles_ptr, columns_ptr, y_ptr, out_ptr, num_out,
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, OUTS: tl.constexpr, UNIT: tl.constexpr,
-    IS_GATED: tl.constexpr, ONTO: tl.constexpr, AHEAD: tl.constexpr,
+    ONTO: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out = up low, or ONTO: out += up low, for a tile and some columns of one part, or IS_GATED: of both in turn. A record of
-    columns: part, first, number; the latter in units, so that whole vectors are read and written. Without an adapter, what is
-    added is -0, which changes no sum, of zeros neither."""
-    let_next_start(AHEAD)
+    """out = up low, or ONTO: y += up low, for a tile and a run of columns of one part. With ACT, of both parts in turn, and
+    out = act(y + up low). A record of columns: part, first, number; the latter in units, so that whole vectors are read and
+    written. Without an adapter, what is added is -0, which changes no sum, of zeros neither."""
     tile, record = tl.program_id(0), columns_ptr + tl.program_id(1) * 3
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
     part, source, num = tl.load(record), tl.load(record + 1) * UNIT, tl.load(record + 2) * UNIT
     rows, ranks, outs = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, OUTS)
-    there, inside = rows < count, outs < num
+    there = rows < count
+    kind = out_ptr.dtype.element_ty
     tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
     blocks = tl.load(blocks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
     num_blocks = blocks
-    if IS_GATED:
+    if ACT != "":
         blocks_of_up = tl.load(blocks_ptr + slot * PARTS + 1, mask=slot >= 0, other=0)
         num_blocks = max(blocks, blocks_of_up)
+    elif ONTO:
+        there = there & (rows < num_blocks * ROWS)  # else nothing is added
     up = up_ptr + (slot * MAX_RANK + ranks)[:, None] * num_out + (source + outs)[None, :]
-    b = tl.load(up, mask=(ranks < num_blocks * RANKS)[:, None] & inside[None, :], other=0.0)
-    begin(AHEAD)
     low = low_ptr + ((tokens * PARTS + part) * MAX_RANK)[:, None] + ranks[None, :]
-    acc = tl.full((ROWS, OUTS), -0.0, tl.float32)
-    for block in tl.range(num_blocks, num_stages=1):
-        a = tl.load(low, mask=there[:, None] & (block * RANKS + ranks < blocks * RANKS)[None, :], other=0.0)
-        if IS_GATED:
-            of_up = (outs % 2 == 1)[None, :]
-            zero = tl.zeros_like(b)
-            acc = tl.dot(a, tl.where(of_up, zero, b), acc)
-            a = tl.load(low + MAX_RANK, mask=there[:, None] & (block * RANKS + ranks < blocks_of_up * RANKS)[None, :], other=0.0)
-            acc = tl.dot(a, tl.where(of_up, b, zero), acc)
+    b = tl.load(up, mask=(ranks < num_blocks * RANKS)[:, None] & (outs < num)[None, :], other=0.0)
+    begin(AHEAD)
+    for start in tl.range(0, tl.where(count > 0, num, 0), OUTS, num_stages=1):
+        at = tokens[:, None] * num_out + (source + start + outs)[None, :]
+        mask = there[:, None] & (start + outs < num)[None, :]
+        if ONTO:
+            y = tl.load(y_ptr + at, mask=mask, other=0.0)
+        acc = tl.full((ROWS, OUTS), -0.0, tl.float32)
+        for block in tl.range(num_blocks, num_stages=1):
+            at_low = low + block * RANKS
+            a = tl.load(at_low, mask=there[:, None] & (block * RANKS + ranks < blocks * RANKS)[None, :], other=0.0)
+            if ACT != "":
+                of_up = (outs % 2 == 1)[None, :]
+                zero = tl.zeros_like(b)
+                acc = tl.dot(a, tl.where(of_up, zero, b), acc)
+                has_rank = block * RANKS + ranks < blocks_of_up * RANKS
+                a = tl.load(at_low + MAX_RANK, mask=there[:, None] & has_rank[None, :], other=0.0)
+                acc = tl.dot(a, tl.where(of_up, b, zero), acc)
+            else:
+                acc = tl.dot(a, b, acc)
+            is_last = block + 1 == num_blocks  # then the next is the first of the next columns
+            next_block, next_start = tl.where(is_last, 0, block + 1), tl.where(is_last, start + OUTS, start)
+            has_rank = next_block * RANKS + ranks < num_blocks * RANKS
+            b = tl.load(
+                up + next_block * RANKS * num_out + next_start,
+                mask=has_rank[:, None] & (next_start + outs < num)[None, :],
+                other=0.0,
+            )
+        if ONTO:
+            acc = y.to(tl.float32) + acc.to(kind).to(tl.float32)
+        if ACT == "":
+            tl.store(out_ptr + at, acc.to(kind), mask=mask)
         else:
-            acc = tl.dot(a, b, acc)
-        up += RANKS * num_out
-        low += RANKS
-        b = tl.load(up, mask=((block + 1) * RANKS + ranks < num_blocks * RANKS)[:, None] & inside[None, :], other=0.0)
-    at = out_ptr + tokens[:, None] * num_out + (source + outs)[None, :]
-    mask = there[:, None] & inside[None, :]
-    if ONTO:
-        mask = mask & (rows < num_blocks * ROWS)[:, None]
-        acc = tl.load(at, mask=mask, other=0.0).to(tl.float32) + acc.to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            gate, up_too = tl.split(tl.reshape(acc.to(kind).to(tl.float32), (ROWS, OUTS // 2, 2)))
+            halves = tl.arange(0, OUTS // 2)
+            at = tokens[:, None] * (num_out // 2) + ((source + start) // 2 + halves)[None, :]
+            mask = there[:, None] & (start // 2 + halves < num // 2)[None, :]
+            tl.store(out_ptr + at, gated(gate, up_too, ACT).to(kind), mask=mask)
 
 
 class Lists(Protocol):
     """The lists of a step with so many tokens: their order, those without an adapter last; tiles as slot + 1 (-1: without), first
     and count, zeros after the last; and as many zeros, which count what is done of a tile."""
 
+    stream: torch.cuda.Stream | None  # beside the step's; None: there are none
+
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class CudaLora(LinearLora):
-    """`is_gated`: outputs are those of its two parts in turn."""
+    """`act`: of a gated layer. What it activates are outputs of its two parts in turn."""
 
     def __init__(
-        self, num_in: int, outs: Mapping[str, int], lists: Lists, num_slots: int, max_rank: int, is_gated: bool,
+        self, num_in: int, outs: Mapping[str, int], lists: Lists, num_slots: int, max_rank: int, act: str,
         device: torch.device, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self._lists, self._outs, self._is_gated = lists, dict(outs), is_gated
+        self._lists, self._outs, self._act = lists, dict(outs), act
         self._max_rank = triton.cdiv(max_rank, RANKS) * RANKS
         self._stretch = triton.cdiv(num_in, _STRETCH * _MOST_STRETCHES) * _STRETCH
         ends = list(accumulate(outs.values()))
         self._columns_of = {name: slice(end - outs[name], end) for name, end in zip(outs, ends, strict=True)}
-        if is_gated:
+        if act:
             self._columns_of = {name: slice(part, None, 2) for part, name in enumerate(outs)}
             ends = ends[-1:]
         self._down = torch.zeros(num_slots, len(outs), self._max_rank, num_in, dtype=dtype, device=device)
@@ -156,16 +183,16 @@ class CudaLora(LinearLora):
         self._scales = torch.zeros(num_slots, len(outs), dtype=torch.float32, device=device)
         self._unit = math.gcd(8, *ends)
         self._columns = {
-            width: torch.tensor(
+            run: torch.tensor(
                 [
-                    [part, first // self._unit, min(width, end - first) // self._unit]
+                    [part, first // self._unit, min(run, end - first) // self._unit]
                     for part, end in enumerate(ends)
-                    for first in range(ends[part - 1] if part else 0, end, width)
+                    for first in range(ends[part - 1] if part else 0, end, run)
                 ],
                 dtype=torch.int32,
                 device=device,
             )
-            for width in (128, 256)
+            for run in _RUNS
         }
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
@@ -186,33 +213,64 @@ class CudaLora(LinearLora):
         self._blocks[slot].copy_(torch.tensor(blocks, dtype=torch.int32, device="cpu"))
         self._scales[slot].copy_(torch.tensor(scales, dtype=torch.float32, device="cpu"))
 
-    def product(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """For the matmul that is launched next. Both kernels let it start, since x was there before the first of them."""
-        out = x_TK.new_empty(x_TK.shape[0], self._up.shape[2])
-        self._multiply(x_TK, out, onto=False)
+    def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
+        added, leave = None, leave and not self._act
+        with self._beside():
+            low = self._shrink(x_TK)
+            if leave:
+                added = x_TK.new_empty(x_TK.shape[0], self._up.shape[2])
+                self._expand(low, None, added)
+        y_TN = weight.matmul(x_TK)
+        if added is not None:
+            out = torch.empty_like(y_TN, device="meta")
+            UNADDED.put(out, Unadded(y_TN, added, self._wait))
+            return out
+        self._wait()
+        out = y_TN.new_empty(y_TN.shape[0], y_TN.shape[1] // 2) if self._act else y_TN
+        self._expand(low, y_TN, out)
         return out
 
-    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
-        self._multiply(x_TK, y_TN, onto=True)
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is launched inside starts with what is launched next. Memory that is taken inside is used again inside only: so it
+        is free by then, as the step's stream waits before it goes on, and this one for the step's."""
+        if self._lists.stream is None:
+            yield
+            return
+        self._lists.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._lists.stream):
+            yield
 
-    def _multiply(self, x_TK: torch.Tensor, out_TN: torch.Tensor, onto: bool) -> None:
+    def _wait(self) -> None:
+        if self._lists.stream is not None:
+            torch.cuda.current_stream().wait_stream(self._lists.stream)
+
+    def _options(self, num_tokens: int) -> dict[str, Any]:
+        return {"ROWS": rows_of_tile(num_tokens), "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": len(self._outs)}
+
+    def _shrink(self, x_TK: torch.Tensor) -> torch.Tensor:
         (num_tokens, num_in), num_parts = x_TK.shape, len(self._outs)
         order, tiles, done = self._lists.lists(num_tokens)
         rows, columns = rows_of_tile(num_tokens), triton.next_power_of_2(num_parts) * RANKS
         num_stretches = triton.cdiv(num_in, self._stretch)
         low = x_TK.new_empty(num_tokens, num_parts, self._max_rank)
         partial = x_TK.new_empty(num_stretches, num_tokens, num_parts, self._max_rank, dtype=torch.float32)
-        options: dict[str, Any] = {"ROWS": rows, "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": num_parts}
         launch(
             _shrink, (tiles.numel() // 3, num_stretches),
             x_TK, self._down, self._blocks, self._scales, order, tiles, done, partial, low, num_tokens, num_in,
             COLUMNS=columns, STRETCH=self._stretch, STRETCHES=num_stretches, INS=_INS, num_warps=4 if rows * columns > 256 else 2,
-            num_stages=4 if rows == 16 else 3, **options, **EARLY,
+            num_stages=_STAGES.get(columns, 4) if rows == 16 else 3, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
-        width = 256 if self._is_gated and rows == 16 else 128
+        return low
+
+    def _expand(self, low: torch.Tensor, y_TN: torch.Tensor | None, out: torch.Tensor) -> None:
+        """`y_TN`: to which it is added."""
+        num_tokens = low.shape[0]
+        order, tiles, _ = self._lists.lists(num_tokens)
+        columns = self._columns[_RUNS[num_tokens > FEW]]
         launch(
-            _expand, (tiles.numel() // 3, self._columns[width].shape[0]),
-            low, self._up, self._blocks, order, tiles, self._columns[width], out_TN, out_TN.shape[1],
-            OUTS=width, UNIT=self._unit, IS_GATED=self._is_gated, ONTO=onto, num_warps=4, **options,
-            **(how(num_tokens) if onto else EARLIER),
+            _expand, (tiles.numel() // 3, columns.shape[0]),
+            low, self._up, self._blocks, order, tiles, columns, out if y_TN is None else y_TN, out, self._up.shape[2],
+            OUTS=128 if rows_of_tile(num_tokens) == 16 else 64, UNIT=self._unit, ONTO=y_TN is not None, ACT=self._act,
+            num_warps=4, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip

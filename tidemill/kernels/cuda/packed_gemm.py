@@ -349,7 +349,7 @@ def _store(
     ROWS: tl.constexpr, OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
     rows, outs = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
-    acc = _finish(acc, acc, bias_ptr, outs, num_out, HAS_BIAS, False, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)

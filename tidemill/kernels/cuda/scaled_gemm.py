@@ -139,7 +139,7 @@ def _gemm_scaled(
         x_scale = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
         w_scale = tl.load(w_scales_ptr + outs, mask=outs < num_out, other=0.0)
         acc = sums.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
-    acc = _finish(acc, acc, bias_ptr, outs, num_out, HAS_BIAS, False, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)

@@ -40,7 +40,7 @@ from tidemill.sim.profile import Profile
 from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Submit
 
-HELD_OUT = ("translation", "chat", "tools")
+HELD_OUT = ("translation", "chat", "forms", "review")
 TOLERANCE = {"throughput": 0.03, "TPOT p50": 0.05, "TPOT p99": 0.05, "TTFT p50": 0.08}
 
 
@@ -73,10 +73,12 @@ def loads(given: argparse.Namespace, vocab: int, context: int, number: int) -> d
         "summaries": (drawn(40, 5000, 200, 0.7, seed=10), 0.7, 1.0),
         "short": (drawn(300, 64, 96, 0.8, seed=11), 0.8, 1.0),
         "agents": (drawn(120, 300, 64, 0.9, shared=6144, seed=12), 0.7, 4.0),
+        "tools": (drawn(140, 200, 80, 0.7, shared=3000, seed=15), 0.65, 3.0),
         # The parts of the cost model were chosen without these.
         "translation": (drawn(160, 250, 250, 0.6, seed=13), 0.65, 1.0),
         "chat": (drawn(140, 900, 220, 0.8, seed=14), 0.7, 2.0),
-        "tools": (drawn(140, 200, 80, 0.7, shared=3000, seed=15), 0.65, 3.0),
+        "forms": (drawn(200, 150, 60, 0.6, seed=16), 0.6, 5.0),
+        "review": (drawn(120, 800, 120, 0.6, shared=1500, seed=17), 0.65, 2.5),
     }
 
 

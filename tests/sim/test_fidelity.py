@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from tidemill.events import Aborted, DraftsVerified, Forked, PagesLoaded
 from tidemill.sim.cost import Curve, FittedCost, LinearCost
 from tidemill.sim.drafter import Speculation
@@ -33,6 +35,18 @@ def test_a_client_that_goes_away_leaves_its_place():
     assert [event.request_id for event in events_of(result, Aborted)] == ["gone"]
     assert 1.0 <= result.token_times_s["next"][0] < 1.1
     assert result.token_times_s["gone"][-1] < 1.02
+
+
+def test_what_comes_while_a_request_is_taken_is_in_its_step():
+    curve = Curve([1], [0.05])
+    arrivals = [Arrival("a", 1.0, 10, 3), Arrival("b", 1.0002, 10, 3), Arrival("c", 1.0102, 10, 3)]
+
+    def first_tokens(submit_s):
+        result = simulate(arrivals, SimConfig(), FittedCost(curve, curve, *[0.0] * 6, submit_s=submit_s))
+        return [result.token_times_s[name][0] for name in "abc"]
+
+    assert first_tokens(0.0) == pytest.approx([1.05, 1.1, 1.1])  # the others wait for the first one's step
+    assert first_tokens(0.0003) == pytest.approx([1.0503, 1.0503, 1.1003])
 
 
 def test_drafts_that_are_right_more_often_make_more_tokens_a_step():

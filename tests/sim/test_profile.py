@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -43,6 +44,8 @@ def test_a_fit_finds_what_steps_cost_in_spite_of_noise_and_outliers():
     assert max(off) < 0.05
     for name in PARTS:
         assert getattr(cost, name) == pytest.approx(getattr(TRUE, name), rel=0.25), name
+    idle = [replace(one, submit_s=3e-4) for one in measured(200)]
+    assert fit(idle)[0].submit_s == 3e-4
     assert fit(measured())[0].host_s == 0  # nothing is hidden where the host waits for every step
 
 

@@ -37,9 +37,10 @@ class StepTimer:
     """Stands before a runner and notes when its steps end, by a clock."""
 
     def __init__(self, runner: Any, shapes: Shapes, now: Callable[[], float] = time.perf_counter) -> None:
-        self._runner, self._now, self._shape_of = runner, now, shapes.of
-        self._shapes: list[tuple[StepShape, float, float]] = []  # in flight: when the host began, how long it took
-        self._begin_s = self._now()  # of the planning of the next step
+        self._runner, self.now, self._shape_of = runner, now, shapes.of
+        self._shapes: list[tuple[StepShape, float, float, float]] = []  # in flight: when the host began, how long it took
+        self._submit_s = 0.0  # what came before the next step
+        self._begin_s = self.now()  # of the planning of the next step
         self._end_s: float | None = None  # of the step before, if the next follows at once
         self.samples: list[Sample] = []
 
@@ -49,19 +50,21 @@ class StepTimer:
     def launch(self, plan: StepPlan) -> Any:
         shape = self._shape_of(plan)
         launched = self._runner.launch(plan)
-        self._shapes.append((shape, self._begin_s, self._now() - self._begin_s))
+        self._shapes.append((shape, self._begin_s, self.now() - self._begin_s, self._submit_s))
+        self._submit_s = 0.0
         return launched
 
     def collect(self, launched: Any) -> StepResult:
         result = self._runner.collect(launched)
-        now, (shape, begin_s, host_s) = self._now(), self._shapes.pop(0)
+        now, (shape, begin_s, host_s, submit_s) = self.now(), self._shapes.pop(0)
         since = begin_s if self._end_s is None else self._end_s
-        self.samples.append(Sample(shape, now - since, self._end_s is not None, host_s))
+        self.samples.append(Sample(shape, now - since, self._end_s is not None, host_s, submit_s))
         self._end_s = now
         return result
 
-    def begin_step(self, was_idle: bool) -> None:
-        self._begin_s = self._now()
+    def begin_step(self, was_idle: bool, submit_s: float = 0.0) -> None:
+        """`submit_s`: how long taking the request took that ended the idleness."""
+        self._begin_s, self._submit_s = self.now(), submit_s
         if was_idle:
             self._end_s = None
 
@@ -86,14 +89,17 @@ def timed(core: EngineCore, now: Callable[[], float] = time.perf_counter) -> Ite
 
 def drive(core: EngineCore, timer: StepTimer, arrivals: Sequence[tuple[int, list[int], int]]) -> None:
     """`arrivals`: each as the step before which it comes, its prompt and the number of its output tokens."""
-    step, at, was_idle = 0, 0, True
+    step, at, was_idle, now = 0, 0, True, timer.now
     while at < len(arrivals) or core.has_work:
+        submit_s = 0.0
         while at < len(arrivals) and (arrivals[at][0] <= step or not core.has_work):
             _, prompt, num_output = arrivals[at]
+            begin_s = now()
             params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
             core.submit(Submit(f"calibrate-{at}", prompt, params))
+            submit_s = submit_s or now() - begin_s
             at += 1
-        timer.begin_step(was_idle)
+        timer.begin_step(was_idle, submit_s)
         _, failed = core.step()
         if failed:
             raise TidemillError(failed[0].message, fix=failed[0].fix)

@@ -24,6 +24,7 @@ class CostModel(Protocol):
     `shape_s`, the time of a step by its shape, and `decode_line`, of a step in which so many sequences decode the fixed part and
     what is added per token of all contexts and per token of the longest, steps need not be simulated sequence by sequence, nor
     those that only repeat each other one by one. `rest_s`: the part of a shape's time that `decode_line` leaves out.
+    `submit_s`: how long taking a request takes that comes while nothing is computed; what else comes meanwhile is in its step.
     `heat`: of a Heat, its decay, and what it adds to steps in which all decode and to those with prompts."""
 
     def step_s(self, plan: StepPlan) -> float: ...
@@ -234,6 +235,7 @@ class FittedCost(msgspec.Struct, frozen=True):
     heat_decay_s: Seconds = 0.0  # see Heat; 0: steps do not depend on those before
     decode_rise: Rise = 0.0  # of a step's time, what full heat adds
     mixed_rise: Rise = 0.0
+    submit_s: Seconds = 0.0  # from when a request comes while nothing is computed until the next step is planned
 
     def step_s(self, plan: StepPlan) -> float:
         """If no rows share pages."""

@@ -22,12 +22,14 @@ _DECAY_S = 0.05  # of heat, as seen on an H200; 0.03 to 0.1 fit its steps about 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A step that was measured. `follows`: directly after another, so that its time is from that one's end to its own; else it
-    is from where the host began to plan it. `host_s`: until it was launched."""
+    is from where the host began to plan it. `host_s`: until it was launched. `submit_s`: before that, how long taking its first
+    request took."""
 
     shape: StepShape
     seconds: float
     follows: bool = True
     host_s: float = 0.0
+    submit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ def fit(
 ) -> tuple[FittedCost, Errors]:
     """`samples`: in the order in which they were measured. `decode_sizes`, `mixed_sizes`: what steps are padded to.
     `steps_ahead`: of the runner; without, the host's time is part of every step's. `shared_unit`: of attention, see `Shapes`."""
+    submits = [one.submit_s for one in samples if not one.follows and one.submit_s]
     if not steps_ahead:
         samples = [replace(one, follows=True) for one in samples]
     num_mixed = sum(1 for one in samples if one.follows and one.shape.num_prompt)
@@ -57,6 +60,7 @@ def fit(
         raise ConfigError("There are too few measured steps to fit a profile.", fix="Measure for longer: --seconds.")
     # On a GPU steps depend on those before. Elsewhere noise would be taken for it.
     cost = _fit_with(samples, [*decode_sizes], [*mixed_sizes], shared_unit, _DECAY_S if mixed_sizes else 0.0)
+    cost = msgspec.structs.replace(cost, submit_s=statistics.median(submits) if submits else 0.0)
     waits = [one.host_s for one in samples if not one.follows]
     if steps_ahead and waits:
         cost = msgspec.structs.replace(cost, host_s=statistics.median(waits))

@@ -94,6 +94,10 @@ class Profile(msgspec.Struct, frozen=True):
         return self.cost.host_s
 
     @property
+    def submit_s(self) -> float:
+        return self.cost.submit_s
+
+    @property
     def heat(self) -> tuple[float, float, float]:
         return self.cost.heat
 

@@ -230,6 +230,7 @@ class SimEngine:
             parts.tiers = Tiers(behind.host_pages, behind.disk_pages, (), costs, behind.page_bytes)
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events
+        self._submit_s: float = getattr(cost, "submit_s", 0.0)
         self._core.steady.names_steady = keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
@@ -269,6 +270,8 @@ class SimEngine:
             self._result.token_times_s[name] = []
         if arrival.abort_s is not None:
             heapq.heappush(self._aborts, (arrival.abort_s, arrival.request_id))
+        if self._submit_s and not self._core.has_work:
+            self.clock.advance(self._submit_s)
         self._next_token = _submit(self._core, arrival, self._next_token)
 
     def run_until(self, end_s: float) -> None:

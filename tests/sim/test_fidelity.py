@@ -94,3 +94,18 @@ def test_context_that_sequences_share_is_read_once():
     fitted = {unit: FittedCost(curve, curve, 1e-5, 0.0, 1e-5, 0.0, 0.0, 0.0, shared_unit=unit, shared_s=1e-6) for unit in (0, 64)}
     ends = {unit: simulate(arrivals, SimConfig(token_budget=2048), cost).steps[-1] for unit, cost in fitted.items()}
     assert ends[64].end_s < ends[0].end_s - 0.3
+
+
+def test_of_shared_context_the_first_may_pay_in_full():
+    """With the same cost for seeing it first and again, sharing changes nothing."""
+    shared = tuple(range(64))
+    arrivals = [Arrival(name, 0.0, 68, 10, prompt_ids=(*shared, *[100 + i] * 4)) for i, name in enumerate("abc")]
+    curve = Curve([1], [0.05])
+
+    def end_s(**how):
+        cost = FittedCost(curve, curve, 1e-5, 0.0, 1e-5, 0.0, 0.0, 0.0, **how)
+        return simulate(arrivals, SimConfig(token_budget=2048), cost).steps[-1].end_s
+
+    alone_s, shared_s = end_s(), 1e-5
+    assert end_s(shared_unit=16, shared_s=shared_s, first_pays=True) == pytest.approx(alone_s)
+    assert end_s(shared_unit=16, shared_s=shared_s) > alone_s + 1e-3  # 64 tokens more in each of 9 steps

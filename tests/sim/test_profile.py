@@ -139,11 +139,13 @@ def test_a_cpu_engine_tells_a_common_prefix_from_others(tmp_path):
     make_llama(tmp_path, max_position_embeddings=512)
     core = make_core(load_model(tmp_path), max_context=512, token_budget=32, max_requests=4, speculate="off")
     assert shared_unit(core) == core.config.page_size
-    prompt = list(range(10, 10 + 4 * core.config.page_size))
+    prompt, ticks = list(range(10, 10 + 4 * core.config.page_size)), itertools.count()
     with timed(core) as timer:
         drive(core, timer, [(0, [*prompt, 5], 20), (8, [*prompt, 6], 4)])
     shared = [one.shape for one in timer.samples if one.shape.num_decoding == 2]
-    assert {shape.num_shared for shape in shared} == {2 * len(prompt)}
+    assert {shape.num_shared for shape in shared} == {len(prompt)}  # of two, the first pays for its own
+    samples = Calibration(core, seconds=1.0, now=lambda: 1e-4 * next(ticks)).run()
+    assert profile_of(core, samples, "tiny", "here").first_pays
     assert all(shape.decode_context < 2 * shape.longest for shape in shared)
 
 

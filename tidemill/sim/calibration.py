@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from tidemill.engine.core import EngineCore
 from tidemill.errors import TidemillError
 from tidemill.runner.base import StepResult
@@ -78,7 +80,7 @@ def shared_unit(core: EngineCore) -> int:
 @contextmanager
 def timed(core: EngineCore, now: Callable[[], float] = time.perf_counter) -> Iterator[StepTimer]:
     """Its steps are measured. Only while it is driven by `drive`."""
-    shapes = Shapes(core.config.page_size, shared_unit(core))
+    shapes = Shapes(core.config.page_size, shared_unit(core), core.config.device == "cpu")
     timer, runner = StepTimer(core.runner, shapes, now), core.runner
     core.runner = timer  # type: ignore[assignment]
     try:
@@ -260,6 +262,7 @@ def profile_of(core: EngineCore, samples: Sequence[Sample], name: str, machine: 
     config, runner = core.config, core.runner
     decode_sizes, mixed_sizes = getattr(runner, "graph_sizes", ((), ()))
     cost, errors = fit(samples, decode_sizes, mixed_sizes, runner.steps_ahead, shared_unit(core))
+    cost = msgspec.structs.replace(cost, first_pays=config.device == "cpu")
     engine = EngineShape(
         config.device,
         config.dtype,

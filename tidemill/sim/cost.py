@@ -40,7 +40,7 @@ class StepShape(NamedTuple):
     pairs: int  # of a prompt's token and one that it sees
     num_draws: int  # tokens that are drawn
     num_new: int  # tokens of requests that start in this step
-    num_shared: int = 0  # of the context, what was counted once though more than one sees it: as often as it is seen
+    num_shared: int = 0  # of the context, what was counted once though more than one sees it: see Shapes
     longest_prompt: int = 0  # the most that a token of a prompt sees
     prompt_context: int = 0  # what the last tokens of prompts see
 
@@ -65,9 +65,10 @@ class Steady(Protocol):
 class Shapes:
     """Shapes of plans. It follows which pages the rows have, since some attention kernels read what rows share only once."""
 
-    def __init__(self, page_size: int, shared_unit: int = 0) -> None:
-        """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each."""
-        self._unit, self._pages = shared_unit, shared_unit // page_size
+    def __init__(self, page_size: int, shared_unit: int = 0, first_pays: bool = False) -> None:
+        """`shared_unit`: tokens that are read once if they are the same; 0: all are read for each. They count in `num_shared` as
+        often as they are seen, or, if the first that sees them pays as if they were its own, once less."""
+        self._unit, self._pages, self._first_pays = shared_unit, shared_unit // page_size, first_pays
         self._marks: dict[int, list[int]] = {}  # by row: the last page of each unit of its prompt, which may have left it
         self._firsts: Counter[int] = Counter()  # of these pages, the first of each row
         self._num_again = 0  # rows whose first is that of another row as well, less one for each such page
@@ -138,7 +139,7 @@ class Shapes:
         self._marks[row] = marks
 
     def _shared(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Tokens of context that several sequences share, as often as they are seen, and how many of these are not read."""
+        """Tokens of context that several sequences share, as they count in `num_shared`, and how many of these are not read."""
         marks = self._marks
         firsts = Counter([own[0] for row in rows if (own := marks.get(row))])
         several = {page for page, num in firsts.items() if num > 1}
@@ -149,7 +150,8 @@ class Shapes:
             if (own := marks.get(row)) and own[0] in several:
                 seen.update(own)
         nums = [num for num in seen.values() if num > 1]
-        return self._unit * sum(nums), self._unit * (sum(nums) - len(nums))
+        num_again = self._unit * (sum(nums) - len(nums))
+        return num_again if self._first_pays else self._unit * sum(nums), num_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class FittedCost(msgspec.Struct, frozen=True):
     draw_s: Seconds  # per token drawn, in steps with a prompt
     new_token_s: Seconds  # per token of a request that starts
     host_s: Seconds = 0.0  # of a step's time, the host's: waited for only where nothing is in flight
-    shared_s: Seconds = 0.0  # per token of context that is read once for several, as often as it is seen
+    shared_s: Seconds = 0.0  # per token of context that is read once for several, as it counts in `num_shared`
     shared_unit: Amount = 0  # tokens that are read once if they are the same; 0: all are read for each
     decode_sizes: list[Amount] = []  # numbers of tokens that a step is padded to; none: it is not
     mixed_sizes: list[Amount] = []
@@ -235,6 +237,7 @@ class FittedCost(msgspec.Struct, frozen=True):
     heat_decay_s: Seconds = 0.0  # see Heat; 0: steps do not depend on those before
     decode_rise: Rise = 0.0  # of a step's time, what full heat adds
     mixed_rise: Rise = 0.0
+    first_pays: bool = False  # of shared context, see Shapes: so on a CPU, whose caches have it for the others
     submit_s: Seconds = 0.0  # from when a request comes while nothing is computed until the next step is planned
 
     def step_s(self, plan: StepPlan) -> float:

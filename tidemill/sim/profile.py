@@ -94,6 +94,10 @@ class Profile(msgspec.Struct, frozen=True):
         return self.cost.host_s
 
     @property
+    def first_pays(self) -> bool:
+        return self.cost.first_pays
+
+    @property
     def submit_s(self) -> float:
         return self.cost.submit_s
 

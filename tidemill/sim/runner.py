@@ -32,7 +32,7 @@ class SimRunner:
     steady: Steady | None = None  # if plans leave out what only decodes
 
     def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1) -> None:
-        self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0))
+        self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0), getattr(cost, "first_pays", False))
         self._shape = StepShape(0, 0, 0, 0, 0, 0, 0)  # of the last step
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
         self._host_s: float = getattr(cost, "host_s", 0.0)

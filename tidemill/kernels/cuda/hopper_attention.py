@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.launch import launch
+from tidemill.kernels.cuda.paged_attention import ROOM
 from tidemill.kernels.cuda.records import PROMPT_COPY, PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
 from tidemill.kernels.cuda.scaled_values import FP8_PAIRS, INT8_PAIRS
 
@@ -209,7 +210,8 @@ def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexp
 def _weigh(scores, top, scale):
     parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))  # in a tree: in a chain each waits for the one before
     highest = gl.max(gl.max(gl.max(gl.max(gl.max(parts, 5), 1), 1), 1), 1)
-    new_top = gl.maximum(top, gl.convert_layout(highest, top.type.layout))
+    highest = gl.convert_layout(highest, top.type.layout)
+    new_top = gl.where((highest - top) * scale > ROOM, highest, top)
     safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
     shift = gl.zeros_like(scores) - (safe_top * scale)[:, None]
     weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, shift))
@@ -220,6 +222,24 @@ def _weigh(scores, top, scale):
 def _sums(weights):
     parts = gl.reshape(weights, (_HALF, 2, 2, 2, 4, 2))
     return gl.sum(gl.sum(gl.sum(gl.sum(parts, 5), 1), 1), 1)
+
+
+@triton.constexpr_function
+def _multiply_unless_1(num: int) -> tuple[str, str]:
+    """A thread's `num` sums of two rows (two of the one, two of the other, and so on) times a factor for each row. A warp whose
+    factors are all 1, which is most often so, skips it."""
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * num + i}; " for i in range(num))
+    text = f"setp.neu.f32 p, ${2 * num}, 1.0; setp.neu.or.f32 p, ${2 * num + 2}, 1.0, p; vote.sync.any.pred p, p, -1; @!p bra skip; "
+    constraints = ["=f"] * num + [str(i) for i in range(num)] + ["f"] * num
+    return f"{{ .reg .pred p; {text}{products}skip: }}", ",".join(constraints)
+
+
+@gluon.jit
+def _shrunk(acc, shrink):
+    num: gl.constexpr = acc.type.shape[1] // 2
+    how: gl.constexpr = _multiply_unless_1(num)
+    factors = gl.zeros_like(acc) + shrink[:, None]
+    return gl.inline_asm_elementwise(how[0], how[1], [acc, factors], dtype=gl.float32, is_pure=False, pack=num)
 
 
 @gluon.jit
@@ -367,7 +387,7 @@ def _compute(
                 all_buf.store(all_acc)
                 acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
             else:
-                acc = acc * gl.convert_layout(shrink, value_rows)[:, None]
+                acc = _shrunk(acc, gl.convert_layout(shrink, value_rows))
         i, phase = count % num_buffers, (count // num_buffers) & 1
         count += 1
         q = _queries(

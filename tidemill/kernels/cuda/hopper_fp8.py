@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.hopper_single import copy_ahead
 from tidemill.kernels.cuda.launch import launch
+from tidemill.kernels.cuda.paged_attention import ROOM
 from tidemill.kernels.cuda.records import (
     SINGLE_LISTED,
     SINGLE_POSITION,
@@ -269,7 +270,7 @@ def _attend_single_fp8(
             highest = gl.max(scores[0], 0)
             if PARTS == 2:
                 highest = gl.maximum(highest, gl.max(scores[1], 0))
-            new_top = gl.maximum(top, highest)
+            new_top = gl.where((highest - top) * scale > ROOM, highest, top)
             safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
             shift = nothing - (safe_top * scale)[None, :]
             shrink = gl.exp2((top - safe_top) * scale)

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tidemill.kernels.cuda.hopper_attention import barrier
 from tidemill.kernels.cuda.launch import launch
+from tidemill.kernels.cuda.paged_attention import ROOM
 from tidemill.kernels.cuda.records import (
     SINGLE_LISTED,
     SINGLE_POSITION,
@@ -217,11 +218,12 @@ def _attend_single_at_once(
         if splits_next > 0:
             _ask_for(cache_ptr, pages_next, last_next, run, runs_per_page, NUM_KV_HEADS, DIM, BLOCK, num_blocks)
         top = gl.full((1, _ROWS), float("-inf"), gl.float32, result_rows)
-        mine = gl.zeros((num_blocks, _ROWS), gl.float32, score_rows)  # the highest score up to this warp's block
+        mine = gl.zeros((num_blocks, _ROWS), gl.float32, score_rows)  # what the weights of this warp's block are relative to
         shrinks = ()  # type: tuple
         for i in gl.static_range(num_blocks):
             before = top
-            top = gl.maximum(top, tops_buf.slice(i, 1, dim=0).load(result_rows))
+            highest = tops_buf.slice(i, 1, dim=0).load(result_rows)
+            top = gl.where((highest - top) * scale > ROOM, highest, top)
             safe_top = gl.where(top == float("-inf"), 0.0, top)
             shrinks = shrinks + (_now(gl.exp2((before - safe_top) * scale)),)
             mine = gl.where(blocks == i, gl.convert_layout(safe_top, score_rows), mine)

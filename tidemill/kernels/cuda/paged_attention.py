@@ -52,11 +52,16 @@ from tidemill.kernels.cuda.records import (
     SINGLE_WIDTH,
 )
 
+# Weights are relative to the highest score of a split's first block, and from then on to one that is higher by more than this, as
+# a power of two: they are 256 at most, sums so far are hardly ever multiplied, and the results are as exact.
+ROOM = tl.constexpr(8.0)
+
 
 @triton.jit
 def _weigh(scores, top, scale):
-    """Weights of a block's scores, the highest score so far, and by how much the sums so far shrink."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    """Weights of a block's scores, the score that they are relative to, and by how much the sums so far shrink."""
+    highest = tl.max(scores, 1)
+    new_top = tl.where((highest - top) * scale > ROOM, highest, top)
     safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # of a row that sees none of these keys
     shift = tl.zeros_like(scores) - (safe_top * scale)[:, None]
     weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, shift))

@@ -68,6 +68,7 @@ def drawn(seed):
         batch_window_s=draw.choice([0.0, 0.2]),
         evict=windows or draw.random() < 0.8,
         steps_ahead=draw.choice([0, 1]),
+        device=draw.choice(["cpu", "cuda"]),  # which fills steps with parts of prompts, while requests are queued
         groups=(Group(size), Group(size, window=64)) if windows else (),
     )
     spread, tenants, priorities = draw.choice([0.02, 0.3, 3.0]), draw.choice([1, 1, 3]), draw.choice([1, 1, 2])

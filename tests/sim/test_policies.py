@@ -136,6 +136,18 @@ def test_continuous_does_not_cut_a_second_prompt():
     assert any(isinstance(e, Deferred) and "budget" in e.reason for e in result.events)
 
 
+def test_on_a_gpu_continuous_cuts_a_second_prompt_while_many_are_queued():
+    arrivals = [Arrival(f"r{i:02}", 0.0, 700, 1) for i in range(12)]
+    result = simulate(arrivals, SimConfig(token_budget=1000, num_rows=32, device="cuda"))
+    full = [step.num_tokens == 1000 for step in result.steps]
+    few = full.index(False)  # now 300 tokens for the one that ends outweigh 256 for each that is queued
+    assert few >= 5 and not any(full[few:])
+    assert result.steps[0].tokens_of == {"r00": 700, "r01": 300}
+    decoding = [*(Arrival(f"d{i:02}", 0.0, 16, 60) for i in range(20)), *(Arrival(f"r{i}", 5.0, 700, 1) for i in range(6))]
+    result = simulate(decoding, SimConfig(token_budget=1000, num_rows=32, device="cuda"))
+    assert all(sum(n > 1 for n in step.tokens_of.values()) <= 1 for step in result.steps if "d00" in step.tokens_of and step.start_s > 5)
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_finishes_everything_under_page_pressure(policy):
     arrivals = [Arrival(f"r{i}", i * 0.7, 20 + 13 * (i % 7), 5 + 11 * (i % 5), priority=i % 2) for i in range(60)]

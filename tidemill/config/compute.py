@@ -171,6 +171,15 @@ def decide_background_budget(device: str, token_budget: int, model: ModelConfig)
     return min(token_budget, 64), f"{why}; longer ones are no faster on a CPU"
 
 
+def decide_step_cost(device: str, has_states: bool) -> Decision[int]:
+    """In tokens. On an H200 a step of Llama 8B takes 5.3 ms and 21 us for each token."""
+    if device != "cuda":
+        return 0, "a step's tokens are what it costs on a CPU"
+    if has_states:
+        return 0, "a prompt that begins beside another cannot start from the state that this one computes"
+    return 256, "reading the weights takes as long as computing so many tokens"
+
+
 def decide_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
     if options.max_context is None:
         return at_least("max_context", model.max_context, 2), "the model's own"

@@ -31,6 +31,7 @@ from tidemill.config.compute import (
     decide_max_requests,
     decide_nano_batching,
     decide_scheme,
+    decide_step_cost,
     decide_threads,
     decide_token_budget,
 )
@@ -92,6 +93,7 @@ class EngineConfig:
     max_drafts: int = 0
     adaptive_drafts: bool = True
     batch_window_s: float = 0.0  # of the policy dynamic
+    step_cost: int = 0  # of a step with hardly any tokens, as so many tokens of a full one
     evict: bool = True
     max_pinned: float = 0.0
     session_retention_s: float = 0.0
@@ -221,6 +223,7 @@ def resolve(
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", decide_background_budget(device, token_budget, model))
+    step_cost = settle("step_cost", decide_step_cost(device, bool(model.state_layers)))
     fast_math = settle("fast_math", decide_fast_math(options, device, model))
     max_loras = settle("max_loras", decide_max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
@@ -300,6 +303,7 @@ def resolve(
         token_budget=token_budget,
         background_tokens=background_tokens,
         background_budget=background_budget,
+        step_cost=step_cost,
         policy=options.policy,
         prefix_caching=prefix_caching,
         prefix_index=prefix_index,

@@ -108,7 +108,7 @@ class EngineCore:
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
-            policy=make_policy(config.policy, config.batch_window_s),
+            policy=make_policy(config.policy, config.batch_window_s, config.step_cost),
             clock=self._clock,
             emit=self._events,
             background_tokens=config.background_tokens,

@@ -30,13 +30,14 @@ class Policy:
     """Continuous batching with stall-free chunked prefill: the default, and the base of the others.
 
     Running requests get their next token first; what is left of the budget computes prompts, in order of arrival, cut to fit.
-    A prompt is cut only as the first one of a step: cutting a second would lengthen this step for all others and not
-    finish the prompt any earlier than computing it next.
+    A prompt is cut as the first one of a step. Part of a second would lengthen this step for all that wait for its tokens, and
+    save those that are queued what a step costs whatever it computes: it is taken where that is more.
     """
 
     name = "continuous"
     prefill_first = False  # prompts before running requests, in steps of their own
     window_s = 0.0  # for which a batch may form
+    step_cost = 0  # of a step with hardly any tokens, as so many tokens of a full one
 
     def may_admit(self, state: StepState) -> bool:
         """May one more waiting request start in this step (rows and pages permitting)?"""
@@ -44,9 +45,12 @@ class Policy:
 
     def chunk(self, num_needed: int, state: StepState) -> int:
         """How many of a prompt's remaining tokens to compute in this step; 0 to leave it for a later one."""
-        if num_needed > state.num_left and state.num_prefill_tokens > 0:
+        if num_needed > state.num_left and state.num_prefill_tokens > 0 and not self._pays_to_fill(state):
             return 0
         return min(num_needed, state.num_left)
+
+    def _pays_to_fill(self, state: StepState) -> bool:
+        return self.step_cost * state.num_waiting > state.num_left * max(state.num_running_before, 1)
 
 
 class SplitFuse(Policy):
@@ -97,10 +101,10 @@ class NoBatching(Policy):
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Policy, SplitFuse, PrefillFirst, Static, Dynamic, NoBatching)}
 
 
-def make_policy(name: str, window_s: float = 0.0) -> Policy:
-    """`window_s`: of a policy that forms batches."""
+def make_policy(name: str, window_s: float = 0.0, step_cost: int = 0) -> Policy:
+    """`window_s`: of a policy that forms batches. `step_cost`: in tokens, see `Policy`."""
     if name not in POLICIES:
         raise ConfigError(f"There is no scheduling policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
     policy = POLICIES[name]()
-    policy.window_s = window_s
+    policy.window_s, policy.step_cost = window_s, step_cost
     return policy

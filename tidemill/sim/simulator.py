@@ -14,6 +14,7 @@ import msgspec
 
 from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
+from tidemill.config.compute import decide_step_cost
 from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
@@ -162,6 +163,7 @@ class SimConfig:
             token_budget=self.token_budget,
             background_tokens=self.background_tokens,
             background_budget=self.background_budget or self.token_budget,
+            step_cost=decide_step_cost(self.device, has_states=False)[0],
             policy=self.policy,
             prefix_caching=self.prefix_caching,
             prefix_index=self.prefix_index,

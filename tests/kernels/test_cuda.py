@@ -298,6 +298,7 @@ KINDS = {
     "softcap": {"softcap": 2.0},
     "sinks": {"has_sinks": True},
     "ALiBi": {"has_alibi": True},
+    "scores far apart": {"scale": 4.0},  # what weights are relative to moves often
     "all at once": {"window": 40, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True},
 }
 

@@ -229,9 +229,9 @@ def _multiply_unless_1(num: int) -> tuple[str, str]:
     """A thread's `num` sums of two rows (two of the one, two of the other, and so on) times a factor for each row. A warp whose
     factors are all 1, which is most often so, skips it."""
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * num + i}; " for i in range(num))
-    text = f"setp.neu.f32 p, ${2 * num}, 1.0; setp.neu.or.f32 p, ${2 * num + 2}, 1.0, p; vote.sync.any.pred p, p, -1; @!p bra skip; "
+    text = f"setp.neu.f32 p, ${2 * num}, 1.0; setp.neu.or.f32 p, ${2 * num + 2}, 1.0, p; vote.sync.any.pred p, p, -1; "
     constraints = ["=f"] * num + [str(i) for i in range(num)] + ["f"] * num
-    return f"{{ .reg .pred p; {text}{products}skip: }}", ",".join(constraints)
+    return f"{{ .reg .pred p; {text}@!p bra skip; {products}skip: }}", ",".join(constraints)
 
 
 @gluon.jit

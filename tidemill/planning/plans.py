@@ -167,6 +167,7 @@ class Case:
             page_size=self.page_size,
             max_context=self.longest[name] + self.page_size,
             steps_ahead=1,
+            device="cpu" if self.hardware.name == "CPU" else "cuda",
         )
         sent = kv_bytes_per_token(self.models[name], self.hardware)
         link = self.hardware.link * pool.shape.num_devices

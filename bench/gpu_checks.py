@@ -240,7 +240,8 @@ def check_attention() -> None:
         scene = Scene(lengths, heads, kv_heads, dim, **more)
         whole = [scene.run([(row, 0, length)]) for row, length in enumerate(lengths)]
         for row, length in enumerate(lengths):
-            assert (whole[row].float() - scene.expected(row, 0, length)).abs().max() < 0.02, (heads, row)
+            off = (whole[row].float() - scene.expected(row, 0, length)).abs().max()
+            assert off < (0.04 if "scale" in more else 0.02), (heads, row, float(off))  # one value of up to 4 or 5 is all of a result
             cut = length // 3
             if cut > 1:
                 parts = torch.cat([scene.run([(row, 0, cut)]), scene.run([(row, cut, length - cut)])])

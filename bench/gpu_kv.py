@@ -218,7 +218,7 @@ def check_attention() -> None:
                     label = f"{name} {heads}/{kv_heads} heads of {dim} {'by roles' if roles else ''}"
                     for row, length in enumerate(lengths):
                         off = (whole[row].float() - scene.expected(row, 0, length)).abs().max()
-                        assert off < 0.02, (label, row, float(off))
+                        assert off < (0.04 if "scale" in more else 0.02), (label, row, float(off))
                     cut = [torch.cat([scene.run([(row, 0, n // 3)]), scene.run([(row, n // 3, n - n // 3)])])
                            for row, n in enumerate(lengths) if n >= 6]  # fmt: skip
                     assert torch.equal(torch.cat(cut), torch.cat([one for one in whole if one.shape[0] >= 6])), f"{label}: chunks"

@@ -241,7 +241,7 @@ def check_attention() -> None:
         whole = [scene.run([(row, 0, length)]) for row, length in enumerate(lengths)]
         for row, length in enumerate(lengths):
             off = (whole[row].float() - scene.expected(row, 0, length)).abs().max()
-            assert off < (0.04 if "scale" in more else 0.02), (heads, row, float(off))  # one value of up to 4 or 5 is all of a result
+            assert off < (0.04 if "scale" in more else 0.02), (heads, row, float(off))
             cut = length // 3
             if cut > 1:
                 parts = torch.cat([scene.run([(row, 0, cut)]), scene.run([(row, cut, length - cut)])])

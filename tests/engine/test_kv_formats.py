@@ -77,10 +77,10 @@ def test_tokens_depend_on_the_request_alone(folders, backend, kind, kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_adapters_have_the_bits_of_a_lone_request(folders, tmp_path, kv_dtype):
-    lora, model = make_lora(tmp_path / "lora", folders[0], 1), load_model(folders[1])
+    lora = make_lora(tmp_path / "lora", folders[0], 1)
 
     def core():
-        made = make_core(model, kv_dtype=kv_dtype, max_loras=1)
+        made = make_core(load_model(folders[1]), kv_dtype=kv_dtype, max_loras=1)
         made.adapters.load_now(1, "a", str(lora))
         return made
 

@@ -277,6 +277,15 @@ def test_an_adapter_that_was_read_for_nobody_is_no_work(base, loras, leaves):
     assert not core.has_work
 
 
+def test_two_engines_cannot_have_adapters_in_one_model(base):
+    model = load_model(base[1])
+    make_core(model)
+    make_core(model, max_loras=1)
+    make_core(model)
+    with pytest.raises(AssertionError, match="another engine"):
+        make_core(model, max_loras=1)
+
+
 def test_without_memory_for_adapters_there_are_none(base, loras):
     _, folder = base
     core = make_core(load_model(folder))

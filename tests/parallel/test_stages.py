@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tests.engine.test_tiers import one_by_one
+from tests.engine.test_tiers import FreeMoves, one_by_one
 from tests.helpers import make_llama, run
 from tests.parallel.test_workers import as_threads, core_of, requests  # noqa: F401
 from tidemill import events
@@ -15,6 +15,7 @@ from tidemill.config import EngineOptions, settled
 from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.kernels.machine import detect
+from tidemill.kv.tiers import Tier
 from tidemill.parallel.stages import FORMAT, LayerTimes, MeasuredWith, Times, decide_stages, stage_ms
 from tidemill.version import __version__
 
@@ -153,6 +154,26 @@ def test_engines_with_other_divisions_exchange_no_pages(folder, as_threads):  # 
             core_of(folder, pipeline_layers="4,2", kv_import=f"shm:{name}", **options)
     finally:
         first.close()
+
+
+def test_pages_of_other_engines_beside_host_memory(folder, expected, as_threads):  # noqa: F811
+    """Without a disk: what other engines hold has no place that is one of host memory."""
+    options, name = {"pipeline_parallel": 2, "page_size": 8, "speculate": "off"}, f"stages-{os.getpid()}"
+    first = core_of(folder, kv_export=f"shm:{name}:1MiB", **options)
+    second = core_of(folder, kv_import=f"shm:{name}", kv_host_memory_bytes=2**20, **options)
+    try:
+        assert run(first, requests()) == expected
+        tiers = second.scheduler.kv.tiers
+        tiers.costs = FreeMoves()
+        while len(tiers.peers) < len(first.scheduler.kv.tiers.exports):
+            first.step()
+            second._take_moves()
+        second.scheduler.kv._behind._announced.clear()  # they are fetched when they are needed
+        assert {tiers.tier_of(tiers.find(key)) for key in tiers.peers._at} == {Tier.PEER}
+        assert run(second, requests()) == expected
+    finally:
+        first.close()
+        second.close()
 
 
 def test_the_command_measures_what_a_start_uses(folder, as_threads, tmp_path):  # noqa: F811

@@ -172,7 +172,7 @@ def test_adapters(tmp_path):
             return block.attn.qkv(x_TH), block.mlp(x_TH), loras.shapes
 
     whole = load_model(tmp_path)
-    shapes = Loras(whole.lora_places(), 1, 8).shapes
+    shapes = Loras(load_model(tmp_path).lora_places(), 1, 8).shapes
     pairs = {name: LoraPair(torch.randn(4, shapes[name][1]), torch.randn(shapes[name][0], 4), 0.01) for name in names}
     qkv, fed, _ = outputs(whole, pairs)
     (own, fed_0, shapes_0), (_, fed_1, _) = run_ranks(2, lambda shard: outputs(load_rank(tmp_path, shard), pairs))

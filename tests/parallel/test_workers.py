@@ -30,7 +30,7 @@ from tidemill.runner.page_moves import CpuMover
 from tidemill.runner.stage_runner import cut_items
 from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.plan import StepItem
 from tidemill.server.listen import Listen
 from tidemill.server.models import Served
@@ -209,6 +209,20 @@ def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, l
         core.close()
     assert {name: answer.tokens for name, answer in answers.items()} == {name: answer.tokens for name, answer in expected.items()}
     assert len({tuple(answer.tokens) for answer in answers.values()}) > 3  # they do give up something
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_token_that_is_drawn_after_the_end_of_a_structured_output(tiny_folder, as_threads, layout):
+    """Drafts were right up to the end. The ranks have drawn one more, and the others know of it as well."""
+    grammar = SamplingParams(max_tokens=20, seed=1, grammar=Grammar("choice", '["tide mill"]'))
+    asked = {"grammar": ([3, 4, 5], grammar), "after it": ([3, 4], greedy(12))}
+    core = core_of(tiny_folder, speculate="forced", adaptive_drafts=False, **layout)
+    try:
+        answers = run(core, asked)
+    finally:
+        core.close()
+    assert len(answers["grammar"].tokens) == 9
+    assert answers["after it"].tokens == run(core_of(tiny_folder), asked)["after it"].tokens
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])

@@ -11,17 +11,18 @@ from msgspec.structs import replace
 
 from tests.engine.test_tiers import FreeMoves
 from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
+from tests.helpers import take as take_step
 from tidemill import events
 from tidemill.engine import endings
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
-from tidemill.errors import ConfigError, PeerMismatch
+from tidemill.errors import ConfigError, ModelFailed, PeerMismatch
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.sampling import SamplingParams
 from tidemill.transfer import exporter as exporting
 from tidemill.transfer import open as opening
-from tidemill.wire import Expect, Resumed, Submit
+from tidemill.wire import Abort, Expect, Resumed, Submit
 
 
 def prompt(seed: int, num: int = 150) -> list[int]:
@@ -278,6 +279,30 @@ def test_an_end_waits_for_its_own_pages_alone(llama, monkeypatch):
     assert had > 0
     assert not waits
     mover.done = done
+    core.close()
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "failed"])
+def test_an_end_that_is_kept_is_not_told_to_the_next_request_of_its_id(llama, monkeypatch, leaves):
+    monkeypatch.setattr(endings, "_EXPORT_S", LONG_S)
+    core = make_core(llama, kv_export="shm:a:4M", speculate="off")
+    done, core.runner.mover.done = core.runner.mover.done, list  # no move is ever over
+    expected = run(make_core(llama), {"x": (prompt(2, 40), greedy(6))})
+    core.submit(Submit("x", prompt(1), SamplingParams(n=2, max_tokens=8, seed=1)))
+    samples = core._live["x"].requests
+    samples[1].max_tokens = 1  # one sample ends, the other goes on
+    while len(core._endings._kept) < 1:
+        core.step()
+    if leaves == "aborted":
+        core.abort(Abort("x", "client left"))
+    else:
+        core._fail_request(samples[0].seq, ModelFailed("for this test"), "for this test")
+    core.submit(Submit("x", prompt(2, 40), greedy(6)))
+    core.runner.mover.done = done
+    answers = {"x": Answer()}
+    while core.has_work:
+        take_step(core, answers)
+    assert answers == expected
     core.close()
 
 

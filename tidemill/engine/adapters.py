@@ -123,7 +123,7 @@ class AdapterStore:
             return True
         if adapter.reading is None:
             self._begin(adapter)
-        assert adapter.reading is not None
+            return False  # also if it is read by now: what is wrong with it is told when it is asked for again
         return adapter.reading.done() and self._settle(adapter)
 
     def drop_unwanted(self, wanted: Collection[int]) -> None:

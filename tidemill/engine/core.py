@@ -302,6 +302,8 @@ class EngineCore:
         """Unknown or ended requests are ignored: the last output may have crossed the abort on its way."""
         if message.index is None:
             self._awaiting.pop(message.request_id, None)
+        if self._endings is not None:
+            self._endings.drop(message.request_id, message.index)
         live = self._live.get(message.request_id)
         if live is None:
             return
@@ -499,6 +501,8 @@ class EngineCore:
     ) -> Refused:
         """End all samples of a request with an error."""
         live = self._live_of[seq]
+        if self._endings is not None:
+            self._endings.drop(live.request_id)
         self.beams.drop_all_but_one(live, are_broken=end is not None)
         for request in list(live.requests.values()):
             (end or self.scheduler.abort)(request, reason)

@@ -50,6 +50,10 @@ class Endings:
                 self._kept.append(_Ending(delta, keys, until_s))
         return told
 
+    def drop(self, request_id: str, index: int | None = None) -> None:
+        """The request was aborted or has failed: its ends, or that of one sample, are not told. Another may take its id."""
+        self._kept = [one for one in self._kept if one.delta.request_id != request_id or index not in (None, one.delta.index)]
+
     def _keys(self, request: Request | None) -> set[bytes]:
         """Contents of its pages that are on their way. Which tokens of beams were kept is not known: all that are."""
         kv = self._scheduler.kv

@@ -118,13 +118,15 @@ class StructuredOutput:
         return []
 
     def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
-        """Where drafts were right up to the end of the output and beyond: `tokens`, by row, without what came after the end."""
+        """Where drafts were right up to the end of the output and beyond: `tokens`, by row, without what came after the end. The
+        lists stay as they are: ranks compare what they have drawn."""
         for item in plan.items if plan.drafts and self._matchers else ():
             if item.seq in self._matchers and len(tokens.get(item.row, ())) > 1:
                 with suppress(InvalidRequest), _contained():  # it is raised again when they are taken
                     matcher = self._matchers[item.seq].copy()
                     own = tokens[item.row]
-                    del own[next((num for num, token in enumerate(own, 1) if _is_last(matcher, token)), len(own)) :]
+                    num = next((num for num, token in enumerate(own, 1) if _is_last(matcher, token)), len(own))
+                    tokens[item.row] = own[:num]
 
     def take(self, seq: int, token_ids: Sequence[int]) -> bool:
         """Tokens were sampled. True: the output is complete, nothing more may come. Raises where the grammar cannot be followed

@@ -23,6 +23,7 @@ class Loras:
         self._num_slots, self._max_rank = num_slots, max_rank
         self._make_step()
         for linear in self._linears:
+            assert linear.loras is None, "another engine has adapters in this model, which its recorded steps point to"
             linear.loras, linear.lora = self, self._make(linear)
 
     def _make_step(self) -> None:

@@ -143,7 +143,7 @@ def stride(page_bytes: int) -> int:
 
 def records_in(num_bytes: int, page_bytes: int) -> int:
     """How many a file of so many bytes holds."""
-    return (num_bytes - _FIRST) // stride(page_bytes)
+    return max(num_bytes - _FIRST, 0) // stride(page_bytes)
 
 
 def least_bytes(page_bytes: int) -> int:

@@ -234,7 +234,8 @@ def test_every_chunk_after_the_first_has_its_token_ids(roomy, path, prompt):
 
 
 def test_a_message_is_begun_or_continued(roomy):
-    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "Hi"}], "continue_final_message": True, "max_tokens": 1}
+    message = {"role": "assistant", "content": "Hi"}
+    body = {"messages": [*MESSAGES, message], "continue_final_message": True, "max_tokens": 1, "ignore_eos": True}
     assert post(roomy, "/v1/chat/completions", body)["choices"][0]["finish_reason"] == "length"
     both = body | {"add_generation_prompt": True}
     assert post(roomy, "/v1/chat/completions", both, 400)["error"]["param"] == "continue_final_message"

@@ -575,8 +575,8 @@ types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_pt
 how = dict(RANKS=16, MAX_RANK=64)
 for rows in (16, 64):
     build(lora._shrink, types, 4, 4, ROWS=rows, PARTS=3, COLUMNS=64, STRETCH=512, STRETCHES=8, INS=128, **how)
-    build(lora._expand, types, 4, ROWS=rows, PARTS=2, OUTS=64, UNIT=8, ONTO=True, ACT="silu", **how)
-    build(lora._expand, types, 4, ROWS=rows, PARTS=3, OUTS=128, UNIT=8, ONTO=False, ACT="", **how)
+    build(lora._expand, types, 4, ROWS=rows, PARTS=3, OUTS=128, UNIT=8, ONTO=False, **how)
+    build(lora._expand_gated, types, 4, ROWS=rows, PARTS=2, RUN=256, OUTS=32, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, paths_ptr=I, ends_ptr=I, positions_ptr=I, scale="fp32",

@@ -35,6 +35,7 @@ RANKS: Final = 16  # of a block
 _STRETCH, _MOST_STRETCHES, _INS = 512, 4, 128
 _STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to a program
 _RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
+_GATED = {16: (256, 64, 4), 64: (256, 32, 4)}  # of one that activates, by rows of a tile: columns, those of a round, warps
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 
 
@@ -91,11 +92,11 @@ def _shrink(
 def _expand(
     low_ptr, up_ptr, blocks_ptr, order_ptr, tiles_ptr, columns_ptr, y_ptr, out_ptr, num_out,
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, OUTS: tl.constexpr, UNIT: tl.constexpr,
-    ONTO: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    ONTO: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out = up low, or ONTO: y += up low, for a tile and a run of columns of one part. With ACT, of both parts in turn, and
-    out = act(y + up low). A record of columns: part, first, number; the latter in units, so that whole vectors are read and
-    written. Without an adapter, what is added is -0, which changes no sum, of zeros neither."""
+    """out = up low, or ONTO: y += up low, for a tile and a run of columns of one part. A record of columns: part, first, number;
+    the latter in units, so that whole vectors are read and written. Without an adapter, what is added is -0, which changes no
+    sum, of zeros neither."""
     tile, record = tl.program_id(0), columns_ptr + tl.program_id(1) * 3
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -104,12 +105,8 @@ def _expand(
     there = rows < count
     kind = out_ptr.dtype.element_ty
     tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
-    blocks = tl.load(blocks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
-    num_blocks = blocks
-    if ACT != "":
-        blocks_of_up = tl.load(blocks_ptr + slot * PARTS + 1, mask=slot >= 0, other=0)
-        num_blocks = max(blocks, blocks_of_up)
-    elif ONTO:
+    num_blocks = tl.load(blocks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
+    if ONTO:
         there = there & (rows < num_blocks * ROWS)  # else nothing is added
     up = up_ptr + (slot * MAX_RANK + ranks)[:, None] * num_out + (source + outs)[None, :]
     low = low_ptr + ((tokens * PARTS + part) * MAX_RANK)[:, None] + ranks[None, :]
@@ -122,35 +119,65 @@ def _expand(
             y = tl.load(y_ptr + at, mask=mask, other=0.0)
         acc = tl.full((ROWS, OUTS), -0.0, tl.float32)
         for block in tl.range(num_blocks, num_stages=1):
-            at_low = low + block * RANKS
-            a = tl.load(at_low, mask=there[:, None] & (block * RANKS + ranks < blocks * RANKS)[None, :], other=0.0)
-            if ACT != "":
-                of_up = (outs % 2 == 1)[None, :]
-                zero = tl.zeros_like(b)
-                acc = tl.dot(a, tl.where(of_up, zero, b), acc)
-                has_rank = block * RANKS + ranks < blocks_of_up * RANKS
-                a = tl.load(at_low + MAX_RANK, mask=there[:, None] & has_rank[None, :], other=0.0)
-                acc = tl.dot(a, tl.where(of_up, b, zero), acc)
-            else:
-                acc = tl.dot(a, b, acc)
+            a = tl.load(low + block * RANKS, mask=there[:, None], other=0.0)
+            acc = tl.dot(a, b, acc)
             is_last = block + 1 == num_blocks  # then the next is the first of the next columns
             next_block, next_start = tl.where(is_last, 0, block + 1), tl.where(is_last, start + OUTS, start)
-            has_rank = next_block * RANKS + ranks < num_blocks * RANKS
-            b = tl.load(
-                up + next_block * RANKS * num_out + next_start,
-                mask=has_rank[:, None] & (next_start + outs < num)[None, :],
-                other=0.0,
-            )
+            b = tl.load(up + next_block * RANKS * num_out + next_start, mask=(next_start + outs < num)[None, :], other=0.0)
         if ONTO:
             acc = y.to(tl.float32) + acc.to(kind).to(tl.float32)
-        if ACT == "":
-            tl.store(out_ptr + at, acc.to(kind), mask=mask)
-        else:
-            gate, up_too = tl.split(tl.reshape(acc.to(kind).to(tl.float32), (ROWS, OUTS // 2, 2)))
-            halves = tl.arange(0, OUTS // 2)
-            at = tokens[:, None] * (num_out // 2) + ((source + start) // 2 + halves)[None, :]
-            mask = there[:, None] & (start // 2 + halves < num // 2)[None, :]
-            tl.store(out_ptr + at, gated(gate, up_too, ACT).to(kind), mask=mask)
+        tl.store(out_ptr + at, acc.to(kind), mask=mask)
+
+
+@triton.jit
+def _expand_gated(
+    low_ptr, up_ptr, blocks_ptr, order_ptr, tiles_ptr, y_ptr, out_ptr, num_out,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, OUTS: tl.constexpr,
+    ACT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """out = act(y + up low) for a tile and a run of columns. Those of y are of gate and up in turn, those of the matrices up side
+    by side. Nothing else runs meanwhile, so all operands are fetched one round before they are needed."""
+    tile, source = tl.program_id(0), tl.program_id(1) * RUN
+    num = min(RUN, num_out - source)
+    slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
+    first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    rows, ranks, outs, both = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, OUTS), tl.arange(0, 2 * OUTS)
+    there = rows < count
+    tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
+    num_gate = tl.load(blocks_ptr + slot * PARTS, mask=slot >= 0, other=0)
+    num_up = tl.load(blocks_ptr + slot * PARTS + 1, mask=slot >= 0, other=0)
+    num_blocks = max(num_gate, num_up)
+    up = up_ptr + (slot * MAX_RANK + ranks)[:, None] * (PARTS * num_out) + (source + outs)[None, :]
+    low = low_ptr + (tokens * (PARTS * MAX_RANK))[:, None] + ranks[None, :]
+    y_at = y_ptr + tokens[:, None] * (PARTS * num_out) + (PARTS * source + both)[None, :]
+    out_at = out_ptr + tokens[:, None] * num_out + (source + outs)[None, :]
+    b_gate = tl.load(up, mask=(ranks < num_gate * RANKS)[:, None] & (outs < num)[None, :], other=0.0)
+    b_up = tl.load(up + num_out, mask=(ranks < num_up * RANKS)[:, None] & (outs < num)[None, :], other=0.0)
+    begin(AHEAD)
+    y = tl.load(y_at, mask=there[:, None] & (both < PARTS * num)[None, :], other=0.0)
+    a_gate = tl.load(low, mask=there[:, None] & (ranks < num_gate * RANKS)[None, :], other=0.0)
+    a_up = tl.load(low + MAX_RANK, mask=there[:, None] & (ranks < num_up * RANKS)[None, :], other=0.0)
+    for start in tl.range(0, tl.where(count > 0, num, 0), OUTS, num_stages=1):
+        behind = start + OUTS
+        y_next = tl.load(y_at + PARTS * behind, mask=there[:, None] & (PARTS * behind + both < PARTS * num)[None, :], other=0.0)
+        gate, of_up = tl.full((ROWS, OUTS), -0.0, tl.float32), tl.full((ROWS, OUTS), -0.0, tl.float32)
+        for block in tl.range(num_blocks, num_stages=1):
+            is_last = block + 1 == num_blocks  # then the next is the first of the next columns
+            i, columns = tl.where(is_last, 0, block + 1), outs + tl.where(is_last, behind, start)
+            at, at_low = up + i * RANKS * (PARTS * num_out) + (columns - outs)[None, :], low + i * RANKS
+            in_gate, in_up = i * RANKS + ranks < num_gate * RANKS, i * RANKS + ranks < num_up * RANKS
+            next_a = tl.load(at_low, mask=there[:, None] & in_gate[None, :], other=0.0)
+            next_a_up = tl.load(at_low + MAX_RANK, mask=there[:, None] & in_up[None, :], other=0.0)
+            next_b = tl.load(at, mask=in_gate[:, None] & (columns < num)[None, :], other=0.0)
+            next_b_up = tl.load(at + num_out, mask=in_up[:, None] & (columns < num)[None, :], other=0.0)
+            gate, of_up = tl.dot(a_gate, b_gate, gate), tl.dot(a_up, b_up, of_up)
+            a_gate, a_up, b_gate, b_up = next_a, next_a_up, next_b, next_b_up
+        kind = out_ptr.dtype.element_ty
+        y_gate, y_up = tl.split(tl.reshape(y, (ROWS, OUTS, 2)))
+        gate = (y_gate.to(tl.float32) + gate.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        of_up = (y_up.to(tl.float32) + of_up.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        tl.store(out_at + start, gated(gate, of_up, ACT).to(kind), mask=there[:, None] & (start + outs < num)[None, :])
+        y = y_next
 
 
 class Lists(Protocol):
@@ -174,9 +201,6 @@ class CudaLora(LinearLora):
         self._stretch = triton.cdiv(num_in, _STRETCH * _MOST_STRETCHES) * _STRETCH
         ends = list(accumulate(outs.values()))
         self._columns_of = {name: slice(end - outs[name], end) for name, end in zip(outs, ends, strict=True)}
-        if act:
-            self._columns_of = {name: slice(part, None, 2) for part, name in enumerate(outs)}
-            ends = ends[-1:]
         self._down = torch.zeros(num_slots, len(outs), self._max_rank, num_in, dtype=dtype, device=device)
         self._up = torch.zeros(num_slots, self._max_rank, ends[-1], dtype=dtype, device=device)
         self._blocks = torch.zeros(num_slots, len(outs), dtype=torch.int32, device=device)
@@ -226,9 +250,7 @@ class CudaLora(LinearLora):
             UNADDED.put(out, Unadded(y_TN, added, self._wait))
             return out
         self._wait()
-        out = y_TN.new_empty(y_TN.shape[0], y_TN.shape[1] // 2) if self._act else y_TN
-        self._expand(low, y_TN, out)
-        return out
+        return self._expand_gated(low, y_TN) if self._act else self._expand(low, y_TN, y_TN)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -263,7 +285,7 @@ class CudaLora(LinearLora):
         )  # fmt: skip
         return low
 
-    def _expand(self, low: torch.Tensor, y_TN: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _expand(self, low: torch.Tensor, y_TN: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """`y_TN`: to which it is added."""
         num_tokens = low.shape[0]
         order, tiles, _ = self._lists.lists(num_tokens)
@@ -271,6 +293,19 @@ class CudaLora(LinearLora):
         launch(
             _expand, (tiles.numel() // 3, columns.shape[0]),
             low, self._up, self._blocks, order, tiles, columns, out if y_TN is None else y_TN, out, self._up.shape[2],
-            OUTS=128 if rows_of_tile(num_tokens) == 16 else 64, UNIT=self._unit, ONTO=y_TN is not None, ACT=self._act,
-            num_warps=4, **self._options(num_tokens), **how(num_tokens),
+            OUTS=128 if rows_of_tile(num_tokens) == 16 else 64, UNIT=self._unit, ONTO=y_TN is not None, num_warps=4,
+            **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
+        return out
+
+    def _expand_gated(self, low: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor:
+        num_tokens, num_out = y_TN.shape[0], y_TN.shape[1] // 2
+        order, tiles, _ = self._lists.lists(num_tokens)
+        run, outs, warps = _GATED[rows_of_tile(num_tokens)]
+        out = y_TN.new_empty(num_tokens, num_out)
+        launch(
+            _expand_gated, (tiles.numel() // 3, triton.cdiv(num_out, run)),
+            low, self._up, self._blocks, order, tiles, y_TN, out, num_out,
+            RUN=run, OUTS=outs, ACT=self._act, num_warps=warps, **self._options(num_tokens), **how(num_tokens),
+        )  # fmt: skip
+        return out

@@ -691,7 +691,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_at_once", "_attend_single_scaled",
         "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles", "_attend_single_fp8", "_copy_pages",
         "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand",
+        "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
         "_gemm_packed_by_roles", "_gemm_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",

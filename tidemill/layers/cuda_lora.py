@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.cuda.launch import IS_INTERPRETED
-from tidemill.kernels.cuda.lora import CudaLora, rows_of_tile
+from tidemill.kernels.cuda.lora import AFTER, BESIDE, CudaLora, rows_of_tile
 from tidemill.kernels.lora import LinearLora, make_tiles
 from tidemill.layers.linear import Linear
 from tidemill.layers.lora import Loras
@@ -17,7 +17,7 @@ _WRITES_IN_FLIGHT = 2 * 3  # of three steps, whose lists may still be read
 
 
 class CudaLoras(Loras):
-    stream: torch.cuda.Stream | None
+    streams: dict[str, torch.cuda.Stream]
 
     def __init__(
         self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int, most_tokens: int, device: torch.device
@@ -30,7 +30,8 @@ class CudaLoras(Loras):
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_WRITES_IN_FLIGHT)]
         self._turn = 0
-        self.stream = None if IS_INTERPRETED else torch.cuda.Stream(device, priority=-1)
+        priorities = {} if IS_INTERPRETED else {BESIDE: -1, AFTER: 0}
+        self.streams = {order: torch.cuda.Stream(device, priority=priority) for order, priority in priorities.items()}
         super().__init__(places, num_slots, max_rank)
 
     def _make_step(self) -> None:

@@ -232,7 +232,7 @@ class Scene:
 def check_attention() -> None:
     everything = {"window": 600, "softcap": 5.0, "has_sinks": True}
     kinds: list[tuple[int, int, int, dict[str, Any]]] = [
-        (32, 8, 128, {}), (32, 8, 128, {"scale": 1.0}), (9, 3, 64, {}), (64, 8, 64, everything),
+        (32, 8, 128, {}), (32, 8, 128, {"scale": 1.0}), (16, 8, 128, {}), (9, 3, 64, {}), (64, 8, 64, everything),
         (8, 4, 256, {"window": 512, "softcap": 50.0}),
     ]  # fmt: skip
     for heads, kv_heads, dim, more in kinds:

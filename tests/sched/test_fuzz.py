@@ -56,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_rows=rows,
             token_budget=budget,
             max_context=24,
-            policy=make_policy(policy, step_cost=8 * (len(policy) % 2)),
+            policy=make_policy(policy, step_cost=8 * (rows % 2)),
             clock=(clock := VirtualClock()),
             emit=EventBuffer(),
             background_tokens=background_tokens,

@@ -440,6 +440,18 @@ def test_the_background_queues_apart():
     assert scheduler.waiting.num_waiting(in_background=False) == 1
 
 
+def test_a_step_is_filled_for_requests_that_are_queued_but_not_for_the_background():
+    for num_more, priority, num_tokens in ((1, 0, 16), (9, BACKGROUND, 12), (0, 0, 12)):
+        scheduler, _ = make(budget=16)
+        scheduler.policy.step_cost = 1.5
+        add(scheduler, "a", 12)
+        (second,) = add(scheduler, "b", 14)
+        for i in range(num_more):
+            add(scheduler, f"more{i}", 14, priority=priority)
+        assert step(scheduler)[0].num_tokens == num_tokens
+        assert second.num_computed == num_tokens - 12
+
+
 class AdmitsFirst(Policy):
     """While `holds`, a prompt that has a slot is not computed yet."""
 

@@ -22,6 +22,8 @@ class StepState:
     num_prefill_tokens: int = 0  # given out in this step so far
     num_drafts_left: int | None = None  # of the budget, what no request needs for its next token; None: nobody asked so far
     num_waiting: int = 0  # when the step began
+    num_queued: int = 0  # of these, not in the background
+    may_fill: bool = True  # whether part of the prompt in question may be taken beside another prompt
     num_rows: int = 1
     waited_s: float = 0.0  # by the request that was queued first, when the step began
 
@@ -50,7 +52,7 @@ class Policy:
         return min(num_needed, state.num_left)
 
     def _pays_to_fill(self, state: StepState) -> bool:
-        return self.step_cost * state.num_waiting > state.num_left * max(state.num_running_before, 1)
+        return state.may_fill and self.step_cost * state.num_queued > state.num_left * max(state.num_running_before, 1)
 
 
 class SplitFuse(Policy):
@@ -68,6 +70,9 @@ class PrefillFirst(Policy):
 
     name = "prefill-first"
     prefill_first = True
+
+    def _pays_to_fill(self, state: StepState) -> bool:
+        return False
 
 
 class Static(SplitFuse):

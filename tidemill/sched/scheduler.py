@@ -86,6 +86,7 @@ class Scheduler(RequestTable):
         num_running, num_waiting = len(self.running), len(self.waiting.requests)
         state = StepState(self.token_budget, self.token_budget, num_running, num_running)
         state.num_waiting, state.num_rows, state.waited_s = num_waiting, self.num_rows, self._waited_s()
+        state.num_queued = self.waiting.num_waiting(in_background=False)
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
         if num_waiting and self._evict:
             self._make_way(state)
@@ -321,7 +322,7 @@ class Scheduler(RequestTable):
                     continue
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
-                count = self._chunk(started.num_needed, state)
+                count = self._chunk(started, started.num_needed, state)
                 state.num_left += kept
                 if count == 0:
                     return
@@ -361,7 +362,7 @@ class Scheduler(RequestTable):
                 self._preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
                 continue
             state.num_running += 1
-            count = self._chunk(request.num_needed, state) if state.num_left > 0 else 0
+            count = self._chunk(request, request.num_needed, state) if state.num_left > 0 else 0
             if count and not self.kv.is_loading(request.seq):
                 count = self.kv.until_stop(request.seq, request.num_computed, count)
                 if not self._make_room_for_chunk(request, count, plan):
@@ -383,7 +384,7 @@ class Scheduler(RequestTable):
             return f"policy {self.policy.name}: no admission in this step"
         if self._lacks_bytes(request):
             return f"KV policies have {self._policy_bytes:,} bytes, of which too many are taken"
-        if state.num_left > 0 and self._chunk(self._pages.num_to_compute(request), state) == 0:
+        if state.num_left > 0 and self._chunk(request, self._pages.num_to_compute(request), state) == 0:
             return "does not fit the rest of this step's budget"
         return ""
 
@@ -395,7 +396,9 @@ class Scheduler(RequestTable):
         taken = sum(one.cache.beside_bytes for one in self.running if one.cache is not None and one.seq not in gone)
         return taken + request.cache.beside_bytes > self._policy_bytes
 
-    def _chunk(self, num_needed: int, state: StepState) -> int:
+    def _chunk(self, request: Request, num_needed: int, state: StepState) -> int:
+        """With a KV policy it would not find the pages that this step computes: it starts in the next one, with all of them."""
+        state.may_fill = not request.in_background and request.cache is None
         count = self.policy.chunk(num_needed, state)
         return 0 if self._whole_prompts and count < num_needed else count
 

@@ -163,7 +163,7 @@ class SimConfig:
             token_budget=self.token_budget,
             background_tokens=self.background_tokens,
             background_budget=self.background_budget or self.token_budget,
-            step_cost=decide_step_cost(self.device, has_states=False)[0],
+            step_cost=decide_step_cost(self.device, any(group.is_state for group in self.groups))[0],
             policy=self.policy,
             prefix_caching=self.prefix_caching,
             prefix_index=self.prefix_index,

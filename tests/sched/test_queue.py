@@ -1,5 +1,7 @@
 """Which request is next: tenants in turn, ageing across priorities, and memory that does not grow with tenants that have left."""
 
+import zlib
+
 import pytest
 
 from tidemill import events
@@ -31,7 +33,7 @@ def make(rows=1, num_pages=64, index="hash", **more):
 
 
 def add(scheduler, name, priority=0, tenant="", max_tokens=2, num_prompt=4, prompt=None):
-    prompt = prompt or [hash((name, i)) % 1000 for i in range(num_prompt)]
+    prompt = prompt or [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(num_prompt)]
     params = SamplingParams(max_tokens=max_tokens, seed=0)
     (request,) = scheduler.add(name, prompt, params, priority=priority, tenant=tenant)
     return request

@@ -1,5 +1,7 @@
 """The scheduler's decisions, one by one. The mechanics under random load are in test_fuzz.py."""
 
+import zlib
+
 import msgspec
 
 from tidemill import events
@@ -30,7 +32,7 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
 
 
 def add(scheduler, name, prompt, max_tokens=8, priority=0, **params):
-    tokens = prompt if isinstance(prompt, list) else [hash((name, i)) % 1000 + 1000 for i in range(prompt)]
+    tokens = prompt if isinstance(prompt, list) else [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(prompt)]
     return scheduler.add(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority)
 
 

@@ -207,12 +207,19 @@ def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
+def moved_top(highest, top, scale):
+    """The score that weights are relative to after a block with this highest one, as in paged_attention.py; and 0 instead of it
+    where a row has seen no keys."""
+    new_top = gl.where((highest - top) * scale > ROOM, highest, top)
+    return new_top, gl.where(new_top == float("-inf"), 0.0, new_top)
+
+
+@gluon.jit
 def _weigh(scores, top, scale):
     parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))  # in a tree: in a chain each waits for the one before
     highest = gl.max(gl.max(gl.max(gl.max(gl.max(parts, 5), 1), 1), 1), 1)
     highest = gl.convert_layout(highest, top.type.layout)
-    new_top = gl.where((highest - top) * scale > ROOM, highest, top)
-    safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+    new_top, safe_top = moved_top(highest, top, scale)
     shift = gl.zeros_like(scores) - (safe_top * scale)[:, None]
     weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, shift))
     return weights, new_top, gl.exp2((top - safe_top) * scale)

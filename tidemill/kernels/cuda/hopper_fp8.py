@@ -19,10 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tidemill.kernels.cuda.hopper_attention import barrier, fetch
+from tidemill.kernels.cuda.hopper_attention import barrier, fetch, moved_top
 from tidemill.kernels.cuda.hopper_single import copy_ahead
 from tidemill.kernels.cuda.launch import launch
-from tidemill.kernels.cuda.paged_attention import ROOM
 from tidemill.kernels.cuda.records import (
     SINGLE_LISTED,
     SINGLE_POSITION,
@@ -270,8 +269,7 @@ def _attend_single_fp8(
             highest = gl.max(scores[0], 0)
             if PARTS == 2:
                 highest = gl.maximum(highest, gl.max(scores[1], 0))
-            new_top = gl.where((highest - top) * scale > ROOM, highest, top)
-            safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+            new_top, safe_top = moved_top(highest, top, scale)
             shift = nothing - (safe_top * scale)[None, :]
             shrink = gl.exp2((top - safe_top) * scale)
             top = new_top

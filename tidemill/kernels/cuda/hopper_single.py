@@ -19,9 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tidemill.kernels.cuda.hopper_attention import barrier
+from tidemill.kernels.cuda.hopper_attention import barrier, moved_top
 from tidemill.kernels.cuda.launch import launch
-from tidemill.kernels.cuda.paged_attention import ROOM
 from tidemill.kernels.cuda.records import (
     SINGLE_LISTED,
     SINGLE_POSITION,
@@ -222,9 +221,7 @@ def _attend_single_at_once(
         shrinks = ()  # type: tuple
         for i in gl.static_range(num_blocks):
             before = top
-            highest = tops_buf.slice(i, 1, dim=0).load(result_rows)
-            top = gl.where((highest - top) * scale > ROOM, highest, top)
-            safe_top = gl.where(top == float("-inf"), 0.0, top)
+            top, safe_top = moved_top(tops_buf.slice(i, 1, dim=0).load(result_rows), top, scale)
             shrinks = shrinks + (_now(gl.exp2((before - safe_top) * scale)),)
             mine = gl.where(blocks == i, gl.convert_layout(safe_top, score_rows), mine)
         shift = gl.zeros_like(scores) - (mine * scale)[:, :, None]

@@ -105,7 +105,6 @@ _ONLY_WHEN_SLOW = (
     "test_a_lost_engine_is_seen_and_a_server_that_stops",
     "test_peak_memory_while_loading_is_near_the_final_size[float32",
     "test_cuda.py::test_attention[3-3]",
-    "test_the_chart_shows_the_figures_of_the_documentation",
     "test_scores_of_pairs_equal_the_cpus",
     "test_the_command_prints_json_and_draws",
     "test_a_causal_model_ranks_by_cosine",

@@ -37,6 +37,16 @@ def post(running: Server, path: str, **body) -> httpx.Response:
     return httpx.post(running.url + path, json=body)
 
 
+def test_ollamas_routes_know_encoders(encoders):
+    running, *_ = encoders
+    embedded = post(running, "/api/embed", model="embedder", input=["the sea", "", "the tide"]).json()["embeddings"]
+    expected = [post(running, "/v1/embeddings", model="embedder", input=text).json() for text in ("the sea", "", "the tide")]
+    assert embedded == [one["data"][0]["embedding"] for one in expected]
+    shown = {name: post(running, "/api/show", model=name).json() for name in ("embedder", "reranker")}
+    assert [one["capabilities"] for one in shown.values()] == [["embedding"], []]
+    assert {one["details"]["family"] for one in shown.values()} == {"bert"}
+
+
 def test_2048_inputs_in_one_call(encoders):
     running, references, tokenizer = encoders
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")

@@ -229,6 +229,12 @@ async def test_models_are_merged_and_a_request_goes_where_its_model_is():
         for name in ("only-a", "only-b"):
             for _ in range(2):
                 assert json.loads((await ask(port, get(f"/v1/models/{name}")))[2])["from"] == name[-1]
+        listed = json.loads((await ask(port, get("/api/tags")))[2])["models"]
+        assert [one["name"] for one in listed] == ["m:latest", "only-a:latest", "only-b:latest"]
+        for name in ("only-b:latest", "alias-of-only-b"):
+            for number in range(6):
+                body = chat(f"conversation {number}") | {"model": name}
+                assert json.loads((await ask(port, post(body, "/api/chat")))[2])["from"] == "b"
 
 
 async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_goes_elsewhere():

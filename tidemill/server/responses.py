@@ -327,6 +327,11 @@ def make_router(models: Models) -> APIRouter:
         limit = read_limit(query.get("limit"), 20, 100)
         return page_of(responses.input_items(request.state.caller.tenant, response_id), query, limit)
 
+    @router.get("/v1/response_items/{item_id}")
+    async def response_item(request: Request, item_id: str) -> dict[str, Any]:
+        """What an item_reference stands for: a router asks which server has it."""
+        return responses.store.output_item(request.state.caller.tenant, item_id)
+
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
         await responses.delete(request.state.caller.tenant, response_id)

@@ -33,6 +33,16 @@ def encoders(tmp_path_factory):
     running.stop()
 
 
+def test_a_request_is_not_refused_for_its_own_inputs(tmp_path):
+    """Whatever the queue has room for."""
+    make_encoder(tmp_path, "BertModel")
+    pooling_files(tmp_path)
+    running = Server(tmp_path, "--max-queued", "4", "--max-requests", "1", "--api-key", "a-key-for-the-tests").wait()
+    body, key = {"input": ["the tide"] * 100}, {"authorization": "Bearer a-key-for-the-tests"}
+    made = httpx.post(f"{running.url}/v1/embeddings", json=body, headers=key)
+    assert (made.status_code, running.stop()) == (200, 0)
+
+
 def post(running: Server, path: str, **body) -> httpx.Response:
     return httpx.post(running.url + path, json=body)
 

@@ -86,7 +86,7 @@ def _gpu_packed(kind: str, compiled: bool) -> float:
     if kind in PLAIN_TYPES:
         return _BFLOAT16
     name, _, group = kind.partition("-")
-    size = int(group[1:]) if group[:1] == "G" and group[1:].isdigit() else 0
+    size = int(group[1:]) if group[:1] == "G" and group[1:].isdecimal() else 0
     if not group and name.startswith(("Q", "IQ", "MX", "TQ")):
         size = _TERNARY.get(name, _GROUP)
     bits = 4 if name in _FOUR else 2 if name in _TERNARY else 8

@@ -30,6 +30,7 @@ def test_synthetic_lengths():
     assert len({tuple(item.prompt_ids[:10]) for item in items}) == 1
     assert all(60 <= len(item.prompt_ids) <= 160 for item in items)
     assert all(25 <= item.num_output <= 75 for item in items)
+    assert max(synthetic(1, 200, 1, vocab=50)[0].prompt_ids) < 50  # a small vocabulary
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (4.0, 2.0)])

@@ -102,6 +102,12 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["chat", "--threads", "1", "--url", "http://127.0.0.1:1"], "--threads is of a model in this process"),
         (["chat", "--url", "http://127.0.0.1:1"], "Check that the server runs"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1/v1"], "No server responds at http://127.0.0.1:1/v1"),
+        (["bench", "serve", "--base-url", "http://[::1"], "No server responds at http://[::1"),
+        (["bench", "serve", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
+        (["plan", "--model", "llama8b", "--rate", "1", "--devices", "1xH200", "--token-budgets", "\u00b2"], "like 512,2048"),
+        (["plan", "--model", "llama8b", "--rate", "1", "--devices", "1xH200", "--input-tokens", "\u00b2"], "Write 1000"),
+        (["plan-layout", "--link", "0"], "--link must be above 0"),
+        (["plan-layout", "--ranks", "0", "--hardware", "here"], "--ranks must be from 1"),
         (["serve", "--port", "99999"], "--port is '99999'. It must be an integer from 0 to 65535."),
         (["serve", "--threads", "0"], "--threads is '0'. It must be an integer from 1 to 256."),
         (["serve", "--allowed-origin", "foo"], "An allowed origin is 'foo'."),
@@ -112,12 +118,19 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["stop", "smollm2", "--all"], "Ctrl-C"),
         (["pull", "no-such-model"], "There is no model 'no-such-model'"),
         (["explain", "x", "--url", "http://127.0.0.1:1"], "Give the server's address with --url."),
+        (["explain", "x", "--url", ""], "Give the server's address with --url."),
+        (["prompt-cache", "list", "--url", "http://[::1"], "Give the server's address with --url."),
     ],
 )
 def test_mistakes_are_typed_errors(invoke, arguments, words):
     done = invoke(*arguments)
     assert isinstance(done.exception, TidemillError)
     assert words in str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["latency --repeats 0", "throughput --spread nan", "policies --rate inf", "serve --rate nan"])
+def test_figures_out_of_range_are_refused(invoke, name):
+    assert invoke("bench", *name.split()).exit_code == 2
 
 
 def test_a_bad_key_names_its_source(invoke, tmp_path):

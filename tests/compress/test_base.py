@@ -5,15 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from tests.helpers import byte_tokenizer, make_llama
 from tests.models.test_families import ALL, save
 from tests.weights.test_safetensors import edit_weights
 from tidemill.compress.calibration import Calibration, calibration_ids
 from tidemill.compress.decoder import Decoder, compute_device, matrix_of, set_matrix
+from tidemill.compress.methods.inputs import collect
 from tidemill.compress.source import Source
-from tidemill.compress.walk import walk
+from tidemill.compress.walk import LayerJob, walk
 from tidemill.compress.work import Work
 from tidemill.errors import CalibrationError, CheckpointError, ConfigError
 
@@ -53,6 +54,15 @@ def ids_of(folder, **asked):
     return calibration_ids(
         folder, 300, Calibration(**{"data": folder / "text.txt", "num_tokens": 512, "length": 64} | asked), folder
     )
+
+
+def test_a_linear_that_is_never_called_is_named(tmp_path):
+    """Mamba multiplies by the weight of one without calling it."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
+    decoder = Decoder(Source(tmp_path))
+    with decoder.layer(0) as layer, pytest.raises(CalibrationError, match=r"layers\.0\.mixer\.dt_proj"):
+        collect(LayerJob(decoder, 0, layer, decoder.embed(torch.zeros(1, 8, dtype=torch.long))))
 
 
 def noisy(job):

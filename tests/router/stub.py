@@ -82,7 +82,12 @@ class Stub:
             writer.write(self.health)
             return
         if sent.path == "/v1/models":
-            writer.write(response(json.dumps({"data": [{"id": name, "of": self.name} for name in self.models]}).encode()))
+            listed = [{"id": name, "of": self.name, "aliases": [f"alias-of-{name}"]} for name in self.models]
+            writer.write(response(json.dumps({"data": listed}).encode()))
+            return
+        if sent.path == "/api/tags":
+            listed = [{"name": f"{name}:latest", "of": self.name} for name in self.models]
+            writer.write(response(json.dumps({"models": listed}).encode()))
             return
         self.sent.append(sent)
         if self.answer is None:

@@ -185,6 +185,10 @@ async def test_a_response_goes_on_at_the_server_that_has_it():
             assert json.loads((await ask(port, post(body, "/v1/responses")))[2])["from"] == "b"
         asked = [sent.path for stub in stubs for sent in stub.sent if sent.line.startswith("GET")]
         assert asked == ["/v1/responses/resp_1"] * 3  # of each server, once
+        for number in range(3):
+            items = [{"role": "user", "content": f"{number}"}, {"type": "item_reference", "id": "msg_1"}]
+            made = await ask(port, post({"model": "m", "input": items}, "/v1/responses"))
+            assert json.loads(made[2])["from"] == "b"
         assert (await ask(port, get("/v1/responses/resp_1")))[0] == 200
 
 
@@ -229,6 +233,12 @@ async def test_models_are_merged_and_a_request_goes_where_its_model_is():
         for name in ("only-a", "only-b"):
             for _ in range(2):
                 assert json.loads((await ask(port, get(f"/v1/models/{name}")))[2])["from"] == name[-1]
+        listed = json.loads((await ask(port, get("/api/tags")))[2])["models"]
+        assert [one["name"] for one in listed] == ["m:latest", "only-a:latest", "only-b:latest"]
+        for name in ("only-b:latest", "alias-of-only-b"):
+            for number in range(6):
+                body = chat(f"conversation {number}") | {"model": name}
+                assert json.loads((await ask(port, post(body, "/api/chat")))[2])["from"] == "b"
 
 
 async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_goes_elsewhere():

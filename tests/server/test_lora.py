@@ -126,6 +126,18 @@ def test_a_crash_of_the_engine_loses_no_adapter(client, paths, fragile):
     assert client.complete("third").status_code == 404
 
 
+def test_a_prompt_is_retained_for_each_adapter(client):
+    """Their pages differ, so that one does not end what another holds."""
+    asked = {"prompt": "spring tides and neap tides " * 4, "prompt_cache_retention": "24h", "max_tokens": 1}
+    held = []
+    for name in ("tiny", "first", "tiny"):
+        client.tokens(name, **asked)
+        text = client.get("/metrics").text
+        held.append(next(float(line.split()[1]) for line in text.splitlines() if line.startswith("tidemill_kv_pages_held ")))
+    assert held[0] > 0
+    assert held[1:] == [2 * held[0]] * 2
+
+
 def test_wrong_adapters_are_refused_and_others_go_on(client, paths, tmp_path):
     before = client.tokens("first")
     broken = tmp_path / "dora"

@@ -33,8 +33,28 @@ def encoders(tmp_path_factory):
     running.stop()
 
 
+def test_a_request_is_not_refused_for_its_own_inputs(tmp_path):
+    """Whatever the queue has room for."""
+    make_encoder(tmp_path, "BertModel")
+    pooling_files(tmp_path)
+    running = Server(tmp_path, "--max-queued", "4", "--max-requests", "1", "--api-key", "a-key-for-the-tests").wait()
+    body, key = {"input": ["the tide"] * 100}, {"authorization": "Bearer a-key-for-the-tests"}
+    made = httpx.post(f"{running.url}/v1/embeddings", json=body, headers=key)
+    assert (made.status_code, running.stop()) == (200, 0)
+
+
 def post(running: Server, path: str, **body) -> httpx.Response:
     return httpx.post(running.url + path, json=body)
+
+
+def test_ollamas_routes_know_encoders(encoders):
+    running, *_ = encoders
+    embedded = post(running, "/api/embed", model="embedder", input=["the sea", "", "the tide"]).json()["embeddings"]
+    expected = [post(running, "/v1/embeddings", model="embedder", input=text).json() for text in ("the sea", "", "the tide")]
+    assert embedded == [one["data"][0]["embedding"] for one in expected]
+    shown = {name: post(running, "/api/show", model=name).json() for name in ("embedder", "reranker")}
+    assert [one["capabilities"] for one in shown.values()] == [["embedding"], []]
+    assert {one["details"]["family"] for one in shown.values()} == {"bert"}
 
 
 def test_2048_inputs_in_one_call(encoders):

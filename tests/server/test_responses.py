@@ -338,6 +338,9 @@ def test_what_was_sent_is_taken_back(client):
     assert len({(one.usage.input_tokens, one.output_text) for one in made}) == 1
     with pytest.raises(openai.NotFoundError):
         client.responses.create(**ASK | {"input": [asked, {"type": "item_reference", "id": "fc_0"}]})
+    assert client.get(f"/response_items/{call.id}", cast_to=httpx.Response).json()["call_id"] == call.call_id
+    with pytest.raises(openai.NotFoundError):
+        client.get("/response_items/fc_0", cast_to=httpx.Response)
 
 
 def test_items_as_messages():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tests.helpers import load_model, make_core, make_llama
+from tests.helpers import load_model, make_core, make_llama, model_with_cache
 from tidemill.errors import ConfigError
 from tidemill.sim.calibration import Calibration, drive, profile_of, shared_unit, timed
 from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape
@@ -102,6 +102,12 @@ def test_steps_with_prompts_leave_heat_that_a_fit_finds():
 def test_too_few_steps_are_refused():
     with pytest.raises(ConfigError, match="too few"):
         fit(measured(5))
+
+
+def test_a_model_of_states_alone_is_refused_before_it_is_measured(tmp_path):
+    """Its profile could not be read: it has no heads, and tokens take no bytes."""
+    with pytest.raises(ConfigError, match="states of constant size"):
+        Calibration(make_core(model_with_cache("states", tmp_path)))
 
 
 def test_an_engine_is_measured_and_its_profile_is_read_back(tmp_path):

@@ -76,8 +76,8 @@ async def run_load(
 
 def check_server(base_url: str) -> None:
     """Nothing is measured where nothing listens."""
-    url = urlsplit(base_url)
     try:
+        url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(f"{base_url!r} is no address.", fix="Give one like http://127.0.0.1:8000/v1 with --base-url.")
         socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=10).close()

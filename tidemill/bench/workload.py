@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.errors import ConfigError
 from tidemill.sim.trace import MOONCAKE_BLOCK, read_rows
 
 _FIRST_ID = 100  # below it many vocabularies have special tokens
@@ -45,8 +44,6 @@ def synthetic(
 def arriving(items: Iterable[Item], rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[Item]:
     """The same requests, `rate` a second on average. Gaps are gamma distributed: burstiness 1 is a Poisson process, larger values
     come in bursts (the coefficient of variation of the gaps is its square root)."""
-    if rate <= 0 or burstiness <= 0:
-        raise ConfigError("rate and burstiness must be above 0.")
     rng = random.Random(seed + 1)
     at, out = 0.0, []
     for item in items:
@@ -84,4 +81,4 @@ def read_trace(
 
 
 def _ids(rng: random.Random, num: int, vocab: int) -> list[int]:
-    return [rng.randrange(_FIRST_ID, vocab) for _ in range(num)]
+    return [rng.randrange(min(_FIRST_ID, vocab // 2), vocab) for _ in range(num)]

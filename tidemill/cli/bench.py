@@ -28,12 +28,31 @@ from tidemill.sched.policies import POLICIES
 app = typer.Typer(help="Measure an engine or a server.", no_args_is_help=True, rich_markup_mode=None)
 console = Console(stderr=True, highlight=False)
 
+
+def _check_json(path: Path | None) -> Path | None:
+    """Before anything is measured. Its folder is made."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            what = f"--json {path} cannot be written: {error.strerror}."
+            raise ConfigError(what, fix="Give another file.", param="json") from error
+    return path
+
+
 NumRequests = Annotated[int, typer.Option("--requests", "-r", min=1, help="How many requests to send.")]
 PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, on average.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate for each, on average.")]
-Spread = Annotated[float, typer.Option(help="How much lengths vary: 0.5 is from half to one and a half times the given ones.")]
-SharedPrefix = Annotated[int, typer.Option(help="Tokens at the beginning that all prompts share, to measure prefix caching.")]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures into this JSON file.")]
+Spread = Annotated[
+    float, typer.Option(min=0, max=1, help="How much lengths vary: 0.5 is from half to one and a half times the given ones.")
+]
+SharedPrefix = Annotated[
+    int, typer.Option(min=0, help="Tokens at the beginning that all prompts share, to measure prefix caching.")
+]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", callback=_check_json, help="Also write the figures into this JSON file.")
+]
 PlotDir = Annotated[Path | None, typer.Option("--plot", help="Write charts (PNG) into this folder; needs matplotlib.")]
 TraceFile = Annotated[
     Path | None,
@@ -41,8 +60,10 @@ TraceFile = Annotated[
         help="Replay a file of recorded traffic instead of synthetic requests: Azure's LLM trace (CSV) or Mooncake's (JSONL)."
     ),
 ]
-TimeScale = Annotated[float, typer.Option(help="Multiply the times in a trace by this: 0.5 sends twice as fast.")]
-LengthScale = Annotated[float, typer.Option(help="Multiply the prompt and output lengths in a trace by this.")]
+TimeScale = Annotated[
+    float, typer.Option(min=1e-6, max=1e6, help="Multiply the times in a trace by this: 0.5 sends twice as fast.")
+]
+LengthScale = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Multiply the prompt and output lengths in a trace by this.")]
 
 
 @app.callback()
@@ -56,7 +77,7 @@ def latency(
     settings: Settings,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
-    repeats: Annotated[int, typer.Option(help="How many runs to take the median of; one more warms up.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="How many runs to take the median of; one more warms up.")] = 5,
     json_path: JsonPath = None,
 ) -> None:
     """One stream: time to first token and time per output token."""
@@ -121,9 +142,10 @@ def serve(
     ] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(help="The model's name at the server.")] = "smollm2",
     rate: Annotated[
-        list[float] | None, typer.Option(help="Requests per second; several values make a sweep. Default: 1.")
+        list[float] | None,
+        typer.Option(min=1e-6, max=1e6, help="Requests per second; several values make a sweep. Default: 1."),
     ] = None,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson arrivals; more: bursts (gamma).")] = 1.0,
+    burstiness: Annotated[float, typer.Option(min=1e-3, max=1e3, help="1: Poisson arrivals; more: bursts (gamma).")] = 1.0,
     requests: NumRequests = 32,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
@@ -132,7 +154,7 @@ def serve(
     trace: TraceFile = None,
     time_scale: TimeScale = 1.0,
     length_scale: LengthScale = 1.0,
-    max_context: Annotated[int, typer.Option(help="Cut a trace's requests to this many tokens.")] = 4096,
+    max_context: Annotated[int, typer.Option(min=2, help="Cut a trace's requests to this many tokens.")] = 4096,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
     vocab: Annotated[
@@ -205,7 +227,9 @@ def policies(
     prompt_len: PromptLen = 96,
     output_len: OutputLen = 48,
     spread: Spread = 0.9,
-    rate: Annotated[float | None, typer.Option(help="Requests per second; without it all arrive at once.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, max=1e6, help="Requests per second; without it all arrive at once.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="These policies; default: all.")] = None,
     json_path: JsonPath = None,
     plot: PlotDir = None,
@@ -295,5 +319,4 @@ def _percentiles(values: dict[str, float]) -> str:
 def _report(table: Table, figures: Any, json_path: Path | None) -> None:
     Console(highlight=False).print(table)
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(figures, indent=2))

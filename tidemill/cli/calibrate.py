@@ -28,7 +28,7 @@ class Clock(StrEnum):
 @takes(*ENGINE_NAMES, speculate="off")
 def calibrate(
     settings: Settings,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, max=1e6, help="How long to measure, about.")] = 60.0,
     clock: Annotated[
         Clock,
         typer.Option(help="cpu: the time that one thread computes, where others use the machine as well. Needs --threads 1."),

@@ -74,7 +74,7 @@ def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
     flag, equals, value = arg.partition("=")
     if arg.startswith("--"):
         flag = flag.replace("_", "-")
-    elif arg[:2] not in known and arg[:2] in _BY_FLAG and arg[2:].isdigit():
+    elif arg[:2] not in known and arg[:2] in _BY_FLAG and arg[2:].isdecimal():
         return arg[:2], "", "=", arg[2:]
     elif flag not in _BY_FLAG and flag.partition(".")[0] not in _BY_FLAG:
         return arg, "", "", ""

@@ -179,7 +179,7 @@ def _policies(text: str) -> list[str]:
 
 def _numbers(text: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and 0 < int(part) <= 65_536 for part in parts):
+    if not all(part.isdecimal() and 0 < int(part) <= 65_536 for part in parts):
         raise ConfigError(f"{option} {text!r} is not a list of numbers.", fix="Write it like 512,2048.")
     return sorted({int(part) for part in parts})
 

@@ -36,9 +36,9 @@ def plan_layout(
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 
-    device = _device(hardware, link, ranks)
     if not 1 <= ranks <= _MAX_RANKS or min(prompt, batch, context) < 1:
         raise ConfigError(f"--ranks must be from 1 to {_MAX_RANKS}; --prompt, --batch and --context at least 1.")
+    device = _device(hardware, None if link is None else float(parse_bytes(link)), ranks)
     checkpoint = open_checkpoint(locate(settings.engine_options().model))
     model = model_class(checkpoint).read_config(checkpoint)
     for phase in (Phase("prefill", prompt, 1, context), Phase("decode", batch, batch, context)):
@@ -49,15 +49,17 @@ def plan_layout(
         console.print(f"--tensor-layout phased: 1D{others}", soft_wrap=True)
 
 
-def _device(name: str, link: str | None, num_ranks: int) -> Device:
+def _device(name: str, link: float | None, num_ranks: int) -> Device:
+    if link == 0:
+        raise ConfigError("--link must be above 0.", fix="Give the bytes a second, like 10G.", param="link")
     if name == "here":
         return _measured(num_ranks, link)
     if name not in DEVICES:
         raise ConfigError(f"--hardware {name!r} is not known.", fix=f"Choose one of {', '.join(DEVICES)}.")
-    return DEVICES[name] if link is None else replace(DEVICES[name], link=float(parse_bytes(link)))
+    return DEVICES[name] if link is None else replace(DEVICES[name], link=link)
 
 
-def _measured(num_ranks: int, link: str | None) -> Device:
+def _measured(num_ranks: int, link: float | None) -> Device:
     """A rank's share of this machine."""
     from tidemill.kernels import machine
     from tidemill.kernels.rates import measure_rates
@@ -67,7 +69,7 @@ def _measured(num_ranks: int, link: str | None) -> Device:
     flops, read, copied = (rate / 1e9 for rate in (rates.flops, rates.memory, rates.copies))
     console.print(f"measured here: {flops:.1f} GFLOP/s, {read:.1f} GB/s read, {copied:.1f} GB/s copied")
     device = rank_of_host(rates.flops, rates.memory, rates.copies, num_ranks)
-    return device if link is None else replace(device, link=float(parse_bytes(link)))
+    return device if link is None else replace(device, link=link)
 
 
 def _table(model: ModelConfig, ranks: int, phase: Phase, device: Device) -> Table:

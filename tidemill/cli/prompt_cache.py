@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli import prompt_folder
+from tidemill.cli.ask import ask
 from tidemill.cli.foreign import Command
-from tidemill.cli.settings import Settings
-from tidemill.errors import ConfigError, TidemillError
+from tidemill.errors import ConfigError
 
 app = typer.Typer(
     help="Keep prefixes of prompts in the KV cache of a server, or in a folder.", no_args_is_help=True, rich_markup_mode=None
@@ -149,15 +147,4 @@ def _quoted(name: str) -> str:
 
 def _call(url: str, api_key: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of /v1/prompt_caches."""
-    key = api_key or next(iter(Settings.read(["api-key"])["api-key"]), "")
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/prompt_caches{path}", data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=_WITHIN_S) as reply:
-            made: dict[str, Any] = json.load(reply)
-            return made
-    except urllib.error.HTTPError as error:
-        raise TidemillError(json.load(error)["error"]["message"]) from None
-    except (urllib.error.URLError, ValueError) as error:
-        raise TidemillError(f"{url} does not respond: {error}.", fix="Give the server's address with --url.") from None
+    return ask(url, f"/v1/prompt_caches{path}", api_key, method=method, body=body, within_s=_WITHIN_S)

@@ -30,7 +30,7 @@ def worker(
 
     If the server's engine fails, the worker waits for it to start again. It ends when the server is stopped."""
     host, _, port = join.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--join is {join!r}.", fix="Give HOST:PORT, like 10.0.0.1:29500.", param="join")
     start = {"address": [host, int(port)], "key": read_key(key_file).hex(), "rank": -1, "parent": os.getpid()}
     start |= {"model": model, "threads": threads, "within_s": wait}

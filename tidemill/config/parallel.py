@@ -147,7 +147,7 @@ def workers_address(options: EngineOptions) -> tuple[str, int] | None:
     if not options.remote_workers or given is None:
         return None
     host, _, port = given.rpartition(":")
-    if not host or host == "0.0.0.0" or not port.isdigit() or int(port) > 65535:
+    if not host or host == "0.0.0.0" or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
             f"workers_address is {given!r}.",
             fix="Give HOST:PORT, by which other hosts reach this one, like 10.0.0.1:29500.",

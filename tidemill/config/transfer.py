@@ -41,7 +41,7 @@ def parse_address(text: str, param: str) -> TransferAddress:
     if is_known and kind == "shm":
         is_known = re.fullmatch(r"[A-Za-z0-9_-]{1,64}", parts[0]) is not None
     elif is_known:
-        is_known = parts[1].isdigit() and 0 < int(parts[1]) < 65536
+        is_known = parts[1].isdecimal() and 0 < int(parts[1]) < 65536
     if not is_known:
         size = "[:SIZE], like shm:prefill:2G" if param == "kv_export" else ", several with commas between them"
         raise ConfigError(f"{param} is {text!r}.", fix=f"Write {_FORMS}{size}.", param=param)

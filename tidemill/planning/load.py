@@ -29,7 +29,7 @@ class Lengths:
 def parse_lengths(text: str, name: str) -> Lengths:
     """Like 1000, or 500-1500."""
     parts = text.split("-")
-    if len(parts) > 2 or not all(part.isdigit() and 0 < int(part) <= 1_000_000 for part in parts):
+    if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
         raise ConfigError(f"{name} {text!r} is not a number of tokens.", fix="Write 1000, or 500-1500.")
     if int(parts[0]) > int(parts[-1]):
         raise ConfigError(f"{name} {text!r} ends before it begins.", fix=f"Write {parts[1]}-{parts[0]}.")

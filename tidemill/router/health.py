@@ -17,22 +17,32 @@ _log = logging.getLogger("tidemill.router")
 
 
 class _Model(msgspec.Struct):
-    id: str
+    id: str | None = None
+    name: str | None = None  # Ollama
+    aliases: list[str] | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[msgspec.Raw]
+    data: list[msgspec.Raw] | None = None
+    models: list[msgspec.Raw] | None = None  # Ollama
 
 
 _decode_models, _decode_model = msgspec.json.Decoder(_Models).decode, msgspec.json.Decoder(_Model).decode
 
 
 def models_of(body: bytes) -> dict[str, msgspec.Raw]:
-    """A response of /v1/models: its entries by name."""
+    """A response of /v1/models, or of Ollama's lists: its entries by name."""
     try:
-        return {_decode_model(one).id: one for one in _decode_models(body).data}
+        listed = _decode_models(body)
+        named = ((_decode_model(one), one) for one in listed.data or listed.models or ())
+        return {of.id or of.name or "": one for of, one in named}
     except msgspec.DecodeError:
         return {}
+
+
+def names_of(models: dict[str, msgspec.Raw]) -> frozenset[str]:
+    """By which they may be asked for."""
+    return frozenset(models).union(*(_decode_model(one).aliases or () for one in models.values()))
 
 
 class Checks:
@@ -106,5 +116,5 @@ class Checks:
             return f"no answer in {self._within_s:g} s"
         except OSError as error:
             return f"it cannot be reached: {error}"
-        upstream.models = models_of(listed.body) if listed.status == 200 else None
+        upstream.models = names_of(models_of(listed.body)) if listed.status == 200 else None
         return ""

@@ -39,7 +39,13 @@ class _Message(msgspec.Struct):
     role: str = ""
 
 
+class _Item(msgspec.Struct):
+    type: str | None = None
+    id: str | None = None
+
+
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_items = msgspec.json.Decoder(list[_Item]).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
 
 
@@ -109,4 +115,15 @@ def _reference(given: _Body) -> tuple[str, str] | None:
         return "files", given.input_file_id
     if given.prompt_cache:
         return "prompt_caches", given.prompt_cache
-    return None
+    return _item_reference(bytes(given.input))
+
+
+def _item_reference(items: bytes) -> tuple[str, str] | None:
+    """Of a Responses request, the first item that a server has stored."""
+    if b'"item_reference"' not in items:
+        return None
+    try:
+        found = next((one.id for one in _decode_items(items) if one.type == "item_reference" and one.id), None)
+    except msgspec.DecodeError:
+        return None
+    return None if found is None else ("response_items", found)

@@ -18,7 +18,7 @@ from tidemill.router.upstream import Headers, Upstream
 
 MAX_OWNED = 65_536  # remembered
 ASK_WITHIN_S = 10.0
-_KINDS = ("files", "batches", "responses", "conversations", "prompt_caches", "requests")
+_KINDS = ("files", "batches", "responses", "response_items", "conversations", "prompt_caches", "requests")
 _PATH = re.compile(rf"/v1/({'|'.join(_KINDS)})/([A-Za-z0-9._-]{{1,128}})(/.*)?")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # These, and lists of them, are at a tenant's home.

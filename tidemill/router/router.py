@@ -28,6 +28,7 @@ from tidemill.server.guard import Access, Caller, NotFound, check_path
 UPSTREAMS_PATH = "/router/upstreams"
 MODEL_PATH = "/v1/models/"  # and its name
 MAX_UPSTREAMS = 256
+_LATEST = ":latest"  # which Ollama's clients add to names
 CHANGE_WITHIN_S = 300.0  # what every server is to do, such as loading an adapter
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _NOBODY = Caller()
@@ -105,7 +106,8 @@ class Router:
     def choose(self, prompt: Prompt, tried: Sequence[Upstream] = ()) -> Upstream | None:
         usable = {url: one for url, one in self.upstreams.items() if one.is_usable and one not in tried}
         if prompt.model is not None and len(usable) > 1:
-            serving = {url: one for url, one in usable.items() if one.models is None or prompt.model in one.models}
+            names = {prompt.model, prompt.model.removesuffix(_LATEST)}
+            serving = {url: one for url, one in usable.items() if one.models is None or not names.isdisjoint(one.models)}
             usable = serving or usable  # of a name that no list has, servers may know more
         if not usable:
             return None
@@ -272,7 +274,8 @@ class Router:
         merged: dict[str, msgspec.Raw] = {}
         for listed in reversed(good):
             merged = listed | {name: one for name, one in merged.items() if name not in listed}
-        front.answer_json({"object": "list", "data": list(merged.values())})
+        models = list(merged.values())
+        front.answer_json({"models": models} if request.path.startswith("/api/") else {"object": "list", "data": models})
 
     def _manage(self, front: Front, request: Request, caller: Caller) -> Job | None:
         """Upstreams are listed, added and removed."""
@@ -338,6 +341,8 @@ class Router:
         "/metrics": _metrics,
         "/v1/models": _models,
         "/models": _models,
+        "/api/tags": _models,
+        "/api/ps": _models,
         UPSTREAMS_PATH: _manage,
     }
 
@@ -375,5 +380,5 @@ def _described(upstream: Upstream) -> dict[str, Any]:
         "load": upstream.load,
         "requests": upstream.num_requests,
         "failures": upstream.num_failures,
-        "models": None if upstream.models is None else list(upstream.models),
+        "models": None if upstream.models is None else sorted(upstream.models),
     }

@@ -12,7 +12,6 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
-import msgspec
 
 from tidemill.errors import ConfigError
 
@@ -76,7 +75,7 @@ class Upstream:
         self.is_healthy = False  # by the checks; one that was not checked yet is not
         self.is_leaving = False  # gets nothing new
         self.why = "it was not checked yet"  # if it is not healthy
-        self.models: dict[str, msgspec.Raw] | None = None  # by name; None: not known
+        self.models: frozenset[str] | None = None  # their names; None: not known
         self.retry_s = 0.0  # it is sent nothing before
         self._back_off_s = 0.0
         self._idle: list[Connection] = []

@@ -27,7 +27,6 @@ from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
 from tidemill.server.vectors import packed
 
-_AT_ONCE = 64  # prompts of one request
 _MAX_VALUES = 2**21  # of the vectors of single tokens in one response: about 40 MB as JSON
 _MAX_IN_HEADER = 400  # inputs that the header `metadata` describes: clients and proxies take 64 KiB at most
 
@@ -63,7 +62,7 @@ async def pooled(
     """The vector or scores of each, as they are computed."""
     left = iter(enumerate(inputs))
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling, is_normalized=is_normalized)
-    streams = [_pooled_in_turn(service, caller, left, params) for _ in range(min(_AT_ONCE, len(inputs)))]
+    streams = [_pooled_in_turn(service, caller, left, params) for _ in range(min(service.num_at_once, len(inputs)))]
     async with aclosing(merge(streams)) as merged:
         async for _, made in merged:
             yield made

@@ -25,8 +25,6 @@ from tidemill.server.openai import merge
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
 
-_AT_ONCE = 64  # items of one request
-
 _json = msgspec.json.Encoder().encode
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -87,8 +85,8 @@ async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller
     _check_lengths(service, query, items)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(body.label_token_ids))
     by_item, num_tokens = [list[float]()] * len(items), 0
-    left = enumerate(items)
-    streams = [_in_turn(service, caller, query, left, body.item_first, params) for _ in range(min(_AT_ONCE, len(items)))]
+    left, num = enumerate(items), min(service.num_at_once, len(items))
+    streams = [_in_turn(service, caller, query, left, body.item_first, params) for _ in range(num)]
     async with aclosing(merge(streams)) as merged:
         async for _, (i, num, logprobs) in merged:
             num_tokens += num

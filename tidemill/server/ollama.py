@@ -244,9 +244,9 @@ def make_router(models: Models) -> APIRouter:
     @router.post("/api/embed")
     async def embed(request: Request, body: Embed = Depends(body_of(Embed, untyped=True))) -> Response:
         begun_s, here = time.monotonic(), served(body.model)
-        texts = [body.input] if isinstance(body.input, str) else body.input
+        texts = body.input if isinstance(body.input, list) else [body.input] if body.input else []
         more = {} if body.dimensions is None else {"dimensions": body.dimensions}
-        work = _embeddings(models, here, [text for text in texts if text], body.truncate, more, request.state.caller)
+        work = _embeddings(models, here, texts, body.truncate, more, request.state.caller)
         vectors, num_tokens = await until_disconnect(request, work)
         figures = {"total_duration": _ns(time.monotonic() - begun_s), "load_duration": 1, "prompt_eval_count": num_tokens}
         return _answer({"model": body.model, "embeddings": vectors, **figures})
@@ -444,7 +444,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 def _family(service: Service) -> str:
     """As GGUF files name it: llama, not LlamaForCausalLM."""
-    return service.ready.model.architecture.removesuffix("ForCausalLM").lower()
+    return service.ready.model.architecture.partition("For")[0].removesuffix("Model").removesuffix("LMHead").lower()
 
 
 def _size(num: int) -> str:
@@ -459,13 +459,15 @@ def _shown(service: Service) -> dict[str, Any]:
     rotation = model.attention_layers[-1].rotation if model.attention_layers else None
     kind = _family(service)
     ends = [text for token in tokenizer.eos_token_ids if (text := tokenizer.token_text(token))]
-    capabilities = ["completion"]
-    if tokenizer.chat_template is not None:
-        capabilities.append("tools")
-    if _can_think(service):
-        capabilities.append("thinking")
-    if infill_tokens(tokenizer) is not None:
-        capabilities.append("insert")
+    can = {
+        "completion": True,
+        "tools": tokenizer.chat_template is not None,
+        "thinking": _can_think(service),
+        "insert": infill_tokens(tokenizer) is not None,
+    }
+    capabilities = [name for name, is_there in can.items() if is_there]
+    if model.pooler is not None:  # an encoder
+        capabilities = [] if model.own_pooling == "score" else ["embedding"]
     template = tokenizer.chat_template.source if tokenizer.chat_template else ""
     return {
         "modelfile": f"FROM {service.model_name}",

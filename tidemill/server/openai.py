@@ -330,7 +330,7 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
-    return Job(service, prompts, params, body, writer, caller, holds=_holds(prompts, body, caller, cache))
+    return Job(service, prompts, params, body, writer, caller, holds=_holds(service, prompts, body, caller, cache))
 
 
 async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
@@ -365,7 +365,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
     params = reading.gated(params, budget)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
     writer.begins_with_null = caller.call.is_llamacpp
-    holds = _holds(prompts, body, caller, cache)
+    holds = _holds(service, prompts, body, caller, cache)
     marked = await mark_holds(service, caller.tenant, prompts[0], body.marks(before), body.how(), body.cache_salt or "")
     return Job(service, prompts, params, body, writer, caller, reading, holds=[holds[0] + marked])
 
@@ -381,9 +381,11 @@ def _cache(service: Service, body: SamplingRequest, caller: Caller) -> PromptCac
     return cache
 
 
-def _holds(prompts: list[list[int]], body: SamplingRequest, caller: Caller, cache: PromptCache | None) -> list[list[Hold]]:
+def _holds(
+    service: Service, prompts: list[list[int]], body: SamplingRequest, caller: Caller, cache: PromptCache | None
+) -> list[list[Hold]]:
     """Of each prompt: the prompt cache, and what OpenAI's parameters ask for."""
-    asked = (caller.tenant, body.prompt_cache_key, body.prompt_cache_retention)
+    asked = (service, caller.tenant, body.prompt_cache_key, body.prompt_cache_retention)
     return [
         (cache.holds(prompt) if cache is not None else []) + key_holds(*asked, prompt, i, body.cache_salt or "")
         for i, prompt in enumerate(prompts)

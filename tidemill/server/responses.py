@@ -101,7 +101,8 @@ class Responses:
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, prompt, reading)
         how: Any = {"one_by_one": body.wants_logprobs, "tells_progress": bool(body.stream and body.return_progress)}
         how |= {"priority": body.priority, "salt": body.cache_salt or ""}
-        holds = key_holds(caller.tenant, body.prompt_cache_key, body.prompt_cache_retention, prompt, salt=body.cache_salt or "")
+        kept = (body.prompt_cache_key, body.prompt_cache_retention)
+        holds = key_holds(service, caller.tenant, *kept, prompt, salt=body.cache_salt or "")
         outputs = service.stream(caller, prompt, params, reading=reading, holds=holds, **how)
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:
@@ -325,6 +326,11 @@ def make_router(models: Models) -> APIRouter:
         query = dict(request.query_params)
         limit = read_limit(query.get("limit"), 20, 100)
         return page_of(responses.input_items(request.state.caller.tenant, response_id), query, limit)
+
+    @router.get("/v1/response_items/{item_id}")
+    async def response_item(request: Request, item_id: str) -> dict[str, Any]:
+        """What an item_reference stands for: a router asks which server has it."""
+        return responses.store.output_item(request.state.caller.tenant, item_id)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:

@@ -65,8 +65,9 @@ def session_name(request_id: str) -> str:
     return f"{request_id}/session"
 
 
-def _content_name(tenant: str, salt: str, prefix: Sequence[int], ttl_s: float) -> str:
-    digest = hashlib.sha256(salt.encode() + b"\0" + array("q", prefix).tobytes()).hexdigest()[:32]
+def _content_name(service: Service, tenant: str, salt: str, prefix: Sequence[int], ttl_s: float) -> str:
+    """By what its pages depend on."""
+    digest = hashlib.sha256(f"{service.adapter} {salt}\0".encode() + array("q", prefix).tobytes()).hexdigest()[:32]
     return f"{tenant}/prefix/{ttl_s:.0f}/{digest}"
 
 
@@ -74,13 +75,13 @@ def _content_name(tenant: str, salt: str, prefix: Sequence[int], ttl_s: float) -
 
 
 def key_holds(
-    tenant: str, key: str | None, retention: str | None, prompt: list[int], part: int = 0, salt: str = ""
+    service: Service, tenant: str, key: str | None, retention: str | None, prompt: list[int], part: int = 0, salt: str = ""
 ) -> list[Hold]:
     """OpenAI's prompt_cache_key and prompt_cache_retention: all of the request, instead of the latest one with its key."""
     if key is None and retention is None:
         return []
     ttl_s = RETENTIONS[retention or "in_memory"]
-    name = _content_name(tenant, salt, prompt, ttl_s) if key is None else f"{tenant}/key/{part}/{key}"
+    name = _content_name(service, tenant, salt, prompt, ttl_s) if key is None else f"{tenant}/key/{part}/{key}"
     reason = " ".join(word for word in ("prompt_cache_key" if key else "", f"for {ttl_s:.0f} s") if word)
     return [Hold(name, 0, ttl_s, reason=reason)]
 
@@ -93,7 +94,7 @@ async def mark_holds(
     for ttl, conversation in dict(marks).items():
         num = len(prompt) if conversation is None else await _num_common(service, prompt, conversation, how)
         if num:
-            name = _content_name(tenant, salt, prompt[:num], TTLS[ttl])
+            name = _content_name(service, tenant, salt, prompt[:num], TTLS[ttl])
             holds.append(Hold(name, num, TTLS[ttl], reason=f"cache_control, {ttl}"))
     return holds
 

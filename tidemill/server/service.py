@@ -35,6 +35,7 @@ T = TypeVar("T")
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
+_AT_ONCE, _PART_OF_QUEUE = 64, 4  # prompts of a request that has many, and the part of the queue that they may have
 _PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
 _LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokenizer runs in a thread
 
@@ -129,6 +130,11 @@ class Service:
     @property
     def max_context(self) -> int:
         return self.ready.config.max_context
+
+    @property
+    def num_at_once(self) -> int:
+        """Prompts of one request that are submitted while others of it wait here. A tenant may have half of the queue."""
+        return min(_AT_ONCE, max(self.ready.config.max_waiting // _PART_OF_QUEUE, 1))
 
     def context_of(self, params: SamplingParams | None = None) -> int:
         """Prompt and output of such a request, at most."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tidemill.engine.core import EngineCore
-from tidemill.errors import TidemillError
+from tidemill.errors import ConfigError, TidemillError
 from tidemill.runner.base import StepResult
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
@@ -121,6 +121,9 @@ class Calibration:
         progress: Callable[[float], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not core.model_config.attention_layers:
+            what = "The model keeps states of constant size and no KV cache, and such engines are not simulated."
+            raise ConfigError(what, fix="Calibrate a model with attention.", param="model")
         self._core, self._seconds, self._progress, self._now = core, seconds, progress or (lambda part: None), now
         self._draw = random.Random(seed)
         self._prompts: dict[int, list[int]] = {}  # by number: the same text again, so that a longer one has its begin cached

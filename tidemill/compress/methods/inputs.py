@@ -62,6 +62,11 @@ def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> di
             own.sample_TK = torch.cat([own.sample_TK, x_TK[::stride]])[:num_samples]
 
     job.observe(see)
+    if unseen := job.linears.keys() - made:
+        raise CalibrationError(
+            f"The inputs of {min(unseen)} cannot be observed: the model does not call it as a linear.",
+            fix="Choose a method that needs no calibration text: quantize --method rtn, prune --method magnitude.",
+        )
     for name, own in {id(one): (name, one) for name, one in made.items()}.values():
         if not bool(own.mean_K.isfinite().all()):
             raise CalibrationError(f"Inputs of {name} are not finite.", fix="Is the checkpoint whole? Try tidemill generate.")

@@ -1,4 +1,4 @@
-"""The first index of each row's highest value: a greedy draw. Of a NaN, if there is one."""
+"""The first index of each row's highest value: a greedy draw. -1: it is not finite, or the row has a NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tidemill.kernels import native
 
 
 def argmax_reference(x_SV: torch.Tensor) -> torch.Tensor:
-    return x_SV.argmax(-1)
+    return torch.where(x_SV.amax(-1).isfinite(), x_SV.argmax(-1), -1)  # amax of a NaN is NaN
 
 
 def argmax(x_SV: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,10 @@ class Panels(Weight):
         self._addresses = (self._panels.data_ptr(), None, None if bias_N is None else bias_N.data_ptr())
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._lib.linear(self._kind, x_TK, *self._addresses, self._num_out)
+        return self.logits(x_TK)
+
+    def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._lib.linear(self._kind, x_TK, *self._addresses, self._num_out, out)
 
     @property
     def held(self) -> Held:

@@ -58,6 +58,13 @@ class NativeAttention:
             for spec, at in zip(self._specs, kv.places, strict=True)
         ]
         self._tables = (ctypes.c_void_p * len(kv.tables))(*(table.data_ptr() for table in kv.tables))
+        self._every_step = structs.Step(
+            page_size=kv.page_size,
+            page_bytes=kv.cache.stride(0) * kv.cache.element_size(),
+            table_width=kv.tables[0].stride(0),
+            kv_format=_FORMATS[kv.format.name],
+            tables=ctypes.addressof(self._tables),
+        )
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
@@ -112,6 +119,8 @@ class NativeAttention:
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
         request = np.arange(counts.size)
         tiles = np.array([first_token, counts, starts, rows, starts + counts], np.int64)
+        if counts.size == 1 and counts[0] == 1:
+            return _Tiles(tiles, None if paths is None else (paths.bases, paths.places))
         if counts.max(initial=0) > tile_tokens:
             num_tiles = -(-counts // tile_tokens)
             request = np.repeat(request, num_tiles)
@@ -124,19 +133,12 @@ class NativeAttention:
         return _Tiles(np.ascontiguousarray(tiles[:, order]), of_paths)
 
     def _step(self, tiles: _Tiles, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> structs.Step:
-        kv, fields = self.kv, tiles.fields
-        step = structs.Step(
-            num_tokens=positions_T.shape[0],
-            page_size=kv.page_size,
-            page_bytes=kv.cache.stride(0) * kv.cache.element_size(),
-            table_width=kv.tables[0].stride(0),
-            kv_format=_FORMATS[kv.format.name],
-            num_tiles=fields.shape[1],
-            **{name: fields[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
-            tables=ctypes.addressof(self._tables),
-            positions=positions_T.data_ptr(),
-            slots=slots_GT.data_ptr(),
-        )
+        step = structs.Step.from_buffer_copy(self._every_step)
+        num_tiles, at = tiles.fields.shape[1], torch.from_numpy(tiles.fields).data_ptr()
+        step.num_tokens, step.num_tiles = positions_T.shape[0], num_tiles
+        step.positions, step.slots = positions_T.data_ptr(), slots_GT.data_ptr()
+        for i, name in enumerate(_TILE_FIELDS):
+            setattr(step, name, at + i * num_tiles * tiles.fields.itemsize)
         if tiles.paths is not None:
             step.path_width = tiles.paths[1].shape[1]
             step.tile_base, step.tile_path = (part.ctypes.data for part in tiles.paths)

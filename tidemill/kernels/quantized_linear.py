@@ -373,7 +373,10 @@ class QuantizedPanels(Weight):
         return Held(self._number, self._width, self._num_out, self._panels, self._scales)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._lib.linear(self._number, x_TK, *self._addresses, self._num_out)
+        return self.logits(x_TK)
+
+    def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._lib.linear(self._number, x_TK, *self._addresses, self._num_out, out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         if self._kind[0] not in "GWT":

@@ -36,26 +36,31 @@ def gather_batch(
     items: list[StepItem], state: RowState, trees: Mapping[int, list[int]] | None = None, policies: Policies | None = None
 ) -> Batch:
     """`trees`: see StepPlan."""
-    rows, starts, counts = np.array([(item.row, item.start, item.count) for item in items]).T
-    ends = np.cumsum(counts)
-    row_of = np.repeat(rows, counts)
-    positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+    rows, starts, counts = np.array([[it.row for it in items], [it.start for it in items], [it.count for it in items]])
+    ends, row_of, positions = np.arange(1, len(items) + 1), rows, starts  # where all are single tokens
+    if any(it.count > 1 for it in items):
+        ends = np.cumsum(counts)
+        row_of = np.repeat(rows, counts)
+        positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
     seen_at, entries, paths = _branch(items, positions, trees) if trees else (positions, None, None)
     rounds = [] if policies is None else policies.rounds(*(entries or (rows, starts, counts)))
-    places = positions if policies is None else policies.places(rounds, positions)  # in the row's page table
+    places = policies.places(rounds, positions) if policies is not None and rounds else positions  # in the row's page table
     pages, offsets = places // state.page_size, places % state.page_size
-    slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
+    slots = np.empty((len(state.kv_tables), positions.size), np.int64)
+    for of_group, table in zip(slots, state.kv_tables_cpu, strict=True):
+        np.multiply(table[row_of, pages], state.page_size, out=of_group, dtype=np.int64)
+    slots += offsets
     if rounds:
-        slots = [np.where(places < 0, -1, of_group) for of_group in slots]
+        slots[:, places < 0] = -1
     return Batch(
         rows=rows,
         starts=starts,
         counts=counts,
         last_token=ends - 1,
-        ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions].astype(np.int64)),
+        ids_T=torch.from_numpy(state.tokens_cpu[row_of, positions].astype(np.int64)),
         positions_T=torch.from_numpy(seen_at),
-        slots_GT=torch.from_numpy(np.array(slots, np.int64).reshape(len(slots), positions.size)),
-        types_T=_types(state, rows, counts, positions),
+        slots_GT=torch.from_numpy(slots),
+        types_T=_types(state, items, counts, positions),
         entries=entries,
         paths=paths,
         rounds=rounds,
@@ -88,9 +93,9 @@ def _branch(
     return positions, (rows, starts, counts), Paths.of(paths)
 
 
-def _types(state: RowState, rows: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
-    pairs = np.array([0 if params is None else params.pair_start for params in (state.params[row] for row in rows)])
-    if not pairs.any():
+def _types(state: RowState, items: list[StepItem], counts: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
+    pairs = [0 if params is None else params.pair_start for params in [state.params[item.row] for item in items]]
+    if not any(pairs):
         return None
     start = np.repeat(pairs, counts)
     return torch.from_numpy(((start > 0) & (positions >= start)).astype(np.int64))

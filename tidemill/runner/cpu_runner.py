@@ -46,11 +46,10 @@ def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.
 
 def _sources(items: list[StepItem], batch: Batch, but: Collection[int] = ()) -> np.ndarray:
     """Tokens of a step that yield logits. `but`: rows that draw nothing."""
-    ends = [
-        last + np.arange(-item.num_drafts, 1)
-        for item, last in zip(items, batch.last_token, strict=True)
-        if item.samples and item.row not in but
-    ]
+    drawn = [i for i, item in enumerate(items) if item.samples and item.row not in but]
+    if not any(item.num_drafts for item in items):
+        return batch.last_token if len(drawn) == len(items) else batch.last_token[drawn]
+    ends = [batch.last_token[i] + np.arange(-items[i].num_drafts, 1) for i in drawn]
     return np.concatenate(ends) if ends else np.zeros(0, np.int64)
 
 
@@ -82,6 +81,7 @@ class CpuRunner:
         if self._phased is not None and self._program is not None:
             with self._phased.by_rows():
                 self._rows_program = self._record()
+        self._room = torch.empty(0, 0)  # for logits
         self.fallback = self._find_fallback()
         self.mover: PageMover | None = None  # if there are tiers
         self._groups = config.layout.groups
@@ -191,11 +191,10 @@ class CpuRunner:
         return launched
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        adapters = self.state.adapters[batch.rows]
         if self._phased is not None and 0 < self._gather_tokens <= batch.ids_T.numel():
             with self._phased.by_rows():
                 return self._forward(batch, self._rows_program)
-        if self.loras is None or adapters.max() < 0:
+        if self.loras is None or (adapters := self.state.adapters[batch.rows]).max() < 0:
             return self._forward(batch, self._program)
         with self.loras.on(np.repeat(adapters, batch.counts)):
             return self._forward(batch, self._lora_program)
@@ -206,12 +205,13 @@ class CpuRunner:
 
     def _find_read(self, plan: StepPlan, batch: Batch) -> np.ndarray | None:
         """Tokens whose hidden states are read, if it is worth it to compute no others. None: all."""
+        if batch.ids_T.numel() - sum([item.num_draws for item in plan.items]) < _LEAST_UNREAD:
+            return None
         if self._parts is None or self.observers or batch.entries is not None or batch.rounds:
             return None
         if any(self.state.asks_prompt(item.row) for item in plan.items):
             return None
-        read = _sources(plan.items, batch)
-        return read if batch.ids_T.numel() - read.size >= _LEAST_UNREAD else None
+        return _sources(plan.items, batch)
 
     def _forward_read(self, batch: Batch, read: np.ndarray) -> torch.Tensor:
         """As `forward`, with NaN in the place of hidden states that are not read. Of their tokens, the last layer computes keys
@@ -250,6 +250,7 @@ class CpuRunner:
         reports = [
             look_at_prompt(self.model, self.state, item, hidden_TH[last + 1 - item.count : last + 1], score)
             for item, last in zip(plan.items, batch.last_token.tolist(), strict=True)
+            if self.state.asks_prompt(item.row)
         ]
         result = self._draw(plan, batch, hidden_TH)
         for report in filter(None, reports):
@@ -265,16 +266,25 @@ class CpuRunner:
         rows, positions = draws(items, plan.trees)
         sources = _sources(plan.items, batch, pooled)
         drawn_TH = hidden_TH if len(sources) == len(hidden_TH) else hidden_TH[sources]  # each token once, in order
-        sampled = self.sampler.sample(self.model.logits(drawn_TH), rows, positions)
+        sampled = self.sampler.sample(self._logits(self.model, drawn_TH), rows, positions)
         drawn = sampled.token_ids.tolist()
         paths = right_drafts(items, plan.drafts, plan.trees, drawn) if plan.trees else {}
         result = StepResult(pooled | accept(items, plan.drafts, drawn, paths), paths=paths, broken=broken_rows(items, drawn))
         if paths:
             self._settle(items, result)
         else:
-            self.state.tokens.numpy()[rows, positions] = np.maximum(drawn, 0)  # as state.append, in a fifth of the time
+            self.state.tokens_cpu[rows, positions] = [max(token, 0) for token in drawn]  # as state.append, in a fifth of the time
         result.take_logprobs(rows, sampled.logprobs)
         return result
+
+    def _logits(self, model: CausalLM, drawn_TH: torch.Tensor) -> torch.Tensor:
+        """In memory that is kept: to give megabytes back to the system and to take them again costs up to 1 ms a step. Good until
+        the next step. Those of several ranks are put together elsewhere first."""
+        if native.lib is None or model.weight_plan.part.tables.size > 1:
+            return model.logits(drawn_TH)
+        if self._room.shape[0] < len(drawn_TH):
+            self._room = drawn_TH.new_empty(len(drawn_TH), model.config.vocab_size)
+        return model.logits(drawn_TH, self._room[: len(drawn_TH)])
 
     def _settle(self, items: list[StepItem], result: StepResult) -> None:
         """Tokens, and the keys and values of drafts of trees that are right, go where the next step looks for them."""

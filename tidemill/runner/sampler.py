@@ -66,8 +66,13 @@ class Asked:
         return 0 if window < 0 else max(self.positions[i] - window, 0)
 
     def stages(self, state: RowState) -> list[frozenset[str]]:
-        places = zip(self.rows, self.positions, strict=True)
-        return [stages_of(p, place in state.masks) for place, p in zip(places, self.params, strict=True)]
+        made = []
+        for row, position, params in zip(self.rows, self.positions, self.params, strict=True):
+            known = state.known_stages[row]
+            if known is None or known[0] is not params:
+                known = state.known_stages[row] = (params, stages_of(params, has_mask=False))
+            made.append(known[1] | {"grammar"} if (row, position) in state.masks else known[1])
+        return made
 
     def held_back(self, i: int, state: RowState) -> list[int]:
         """Tokens that would end sequence i before it has min_tokens."""
@@ -106,15 +111,9 @@ class Sampler:
         asked = Asked(rows, [self._params(row) for row in rows], positions)
         wanted = [i for i, p in enumerate(asked.params) if p.logprobs is not None]
         raw = logits_SV[wanted] if wanted else None
-        is_valid = logits_SV.amax(-1).isfinite()  # amax of a NaN is NaN
-        stages = asked.stages(self._state)
-        for name, apply in self._stages.items():
-            which = [i for i, names in enumerate(stages) if name in names]
-            if which:
-                apply(logits_SV, which, asked)
-            if which and name in ADJUSTMENTS:
-                is_valid[which] &= logits_SV[which].amax(-1).isfinite()
-        tokens = torch.where(is_valid, self._draw(logits_SV, asked), -1)
+        tokens, stages = argmax(logits_SV), asked.stages(self._state)
+        if any(stages):  # else these are the likeliest
+            tokens = self._apply_stages(logits_SV, asked, stages, is_valid=tokens >= 0)
         if raw is None:
             return Sampled(tokens)
         for k, i in enumerate(wanted):
@@ -127,6 +126,17 @@ class Sampler:
             if named := asked.params[i].logprob_token_ids:
                 entries[k] = with_named(entries[k], named, raw[k].log_softmax(-1)[list(named)].tolist())
         return Sampled(tokens, {i: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
+
+    def _apply_stages(
+        self, logits_SV: torch.Tensor, asked: Asked, stages: list[frozenset[str]], is_valid: torch.Tensor
+    ) -> torch.Tensor:
+        for name, apply in self._stages.items():
+            which = [i for i, names in enumerate(stages) if name in names]
+            if which:
+                apply(logits_SV, which, asked)
+            if which and name in ADJUSTMENTS:
+                is_valid[which] &= logits_SV[which].amax(-1).isfinite()  # amax of a NaN is NaN
+        return torch.where(is_valid, self._draw(logits_SV, asked), -1)
 
     def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
         drawn = [i for i, p in enumerate(asked.params) if STAGES["draw"](p)]

@@ -78,6 +78,9 @@ class RowState:
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
+        self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [
+            None
+        ] * num_rows  # of sampling: what params ask for
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
         self.draft_probs: dict[tuple[int, int], np.ndarray] = {}  # by row and position: see StepPlan
@@ -85,6 +88,8 @@ class RowState:
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
         self.kv_tables = [table for table, group in zip(self.tables, groups, strict=True) if not group.is_state]
+        if flat.device.type == "cpu":  # the same memory, for numpy
+            self.tokens_cpu, self.kv_tables_cpu = self.tokens.numpy(), [table.numpy() for table in self.kv_tables]
         self._num_pages = [[0] * len(nums) for _ in range(num_rows)]
         self._copies: list[RowCopy] = []
 

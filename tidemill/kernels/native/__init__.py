@@ -62,8 +62,8 @@ SPARSE: Final = 1 << 29  # of a kind: single values are added to the matrix
 def _check(*tensors: torch.Tensor) -> None:
     """C takes what it is given: addresses of anything else would be read past their end."""
     for tensor in tensors:
-        assert tensor.dtype == torch.float32, tensor.dtype
-        assert tensor.device.type == "cpu", tensor.device
+        assert tensor.dtype is torch.float32, tensor.dtype
+        assert tensor.is_cpu, tensor.device
         assert tensor.is_contiguous()
 
 
@@ -216,11 +216,20 @@ class Library(StreamCalls, ExchangeCalls):
         return self.has_tiles
 
     def linear(
-        self, kind: int, x_TK: torch.Tensor, codes: int, scales: int | None, bias: int | None, num_out: int
+        self,
+        kind: int,
+        x_TK: torch.Tensor,
+        codes: int,
+        scales: int | None,
+        bias: int | None,
+        num_out: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`codes`, `scales`, `bias`: addresses, which the owner of the weight keeps."""
-        _check(x_TK)
-        out = x_TK.new_empty(x_TK.shape[0], num_out)
+        """`codes`, `scales`, `bias`: addresses, which the owner of the weight keeps. `out`: room for the result."""
+        if out is None:
+            out = x_TK.new_empty(x_TK.shape[0], num_out)
+        assert out.shape == (x_TK.shape[0], num_out)
+        _check(x_TK, out)
         if self._linear(kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()):
             raise MemoryError("no memory for a linear layer's input")
         if self._recording:
@@ -474,13 +483,14 @@ class Library(StreamCalls, ExchangeCalls):
     def replay(self, program: Program, given_TH: torch.Tensor, step: int) -> torch.Tensor:
         """The result is the program's own memory, good until the next replay. `step`: an address."""
         _check(given_TH)
-        arena, given, result_TH = program.buffers(given_TH.shape[0])
-        given.copy_(given_TH)
-        failed = self._replay(ctypes.addressof(program.ops), len(program.ops), arena.data_ptr(), given_TH.shape[0], step)
+        num_rows = given_TH.shape[0]
+        at = program.buffers(num_rows)
+        at.given.copy_(given_TH)
+        failed = self._replay(at.ops, len(program.ops), at.arena, num_rows, step)
         if failed:
             check_group(failed)
             raise MemoryError("no memory for a step")
-        return result_TH
+        return at.result
 
     def gumbel_argmax(self, logits_SV: torch.Tensor, keys_S: torch.Tensor) -> torch.Tensor:
         """`keys_S`: int64."""

@@ -158,20 +158,23 @@ static void copy_values(const block_rows rows, long num, long dim, int format, f
         for (long i = 0; i < dim; i += 8) f32x8_store(to + i, k < num ? load(rows[k], i, format) : f32x8_set(0));
 }
 
-/* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `format` are constants where
-   this is called, and so is `dim` for the usual sizes. */
-TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n, int format, float *scores) {
-    for (long b = 0; b < BLOCK; b += 4) {
-        f32x8 acc[3][4];
+/* scores[r][0 .. num - 1] = q_r . k for `n` rows; of four, two keys at a time: their sums must fit the registers. `n` and `format` are
+   constants where this is called, and so is `dim` for the usual sizes. */
+TM_INLINE void score_rows(const float *q, const block_rows keys, long num, long dim, int n, int format, float *scores) {
+    const int together = n < FEW ? 4 : 2;
+    for (long b = 0; b < num; b += together) {
+        f32x8 acc[FEW][4];
         for (int r = 0; r < n; r++)
-            for (int k = 0; k < 4; k++) acc[r][k] = f32x8_set(0);
+            for (int k = 0; k < together; k++) acc[r][k] = f32x8_set(0);
         for (long i = 0; i < dim; i += 8)
-            for (int k = 0; k < 4; k++) {
+            for (int k = 0; k < together; k++) {
                 f32x8 key = load(keys[b + k], i, format);
                 for (int r = 0; r < n; r++) acc[r][k] = f32x8_fma(acc[r][k], f32x8_load(q + r * dim + i), key);
             }
-        for (int r = 0; r < n; r++)
-            f32x8_store_sums(scores + r * BLOCK + b, f32x8_sum2(acc[r][0], acc[r][1]), f32x8_sum2(acc[r][2], acc[r][3]));
+        for (int r = 0; r < n; r++) {
+            if (together == 2) f32x8_store_two_sums(scores + r * BLOCK + b, f32x8_sum2(acc[r][0], acc[r][1]));
+            else f32x8_store_sums(scores + r * BLOCK + b, f32x8_sum2(acc[r][0], acc[r][1]), f32x8_sum2(acc[r][2], acc[r][3]));
+        }
     }
 }
 
@@ -205,24 +208,19 @@ TM_INLINE void mix_rows(const float *probs, const block_rows values, long num_ke
     if (i < dim) mix_part(probs, values, num_keys, dim, i, n, format, 1, acc);
 }
 
-#define SCORE(n) case n: score_rows(q, keys, dim, n, format, scores); break;
+#define SCORE(n) case n: score_rows(q, keys, num, dim, n, format, scores); break;
 #define MIX(n) case n: mix_rows(probs, values, num, dim, n, format, acc); break;
 
-TM_INLINE void score_any(const float *q, const block_rows keys, long dim, int n, int format, float *scores) {
-    switch (n) {
-        SCORE(1) SCORE(2) SCORE(3)
-    default:
-        score_rows(q, keys, dim, 2, format, scores);
-        score_rows(q + 2 * dim, keys, dim, 2, format, scores + 2 * BLOCK);
-    }
+TM_INLINE void score_any(const float *q, const block_rows keys, long num, long dim, int n, int format, float *scores) {
+    switch (n) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
 }
 TM_INLINE void mix_any(const float *probs, const block_rows values, long num, long dim, int n, int format, float *acc) {
     switch (n) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
 #define FOR_DIM(name, dim, format)                                                                             \
-    static void score_##name(const float *q, const block_rows keys, long any, int n, float *scores) {            \
+    static void score_##name(const float *q, const block_rows keys, long num, long any, int n, float *scores) {  \
         (void)any;                                                                                               \
-        score_any(q, keys, dim, n, format, scores);                                                            \
+        score_any(q, keys, num, dim, n, format, scores);                                                       \
     }                                                                                                            \
     static void mix_##name(const float *probs, const block_rows values, long num, long any, int n, float *acc) { \
         (void)any;                                                                                               \
@@ -237,7 +235,7 @@ FOR_DIM(bf16_any, any, 1)
 FOR_DIM(f16_64, 64, 2)
 FOR_DIM(f16_128, 128, 2)
 FOR_DIM(f16_any, any, 2)
-static void (*const SCORES[3][3])(const float *, const block_rows, long, int, float *) = {
+static void (*const SCORES[3][3])(const float *, const block_rows, long, long, int, float *) = {
     {score_64, score_128, score_any_dim}, {score_bf16_64, score_bf16_128, score_bf16_any}, {score_f16_64, score_f16_128, score_f16_any}};
 static void (*const MIXES[3][3])(const float *, const block_rows, long, long, int, float *) = {
     {mix_64, mix_128, mix_any_dim}, {mix_bf16_64, mix_bf16_128, mix_bf16_any}, {mix_f16_64, mix_f16_128, mix_f16_any}};
@@ -419,7 +417,7 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         } else if (copied)
             COPIED_SCORES[size](q, copied, dim, n, scores);
         else
-            SCORES[format][size](q, keys, dim, n, scores);
+            SCORES[format][size](q, keys, num, dim, n, scores); /* of keys past the last, something that is not used */
         if (t->softcap) cap(scores, n * BLOCK, t->softcap);
         if (t->bias)
             for (int r = 0; r < n && row + r < t->num_biased; r++) add_bias(t, row + r, first, scores + r * BLOCK);

@@ -179,6 +179,8 @@ TM_INLINE void tile_s4(const linear_job *j, int kind, int wide, const uint8_t *c
         i8x16 first[ROWS], second[ROWS];
         for (int r = 0; r < n; r++) dot[r] = halves_begin(starts + r * num_groups + g);
         for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
+        for (long at = 0; at < 128; at += 64) __builtin_prefetch(codes + PREFETCH + at);
+        __builtin_prefetch(scales + 8 * LANES);
         ALL_HALVES
         f32x8 d = f32x8_load(scales);
         for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], halves_finish(dot[r], starts + r * num_groups + g, xd[r * num_groups + g]), d);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -83,6 +84,13 @@ class Recording:
         return Program(ops, end, given.shape[1], columns[result.data_ptr()], result.shape[1])
 
 
+class Buffers(NamedTuple):
+    ops: int  # addresses
+    arena: int
+    given: torch.Tensor  # where the given rows go
+    result: torch.Tensor  # where the result's come out
+
+
 @dataclass(slots=True)
 class Program:
     ops: ctypes.Array[Op]
@@ -91,11 +99,14 @@ class Program:
     result_column: int
     num_result: int
     _arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
+    _made: tuple[int, Buffers] | None = None  # for so many rows: the last, since steps are often alike
 
-    def buffers(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arena, where the given rows go and where the result's rows come out."""
-        if self._arena.numel() < self.num_columns * num_rows:
-            self._arena = torch.empty(self.num_columns * num_rows, dtype=torch.float32, device="cpu")
-        first = self.result_column * num_rows
-        given = self._arena[: self.num_given * num_rows].view(num_rows, -1)
-        return self._arena, given, self._arena[first : first + self.num_result * num_rows].view(num_rows, -1)
+    def buffers(self, num_rows: int) -> Buffers:
+        if self._made is None or self._made[0] != num_rows:
+            if self._arena.numel() < self.num_columns * num_rows:
+                self._arena = torch.empty(self.num_columns * num_rows, dtype=torch.float32, device="cpu")
+            first = self.result_column * num_rows
+            given = self._arena[: self.num_given * num_rows].view(num_rows, -1)
+            result = self._arena[first : first + self.num_result * num_rows].view(num_rows, -1)
+            self._made = num_rows, Buffers(ctypes.addressof(self.ops), self._arena.data_ptr(), given, result)
+        return self._made[1]

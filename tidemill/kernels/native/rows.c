@@ -425,7 +425,7 @@ TM_API void tm_gumbel_argmax(const float *logits, const int64_t *keys, int64_t *
     tm_unlock();
 }
 
-/* ---- the first index of each row's highest value; of a NaN, if there is one */
+/* ---- the first index of each row's highest value; -1 if it is not finite, or a value is NaN */
 
 typedef struct {
     const float *x;
@@ -433,30 +433,35 @@ typedef struct {
     long width;
 } argmax_job;
 
+#define ARGMAX_BLOCK 512
+
 static void argmax_row(void *arg, long row, int thread) {
     (void)thread;
     const argmax_job *j = arg;
     const float *x = j->x + row * j->width;
-    f32x8 top = f32x8_set(-INFINITY), sum = f32x8_set(0);
-    long i = 0;
-    for (; i + 8 <= j->width; i += 8) {
-        f32x8 v = f32x8_load(x + i);
-        top = f32x8_max(top, v);
-        sum = f32x8_fma(sum, v, f32x8_set(0)); /* NaN if any value is; or infinite, which the search below sorts out */
+    f32x8 sum = f32x8_set(0);
+    float highest = -INFINITY, check = 0;
+    long best = 0; /* where the block begins that has the first of the highest */
+    for (long first = 0; first < j->width; first += ARGMAX_BLOCK) {
+        f32x8 top = f32x8_set(-INFINITY);
+        long end = first + ARGMAX_BLOCK < j->width ? first + ARGMAX_BLOCK : j->width, i = first;
+        for (; i + 8 <= end; i += 8) {
+            f32x8 v = f32x8_load(x + i);
+            top = f32x8_max(top, v);
+            sum = f32x8_fma(sum, v, f32x8_set(0)); /* NaN if any value is; or infinite, which the search below sorts out */
+        }
+        float of_block = f32x8_maximum(top);
+        for (; i < end; i++) {
+            of_block = x[i] > of_block ? x[i] : of_block;
+            check += x[i] * 0;
+        }
+        if (of_block > highest) highest = of_block, best = first;
     }
-    float highest = f32x8_maximum(top), check = f32x8_sum(sum);
-    for (; i < j->width; i++) {
-        highest = x[i] > highest ? x[i] : highest;
-        check += x[i] * 0;
-    }
-    if (check != 0)
-        for (i = 0; i < j->width; i++)
-            if (x[i] != x[i]) {
-                j->out[row] = i;
-                return;
-            }
-    for (i = 0; i < j->width - 1 && x[i] != highest; i++) {}
-    j->out[row] = i;
+    int is_valid = isfinite(highest);
+    if (check + f32x8_sum(sum) != 0)
+        for (long i = 0; i < j->width; i++) is_valid &= x[i] == x[i];
+    while (is_valid && x[best] != highest) best++;
+    j->out[row] = is_valid ? best : -1;
 }
 
 TM_API void tm_argmax(const float *x, int64_t *out, long num_rows, long width) {

@@ -10,8 +10,8 @@
 
 typedef void (*tm_task)(void *arg, long index, int thread);
 
-/* Runs task(arg, 0 .. count-1), `chunk` indices at a time, on all threads; a chunk goes to whichever thread is free, so a thread
-   that the system takes away holds up one chunk, not a share of the work. */
+/* Runs task(arg, 0 .. count-1), `chunk` indices at a time, on all threads, which begin in different places; a chunk goes to whichever
+   thread is free, so a thread that the system takes away holds up one chunk, not a share of the work. */
 void tm_parallel(long count, long chunk, tm_task task, void *arg);
 int tm_num_threads(void);
 

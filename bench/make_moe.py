@@ -8,7 +8,7 @@ type is one that the `gguf` package quantizes to: Q4_0, Q4_1, Q8_0. The file has
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import gguf
@@ -57,4 +57,8 @@ def write(path: Path, kind: gguf.GGMLQuantizationType) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), gguf.GGMLQuantizationType[sys.argv[2] if len(sys.argv) > 2 else "Q4_0"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("type", nargs="?", default="Q4_0", choices=("Q4_0", "Q4_1", "Q8_0"))
+    given = parser.parse_args()
+    write(given.file, gguf.GGMLQuantizationType[given.type])

@@ -1,5 +1,6 @@
 """The commands: in this process where that shows as much, else as processes on a terminal, as a person runs them."""
 
+import errno
 import json
 import os
 import pty
@@ -11,9 +12,11 @@ import sys
 import urllib.request
 
 import pytest
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
+from tidemill.cli import main as cli
 from tidemill.cli.main import app
 from tidemill.config import fmt_bytes
 from tidemill.engine.client import EngineClient
@@ -164,6 +167,36 @@ def test_completion(invoke, tmp_path):
         assert "_TIDEMILL_COMPLETE=complete_" + shell in invoke("completion", shell).output
     (tmp_path / "script").write_text(invoke("completion", "bash").output)
     assert subprocess.run(["bash", "-n", str(tmp_path / "script")]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device.\n"),
+        (PermissionError(errno.EACCES, "Permission denied", "/made"), "error: Permission denied: /made.\n"),
+        (
+            SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)"),
+            "error: Read-only file system.\n",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_a_line(monkeypatch, capsys, error, line):
+    def stops(**_):
+        raise error
+
+    monkeypatch.setattr(cli, "make_app", lambda only: stops)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_other_errors_of_the_system_are_raised(monkeypatch):
+    def stops(**_):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    monkeypatch.setattr(cli, "make_app", lambda only: stops)
+    with pytest.raises(ConnectionResetError):
+        cli.main()
 
 
 def test_the_limit_for_stalled_steps_reaches_the_supervisor(tiny_folder, invoke, monkeypatch, tmp_path):

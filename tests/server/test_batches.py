@@ -1,5 +1,6 @@
 """Batches: every line executed once, in the background, across restarts of the server."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -256,7 +257,7 @@ def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
     assert server.stop() == 0
 
 
-async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path, monkeypatch):
+async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(batches, "_TRY_AGAIN_S", 0.01)
     first, second = Storage(tmp_path, 10**6), Storage(tmp_path, 10**6)
     record = {"id": "batch_1", "status": "finalizing", "input_file_id": "f", "request_counts": {"total": 1}}
@@ -265,7 +266,18 @@ async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path
     ready = SimpleNamespace(config=SimpleNamespace(max_requests=1))
     models = Models([SimpleNamespace(ready=ready, model_name="tiny", aliases=(), live=SimpleNamespace(), is_draining=False)])
     running = Batches(models, second, Access().caller_of, None)
+    tries, resume = 0, running._resume
+
+    async def counted() -> None:
+        nonlocal tries
+        tries += 1
+        await resume()
+
+    monkeypatch.setattr(running, "_resume", counted)
     await running.resume()  # the other server still has the folder
+    while tries < 4:
+        await asyncio.sleep(0)
+    assert sum(line.startswith("batches cannot be resumed yet") for line in caplog.messages) == 1
     with pytest.raises(StorageUnavailable):
         await second.do(second.unfinished)
     first.close()

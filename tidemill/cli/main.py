@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,6 +26,7 @@ _COMMANDS = (
 )  # fmt: skip
 _ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
 _GROUPS = frozenset({"bench", "prompt-cache"})
+_NOT_WRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
 _OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}  # of other programs' users
 _WITH_FILE = frozenset({
@@ -81,12 +84,27 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except TidemillError as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print("error:", style="bold red", end=" ")
-        console.print(error.message, markup=False)
-        if error.fix:
-            console.print(error.fix, markup=False)
-        sys.exit(1)
+        _fail(error.message, error.fix)
+    except Exception as error:
+        if (number := _os_error(error)) not in _NOT_WRITABLE:
+            raise
+        where = getattr(error, "filename", None)
+        _fail(f"{os.strerror(number)}{f': {where}' if where else ''}.", "Choose another place for what is written, or make room.")
+
+
+def _fail(message: str, fix: str) -> NoReturn:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("error:", style="bold red", end=" ")
+    console.print(message, markup=False)
+    if fix:
+        console.print(fix, markup=False)
+    sys.exit(1)
+
+
+def _os_error(error: Exception) -> int:
+    """The operating system's number of it, or 0. Libraries in Rust (safetensors) have it in their text."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return (error.errno if isinstance(error, OSError) else int(found[1]) if found else 0) or 0
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ allowed-host = ["llm.example.org"]
 `tidemill serve --show-config` prints every value and its source. API keys are never printed.
 """
 _SECTIONS = {
-    ENGINE: "Taken by `serve` and by every command that loads a model: `generate`, `chat`, `calibrate` and `bench latency`, "
-    "`throughput` and `policies`. `simulate` takes those that decide who runs when. `memory` takes `model`, `device`, `dtype` "
-    "and `kv-dtype`; `train-draft` and `calibrate-kv` take `model`, `dtype` and `threads`.",
+    ENGINE: "Taken by `serve`, `generate`, `chat`, `batch`, `calibrate`, `measure-layers` and `bench latency`, `throughput` "
+    "and `policies`. `simulate` takes those that decide who runs when. Other commands take a few of them, as their `--help` "
+    "lists.",
     ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [lora.md](lora.md).",
     SERVING: "Of `serve`.",
     ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",

@@ -45,6 +45,7 @@ def save(folder: Path, name: str, model: str | None, content: dict[str, Any], si
     if path.exists():
         raise ConfigError(f"{folder} has a prompt cache {name!r}.", fix="Remove it first, or choose another name.", param="name")
     parse_bytes(size)
+    folder.mkdir(parents=True, exist_ok=True)  # an engine goes on without a folder that it cannot write to
     from tidemill.engine.llm import LLM  # brings torch
 
     given = Settings.read(ENGINE_NAMES, {"model": model}).engine | {"kv_disk": f"{folder.resolve()}:{size}"}
@@ -61,7 +62,9 @@ def save(folder: Path, name: str, model: str | None, content: dict[str, Any], si
     saved = Saved(name, given["model"], list(output.prompt_token_ids), content)
     inner = asdict(saved)
     text = json.dumps({"kind": _KIND, "version": _VERSION, "sha256": _digest(inner), "cache": inner})
-    path.write_text(text)
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)  # whole, or not at all
     return saved, output.num_cached
 
 

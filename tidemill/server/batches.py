@@ -98,7 +98,7 @@ class Batches:
             await self._resume()
         except TidemillError as error:
             _log.error("batches cannot be resumed yet: %s", error)
-            self._resuming = asyncio.create_task(self._resume_later())
+            self._resuming = asyncio.create_task(self._resume_later(str(error)))
 
     async def _resume(self) -> None:
         for batch_id, tenant, model in await self._storage.do(self._storage.unfinished):
@@ -106,13 +106,15 @@ class Batches:
             if is_ours and batch_id not in self._tasks:
                 self._start(tenant, batch_id)
 
-    async def _resume_later(self) -> None:
+    async def _resume_later(self, said: str) -> None:
         while True:
             await asyncio.sleep(_TRY_AGAIN_S)
             try:
                 return await self._resume()
             except TidemillError as error:
-                _log.error("batches cannot be resumed yet: %s", error)
+                if str(error) != said:  # once, however long it lasts
+                    said = str(error)
+                    _log.error("batches cannot be resumed yet: %s", error)
 
     async def stop(self) -> None:
         """At once: lines under way are executed again next time."""

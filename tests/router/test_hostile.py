@@ -430,3 +430,14 @@ async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch):
         refused.close()
         kept.send(post())
         assert (await kept.answer())[0] == 200
+
+
+async def test_bodies_that_are_no_text_are_passed_on_and_take_no_place_for_good():
+    stubs = [Stub("a"), Stub("b")]
+    deep = b'{"model": "m", "input": [{"type": "item_reference", "x": %s}]}' % (b"[" * 995 + b"]" * 995)
+    bodies = (b'{"model": "m", "input": [{"type": "item_reference", "id": "\xff"}]}', b'{"messages": [{"role": "\xff"}]}', deep)
+    async with routed(*stubs, limits=Limits(max_under_way=2)) as (router, port):
+        for body in (*bodies, *bodies):
+            assert (await ask(port, post(body, "/v1/responses")))[0] == 200  # servers say what is wrong with them
+        assert router.limits.num_refused == 0
+        assert router.num_under_way == 0

@@ -44,6 +44,7 @@ class _Item(msgspec.Struct):
     id: str | None = None
 
 
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # a Raw's strings are not checked before they are decoded
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_items = msgspec.json.Decoder(list[_Item]).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
@@ -65,7 +66,7 @@ def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
         return Prompt()
     try:
         given = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _BROKEN:
         return Prompt()
     root = b"\0".join((tenant, (given.model or "").encode()))
     around = given.tools, given.system, given.instructions
@@ -100,7 +101,7 @@ def _num_opening(messages: list[Raw]) -> int:
         try:
             if _decode_message(message).role == "user":
                 return number
-        except msgspec.DecodeError:
+        except _BROKEN:
             break
     return 1
 
@@ -124,6 +125,6 @@ def _item_reference(items: bytes) -> tuple[str, str] | None:
         return None
     try:
         found = next((one.id for one in _decode_items(items) if one.type == "item_reference" and one.id), None)
-    except msgspec.DecodeError:
+    except _BROKEN:
         return None
     return None if found is None else ("response_items", found)

@@ -241,6 +241,15 @@ async def test_models_are_merged_and_a_request_goes_where_its_model_is():
                 assert json.loads((await ask(port, post(body, "/api/chat")))[2])["from"] == "b"
 
 
+async def test_a_name_with_latest_goes_to_the_server_that_lists_it_so():
+    stubs = [Stub("a", ["m", "x"]), Stub("b", ["m:latest", "y:latest"])]
+    async with routed(*stubs) as (_, port):
+        for number in range(8):
+            for name, of in (("m", "a"), ("m:latest", "b"), ("x:latest", "a"), ("y", "b")):
+                body = chat(f"conversation {number}") | {"model": name}
+                assert json.loads((await ask(port, post(body)))[2])["from"] == of
+
+
 async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_goes_elsewhere():
     async def never(sent: Sent, writer) -> None:
         await asyncio.Event().wait()

@@ -106,8 +106,9 @@ class Router:
     def choose(self, prompt: Prompt, tried: Sequence[Upstream] = ()) -> Upstream | None:
         usable = {url: one for url, one in self.upstreams.items() if one.is_usable and one not in tried}
         if prompt.model is not None and len(usable) > 1:
-            names = {prompt.model, prompt.model.removesuffix(_LATEST)}
-            serving = {url: one for url, one in usable.items() if one.models is None or not names.isdisjoint(one.models)}
+            names = prompt.model, prompt.model.removesuffix(_LATEST), prompt.model + _LATEST
+            listed = next((name for name in names if any(name in (one.models or ()) for one in usable.values())), prompt.model)
+            serving = {url: one for url, one in usable.items() if one.models is None or listed in one.models}
             usable = serving or usable  # of a name that no list has, servers may know more
         if not usable:
             return None
@@ -157,7 +158,7 @@ class Router:
         self.limits.enter(tenant)
         try:
             return self._forward(front, request, tenant)
-        except TidemillError:
+        except BaseException:
             self.limits.leave(tenant)
             raise
 

@@ -26,7 +26,8 @@ _COMMANDS = (
 )  # fmt: skip
 _ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
 _GROUPS = frozenset({"bench", "prompt-cache"})
-_NOT_WRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_ACCESS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
 _OTHER_NAMES = {"run": "chat", "list": "models", "ls": "models", "show": "models"}  # of other programs' users
 _WITH_FILE = frozenset({
@@ -86,10 +87,11 @@ def main() -> None:
     except TidemillError as error:
         _fail(error.message, error.fix)
     except Exception as error:
-        if (number := _os_error(error)) not in _NOT_WRITABLE:
+        number, where = _os_error(error), getattr(error, "filename", None)
+        if number not in _NO_ROOM | _NO_ACCESS:
             raise
-        where = getattr(error, "filename", None)
-        _fail(f"{os.strerror(number)}{f': {where}' if where else ''}.", "Choose another place for what is written, or make room.")
+        fix = "Choose another place, or " + ("make room there." if number in _NO_ROOM else "allow access to this one.")
+        _fail(f"{os.strerror(number)}{f': {where}' if where else ''}.", fix)
 
 
 def _fail(message: str, fix: str) -> NoReturn:

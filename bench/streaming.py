@@ -109,7 +109,7 @@ class Engine:
         has_weights = any(folder.glob("*.safetensors"))
         options = EngineOptions(
             model=str(folder), load_format="auto" if has_weights else "dummy", weight_memory_bytes=budget,
-            weight_cache=f"{folder}/cache", max_context=256, max_requests=32, kv_memory_bytes=2**26, speculate="off",
+            weight_cache=f"{folder}/cache", max_context=256, max_requests=32, kv_memory_bytes=2**27, speculate="off",
             max_loras=1 if by_layer else None, max_lora_rank=8 if by_layer else None,
         )  # fmt: skip
         began = time.perf_counter()

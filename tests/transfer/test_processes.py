@@ -64,7 +64,7 @@ def test_requests_go_from_process_to_process_and_survive_kills(tiny_folder, tmp_
                         await until(lambda: any(isinstance(one, events.PagesMoved) and one.tier == "peer" for one in seen))
                 rest = await ask(second, f"r{number}", prompt, 12, [Resumed(0, begun)])
                 assert begun + rest == expected
-            assert first.num_restarts == 4
+            await until(lambda: first.num_restarts == 4)  # the last one may have answered before it was killed
             assert peer_tokens(seen)["r0"] > 0
         finally:
             for client in (first, second, plain):

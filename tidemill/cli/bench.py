@@ -30,11 +30,14 @@ console = Console(stderr=True, highlight=False)
 
 
 def _check_json(path: Path | None) -> Path | None:
-    """Before anything is measured. Its folder is made."""
+    """Before anything is measured. Its folder is made; a file is there only when there are figures."""
     if path is not None:
+        is_new = not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
+            if is_new:
+                path.unlink()
         except OSError as error:
             what = f"--json {path} cannot be written: {error.strerror}."
             raise ConfigError(what, fix="Give another file.", param="json") from error

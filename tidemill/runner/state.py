@@ -78,9 +78,7 @@ class RowState:
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
-        self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [
-            None
-        ] * num_rows  # of sampling: what params ask for
+        self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [None] * num_rows  # of sampling, by params
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
         self.draft_probs: dict[tuple[int, int], np.ndarray] = {}  # by row and position: see StepPlan

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 import msgspec
 
@@ -113,6 +113,10 @@ class KVManager(TieredPages):
 
     def holds(self, seq: int) -> bool:
         return seq in self._sequences
+
+    @property
+    def sequences(self) -> Set[int]:
+        return self._sequences.keys()
 
     def path(self, token_ids: Sequence[int], salt: str = "", most: int | None = None) -> Path:
         """By which a prompt's pages can be found, of the first `most` tokens: never the last token's, which must be computed for
@@ -224,10 +228,11 @@ class KVManager(TieredPages):
         sequence = self._sequences[seq]
         path = sequence.path.through(token_ids, num)
         match = self._match_in(self._index.find(path) if self._behind is None else self._behind.find_in_pages(path))
+        loading = () if self._behind is None else self._behind.loading
         for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
             for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
-                if self._pool.references(table.pages[i]) == 0 and own.pages[i] in self._index:
-                    table.pages[i] = own.pages[i]  # of several pages with this content, one that is not free
+                if (self._pool.references(table.pages[i]) == 0 or table.pages[i] in loading) and own.pages[i] in self._index:
+                    table.pages[i] = own.pages[i]  # of several pages with this content, one that has it and is not free
         held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
         if self._behind is not None:
             for page in held.pages:

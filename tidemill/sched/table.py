@@ -324,9 +324,7 @@ class RequestTable:
                 num_slots = request.num_computed if request.cache is None else request.cache.num_slots(request.num_computed)
                 assert group.num_pages_for(num_slots) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
-        if not self._requests:
-            num_owned = self.kv.num_loading + self.kv.held.num_pinned
-            assert self.kv.num_free_pages + num_owned == self.kv.num_pages, "pages leaked"
+        assert self.kv.sequences <= self._requests.keys(), "pages leaked"
 
 
 def _rank(request: Request) -> tuple[bool, bool, int, int, int]:

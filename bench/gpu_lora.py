@@ -91,6 +91,46 @@ def check_kernels() -> None:
         print(f"{num_in} -> {outs}: largest error {error:.1e} of the largest value", flush=True)
 
 
+def check_behind() -> None:
+    """The kernel behind gate and up also multiplies for `down`: against the kernel that does it otherwise, and a token alone."""
+    device, num_slots, num = torch.device("cuda"), 9, 300
+    slots = np.random.default_rng(0).integers(-1, num_slots, num)
+    (gates, downs), lists = (SHAPES[2], SHAPES[3]), _Lists(num_slots, 512)
+    made = [CudaLora(num_in, outs, lists, num_slots, 64, act, device, torch.bfloat16) for num_in, outs, act in (gates, downs)]
+    weights = []
+    for one, (num_in, outs, act) in zip(made, (gates, downs), strict=True):
+        for slot, rank in enumerate((16, 8, 1, 64, 33, 16, 16, 16, 16)):
+            pairs = {
+                name: LoraPair(
+                    (torch.randn(rank, num_in) / num_in**0.5).bfloat16(), (torch.randn(size, rank) / rank**0.5).bfloat16(), 0.7
+                )
+                for name, size in outs.items()
+            }
+            one.put(slot, pairs)
+        values = (torch.randn(sum(outs.values()), num_in, device=device) / num_in**0.5).bfloat16()
+        weights.append(CudaWeight(values, None, False, act))
+    x = torch.randn(num, gates[0], device=device, dtype=torch.bfloat16)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return _added(made[1].adapted(made[0].adapted(x, weights[0]), weights[1], leave=True))
+
+    lists.write(slots, num)
+    apart = both(x)
+    made[0].behind = made[1]
+    together = both(x)
+    error = (together.float() - apart.float()).abs().max() / apart.float().abs().max()
+    assert 0 < error < 2**-7, error  # sums end at other places
+    few, lora._FEW = lora._FEW, 512
+    made[0]._lists = made[1]._lists = small = _Lists(num_slots, 512)
+    small.write(slots, num)
+    assert torch.equal(both(x), together), "small tiles"
+    made[0]._lists, made[1]._lists, lora._FEW = lists, lists, few
+    for row in range(0, num, 7):
+        lists.write(slots[row : row + 1], 1)
+        assert torch.equal(both(x[row : row + 1].contiguous())[0], together[row]), row
+    print(f"down behind gate and up: {error:.1e} of the largest value beside its own kernel", flush=True)
+
+
 def _added(y: torch.Tensor) -> torch.Tensor:
     """As the kernel behind adds."""
     y, added = with_added(y)
@@ -218,6 +258,7 @@ def main() -> None:
     parts = given.parts.split(",")
     if "checks" in parts:
         check_kernels()
+        check_behind()
     if "kernels" in parts:
         time_matmuls(given.adapters, given.rank)
     if "workloads" in parts:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def pairs_of(slot: int, outs: dict[str, int], num_in: int = NUM_IN) -> dict[str,
     rank, names, dtype = ADAPTERS[slot]
     made = {}
     for name in outs:
-        if name in names or (names and name in ("gate", "up")):
+        if name in names or (names and name in ("gate", "up", "down")):
             down, up = torch.randn(rank, num_in).to(dtype), torch.randn(outs[name], rank).to(dtype)
             made[name] = LoraPair(down, up, 0.3 + slot)
     return made
@@ -115,15 +117,17 @@ class Lists:
         return self.made.lists(num_tokens)
 
 
-def make(outs: dict[str, int], num_in: int, size: int, monkeypatch) -> tuple[cuda.CudaLora, list[dict[str, LoraPair]]]:
+def make(
+    outs: dict[str, int], num_in: int, size: int, monkeypatch, max_rank: int = 64
+) -> tuple[cuda.CudaLora, list[dict[str, LoraPair]]]:
     """Two stretches of K. What was in a slot before is another adapter."""
     monkeypatch.setattr(cuda, "_STRETCH", 128)
     torch.manual_seed(0)
     adapters = [pairs_of(slot, outs, num_in) for slot in range(len(ADAPTERS))]
     lists, act = Lists(SLOTS, size), "silu" if "gate" in outs else ""
-    made = cuda.CudaLora(num_in, outs, lists, len(ADAPTERS), 64, act, torch.device("cpu"), torch.float32)
+    made = cuda.CudaLora(num_in, outs, lists, len(ADAPTERS), max_rank, act, torch.device("cpu"), torch.float32)
     for slot, pairs in enumerate(adapters):
-        made.put(slot, {name: LoraPair(torch.ones(64, num_in), torch.ones(outs[name], 64), 9.0) for name in outs})
+        made.put(slot, {name: LoraPair(torch.ones(max_rank, num_in), torch.ones(outs[name], max_rank), 9.0) for name in outs})
         made.put(slot, pairs)
     return made, adapters
 
@@ -175,6 +179,34 @@ def test_adapters_on_a_gpu(is_gated, monkeypatch):
     monkeypatch.setattr(cuda, "_FEW", 1)
     made._lists = Lists(SLOTS, size)
     assert torch.equal(made.adapted(x, Given(stored)), out)
+
+
+@pytest.mark.parametrize("max_rank", [48, 128])
+def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_rank, monkeypatch):
+    """Unless ranks may be too high. Larger tiles and a row alone have the same bits."""
+    num, size = 300, SLOTS.size + 3
+    monkeypatch.setattr(sys.modules[__name__], "ADAPTERS", [(min(rank, max_rank), *rest) for rank, *rest in ADAPTERS])
+    gate_up, _ = make({"gate": num, "up": num}, NUM_IN, size, monkeypatch, max_rank)
+    down, adapters = make({"down": 70}, num, size, monkeypatch, max_rank)
+    gate_up.behind = down
+    x, y, z = torch.randn(size, NUM_IN), torch.randn(size, 2 * num), torch.randn(size, 70)
+    shrunk = mock.Mock(wraps=down._shrink)
+    monkeypatch.setattr(down, "_shrink", shrunk)
+
+    def both(rows=slice(None), **how):
+        made = gate_up.adapted(x[rows].clone(), Given(y[rows]))
+        return made, add_left(down.adapted(made, Given(z[rows]), **how))
+
+    made, out = both()
+    assert shrunk.called == (max_rank > 64)
+    assert_close(out, expected(made, z, [*SLOTS, -1, -1, -1], adapters, {"down": 70}), atol=2e-2, rtol=1e-3)
+    assert torch.equal(both(leave=True)[1], out)
+    for row in (4, SLOTS.size - 1):
+        gate_up._lists = down._lists = Lists(SLOTS[row : row + 1], 1)
+        assert torch.equal(both(slice(row, row + 1))[1][0], out[row])
+    monkeypatch.setattr(cuda, "_FEW", 1)
+    gate_up._lists = down._lists = Lists(SLOTS, size)
+    assert torch.equal(both()[1], out)
 
 
 def test_what_is_left_to_the_kernel_behind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from tidemill.kernels.cuda.launch import IS_INTERPRETED
 from tidemill.kernels.cuda.lora import AFTER, BESIDE, CudaLora, rows_of_tile
 from tidemill.kernels.lora import LinearLora, make_tiles
-from tidemill.layers.linear import Linear
+from tidemill.layers.linear import GatedLinear, Linear
 from tidemill.layers.lora import Loras
 
 _WRITES_IN_FLIGHT = 2 * 3  # of three steps, whose lists may still be read
@@ -33,6 +34,9 @@ class CudaLoras(Loras):
         priorities = {} if IS_INTERPRETED else {BESIDE: -1, AFTER: 0}
         self.streams = {order: torch.cuda.Stream(device, priority=priority) for order, priority in priorities.items()}
         super().__init__(places, num_slots, max_rank)
+        for linear in self._linears:
+            if isinstance(linear, GatedLinear) and linear.read_by and isinstance(linear.lora, CudaLora):
+                linear.lora.behind = cast("CudaLora | None", linear.read_by[0].lora)
 
     def _make_step(self) -> None:
         return

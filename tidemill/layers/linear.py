@@ -178,6 +178,7 @@ class GatedLinear(Linear):
     def __init__(self, num_in: Size, num_out: Size, *, bias: bool, weights: WeightPlan, act: str) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, weights=weights)
         self.act = act
+        self.read_by: tuple[Linear, ...] = ()  # what takes its output; in a tuple, so that it is no part of this module
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         gate, up = parts

@@ -28,6 +28,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
+        self.gate_up.read_by = (self.down,)
         self.norm_behind = False  # as of Attention
         self.neurons: NeuronWeights | ChosenNeurons | None = None  # where not all are computed
         self.split: SplitNeurons | None = None  # where some are in host memory

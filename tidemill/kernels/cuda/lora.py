@@ -9,7 +9,8 @@ alone.
 What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, nor who adds, and
 the matmul is the one of a step without adapters. It runs beside these kernels, which have a stream of their own in the step's
 CUDA graph. The kernel behind both adds: the norm or the one that rotates q and k, where that is all that reads the result; else
-the second kernel itself follows the matmul; that of a gated layer activates, too. Programs of a matmul take a whole
+the second kernel itself follows the matmul; that of a gated layer activates, too, and multiplies what it has made by the
+matrices down of the linear behind it, in runs of columns that a third kernel adds up. Programs of a matmul take a whole
 multiprocessor each, so these kernels have few, to leave it most of them; and who is launched first is chosen by the size of the
 step and the kind of linear.
 """
@@ -28,7 +29,7 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.elementwise import gated
 from tidemill.kernels.cuda.launch import FEW, begin, how, launch
-from tidemill.kernels.handover import UNADDED, Unadded
+from tidemill.kernels.handover import UNADDED, Place, Unadded
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
 
@@ -37,30 +38,29 @@ _STRETCH, _MOST_STRETCHES, _INS = 512, 4, 128
 _STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to a program
 _RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
+_GATED_RUN = 256  # columns that a program behind gate and up has, at all sizes of steps: so sums end at the same places
+_MOST_BEHIND = 64  # ranks of the linear behind it, for which a program has sums
 BESIDE, AFTER, BEFORE = "beside", "after", "before"  # the matmul: who is launched first; the last: on the step's own stream
 
 
 class Plan(NamedTuple):
-    """Of steps of some size: the order of kernels and matmul, by the kind of linear, and the kernel behind gate and up."""
+    """Of steps of some size: the order of kernels and matmul, by the kind of linear."""
 
     fused: str  # of several parts, not gated
     single: str
     gated: str
     narrowing: str  # of one part, with fewer outputs than inputs
-    columns: int  # of a program
-    round: int  # columns at a time
 
 
 # By the most tokens of a step. Measured on an H200 with Llama 3 8B and 8 adapters of rank 16. Nothing in it changes any bits.
 PLANS = {
-    16: Plan(BESIDE, BESIDE, BESIDE, AFTER, 256, 64),
-    32: Plan(BESIDE, BESIDE, BESIDE, BESIDE, 256, 64),
-    64: Plan(BESIDE, BESIDE, AFTER, BESIDE, 128, 64),
-    128: Plan(BESIDE, BESIDE, AFTER, BESIDE, 256, 64),
-    192: Plan(AFTER, BESIDE, BESIDE, BESIDE, 512, 64),
-    256: Plan(BESIDE, AFTER, AFTER, BESIDE, 256, 64),
-    512: Plan(BEFORE, AFTER, BESIDE, BESIDE, 256, 32),
-    2048: Plan(BEFORE, BEFORE, BESIDE, BESIDE, 256, 32),  # and more
+    16: Plan(BESIDE, BESIDE, BESIDE, AFTER),
+    32: Plan(BESIDE, BESIDE, BESIDE, BESIDE),
+    128: Plan(BESIDE, BESIDE, AFTER, BESIDE),
+    192: Plan(AFTER, BESIDE, BESIDE, BESIDE),
+    256: Plan(BESIDE, AFTER, AFTER, BESIDE),
+    512: Plan(BEFORE, AFTER, BESIDE, BESIDE),
+    2048: Plan(BEFORE, BEFORE, BESIDE, BESIDE),  # and more
 }
 
 
@@ -158,14 +158,16 @@ def _expand(
         tl.store(out_ptr + at, acc.to(kind), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expand_gated(
     low_ptr, up_ptr, blocks_ptr, order_ptr, tiles_ptr, y_ptr, out_ptr, num_out,
+    behind_ptr, behind_blocks_ptr, behind_scales_ptr, partial_ptr, num_tokens,
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, OUTS: tl.constexpr,
-    ACT: tl.constexpr, AHEAD: tl.constexpr,
+    BEHIND: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = act(y + up low) for a tile and a run of columns. Those of y are of gate and up in turn, those of the matrices up side
-    by side. Nothing else runs meanwhile, so all operands are fetched one round before they are needed."""
+    by side. BEHIND, the highest rank of the linear behind it (WIDTH: a power of two): partial[run, token] = scale · down out, of
+    these columns. Nothing else runs meanwhile, so all operands are fetched one round before they are needed."""
     tile, source = tl.program_id(0), tl.program_id(1) * RUN
     num = min(RUN, num_out - source)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
@@ -182,17 +184,26 @@ def _expand_gated(
     out_at = out_ptr + tokens[:, None] * num_out + (source + outs)[None, :]
     b_gate = tl.load(up, mask=(ranks < num_gate * RANKS)[:, None] & (outs < num)[None, :], other=0.0)
     b_up = tl.load(up + num_out, mask=(ranks < num_up * RANKS)[:, None] & (outs < num)[None, :], other=0.0)
+    if BEHIND:
+        num_behind = tl.load(behind_blocks_ptr + slot, mask=slot >= 0, other=0) * RANKS
+        all_ranks = tl.arange(0, WIDTH)
+        behind = behind_ptr + (slot * BEHIND + all_ranks)[None, :] * num_out + (source + outs)[:, None]
+        b_behind = tl.load(behind, mask=(all_ranks < num_behind)[None, :] & (outs < num)[:, None], other=0.0)
+        low_behind = tl.zeros((ROWS, WIDTH), tl.float32)
     begin(AHEAD)
     y = tl.load(y_at, mask=there[:, None] & (both < PARTS * num)[None, :], other=0.0)
     a_gate = tl.load(low, mask=there[:, None] & (ranks < num_gate * RANKS)[None, :], other=0.0)
     a_up = tl.load(low + MAX_RANK, mask=there[:, None] & (ranks < num_up * RANKS)[None, :], other=0.0)
     for start in tl.range(0, tl.where(count > 0, num, 0), OUTS, num_stages=1):
-        behind = start + OUTS
-        y_next = tl.load(y_at + PARTS * behind, mask=there[:, None] & (PARTS * behind + both < PARTS * num)[None, :], other=0.0)
+        then = start + OUTS
+        y_next = tl.load(y_at + PARTS * then, mask=there[:, None] & (PARTS * then + both < PARTS * num)[None, :], other=0.0)
+        if BEHIND:
+            mask = (all_ranks < num_behind)[None, :] & (then + outs < num)[:, None]
+            next_behind = tl.load(behind + then, mask=mask, other=0.0)
         gate, of_up = tl.full((ROWS, OUTS), -0.0, tl.float32), tl.full((ROWS, OUTS), -0.0, tl.float32)
         for block in tl.range(num_blocks, num_stages=1):
             is_last = block + 1 == num_blocks  # then the next is the first of the next columns
-            i, columns = tl.where(is_last, 0, block + 1), outs + tl.where(is_last, behind, start)
+            i, columns = tl.where(is_last, 0, block + 1), outs + tl.where(is_last, then, start)
             at, at_low = up + i * RANKS * (PARTS * num_out) + (columns - outs)[None, :], low + i * RANKS
             in_gate, in_up = i * RANKS + ranks < num_gate * RANKS, i * RANKS + ranks < num_up * RANKS
             next_a = tl.load(at_low, mask=there[:, None] & in_gate[None, :], other=0.0)
@@ -205,8 +216,33 @@ def _expand_gated(
         y_gate, y_up = tl.split(tl.reshape(y, (ROWS, OUTS, 2)))
         gate = (y_gate.to(tl.float32) + gate.to(kind).to(tl.float32)).to(kind).to(tl.float32)
         of_up = (y_up.to(tl.float32) + of_up.to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        tl.store(out_at + start, gated(gate, of_up, ACT).to(kind), mask=there[:, None] & (start + outs < num)[None, :])
+        made = gated(gate, of_up, ACT).to(kind)
+        tl.store(out_at + start, made, mask=there[:, None] & (start + outs < num)[None, :])
         y = y_next
+        if BEHIND:
+            low_behind = tl.dot(made, b_behind, low_behind)
+            b_behind = next_behind
+    if BEHIND:
+        scale = tl.load(behind_scales_ptr + slot, mask=slot >= 0, other=0.0)
+        at = (tl.program_id(1) * num_tokens.to(tl.int64) + tokens)[:, None] * BEHIND + all_ranks[None, :]
+        tl.store(partial_ptr + at, low_behind * scale, mask=there[:, None] & (all_ranks < num_behind)[None, :])
+
+
+@triton.jit(do_not_specialize=["num"])
+def _add_up(partial_ptr, low_ptr, num, RUNS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr):
+    """low[i] = the sum of partial[run, i], in the order of runs. Ranks that an adapter does not have are not read by anyone."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    begin(AHEAD)
+    total = tl.zeros((SIZE,), tl.float32)
+    for first in tl.range(0, RUNS, 8, num_stages=1):
+        for i in tl.static_range(8):
+            there = (at < num) & (first + i < RUNS)
+            total += tl.load(partial_ptr + num.to(tl.int64) * (first + i) + at, mask=there, other=0.0)
+    tl.store(low_ptr + at, total.to(low_ptr.dtype.element_ty), mask=at < num)
+
+
+# Of a gated layer's result: scale · down of it by the linear behind, in runs of columns: float32 [run, T, rank].
+PARTIAL: Place[torch.Tensor] = Place()
 
 
 class Lists(Protocol):
@@ -224,7 +260,9 @@ def _wait(side: torch.cuda.Stream | None) -> None:
 
 
 class CudaLora(LinearLora):
-    """`act`: of a gated layer. What it activates are outputs of its two parts in turn."""
+    """`act`: of a gated layer. What it activates are outputs of its two parts in turn. `behind`: of what reads them."""
+
+    behind: CudaLora | None = None
 
     def __init__(
         self, num_in: int, outs: Mapping[str, int], lists: Lists, num_slots: int, max_rank: int, act: str,
@@ -273,7 +311,7 @@ class CudaLora(LinearLora):
 
     def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
         order, leave = self._order(x_TK.shape[0]), leave and not self._act
-        side = self._lists.streams.get(order)
+        side, partial_low = self._lists.streams.get(order), PARTIAL.take(x_TK)
         begun = None if side is None else torch.cuda.current_stream().record_event()
         y_TN = weight.matmul(x_TK) if order == AFTER else None
         # Memory that is taken on another stream is used again on that one only: so it is free by then, as the step's stream waits
@@ -281,7 +319,7 @@ class CudaLora(LinearLora):
         if side is not None and begun is not None:
             side.wait_event(begun)
         with torch.cuda.stream(side):  # None: the current one
-            low, added = self._shrink(x_TK), None
+            low, added = self._shrink(x_TK) if partial_low is None else self._add_up(partial_low), None
             if leave:
                 added = self._expand(low, None, x_TK.new_empty(x_TK.shape[0], self._up.shape[2]))
         if y_TN is None:
@@ -319,6 +357,15 @@ class CudaLora(LinearLora):
         )  # fmt: skip
         return low
 
+    def _add_up(self, partial_low: torch.Tensor) -> torch.Tensor:
+        num_runs, num_tokens, num_ranks = partial_low.shape
+        low, size = self._up.new_empty(num_tokens, num_ranks), 128
+        num = low.numel()
+        launch(
+            _add_up, (triton.cdiv(num, size),), partial_low, low, num, RUNS=num_runs, SIZE=size, num_warps=4, **how(num_tokens)
+        )
+        return low
+
     def _expand(self, low: torch.Tensor, y_TN: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """`y_TN`: to which it is added."""
         num_tokens = low.shape[0]
@@ -335,10 +382,18 @@ class CudaLora(LinearLora):
     def _expand_gated(self, low: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor:
         num_tokens, num_out = y_TN.shape[0], y_TN.shape[1] // 2
         order, tiles, _ = self._lists.lists(num_tokens)
-        plan, out = plan_of(num_tokens), y_TN.new_empty(num_tokens, num_out)
+        rows, num_runs, out = rows_of_tile(num_tokens), triton.cdiv(num_out, _GATED_RUN), y_TN.new_empty(num_tokens, num_out)
+        behind, num_behind, made = self, 0, out
+        if self.behind is not None and self.behind._max_rank <= _MOST_BEHIND:
+            behind, num_behind = self.behind, self.behind._max_rank
+            made = out.new_empty(num_runs, num_tokens, num_behind, dtype=torch.float32)
         launch(
-            _expand_gated, (tiles.numel() // 3, triton.cdiv(num_out, plan.columns)),
+            _expand_gated, (tiles.numel() // 3, num_runs),
             low, self._up, self._blocks, order, tiles, y_TN, out, num_out,
-            RUN=plan.columns, OUTS=plan.round, ACT=self._act, num_warps=4, **self._options(num_tokens), **how(num_tokens),
+            behind._down, behind._blocks, behind._scales, made, num_tokens,
+            RUN=_GATED_RUN, OUTS=64 if rows == 16 else 32, BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
+            ACT=self._act, num_warps=4, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
+        if num_behind:
+            PARTIAL.put(out, made)
         return out

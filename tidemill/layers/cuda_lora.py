@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.cuda.launch import IS_INTERPRETED
-from tidemill.kernels.cuda.lora import AFTER, BESIDE, CudaLora, rows_of_tile
+from tidemill.kernels.cuda.lora import CudaLora, rows_of_tile
 from tidemill.kernels.lora import LinearLora, make_tiles
 from tidemill.layers.linear import GatedLinear, Linear
 from tidemill.layers.lora import Loras
@@ -18,7 +18,7 @@ _WRITES_IN_FLIGHT = 2 * 3  # of three steps, whose lists may still be read
 
 
 class CudaLoras(Loras):
-    streams: dict[str, torch.cuda.Stream]
+    side: torch.cuda.Stream | None
 
     def __init__(
         self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int, most_tokens: int, device: torch.device
@@ -31,8 +31,7 @@ class CudaLoras(Loras):
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_WRITES_IN_FLIGHT)]
         self._turn = 0
-        priorities = {} if IS_INTERPRETED else {BESIDE: -1, AFTER: 0}
-        self.streams = {order: torch.cuda.Stream(device, priority=priority) for order, priority in priorities.items()}
+        self.side = None if IS_INTERPRETED else torch.cuda.Stream(device, priority=-1)  # what is here goes first
         super().__init__(places, num_slots, max_rank)
         for linear in self._linears:
             if isinstance(linear, GatedLinear) and linear.read_by and isinstance(linear.lora, CudaLora):

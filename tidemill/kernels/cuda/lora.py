@@ -11,8 +11,7 @@ the matmul is the one of a step without adapters. It runs beside these kernels, 
 CUDA graph. The kernel behind both adds: the norm or the one that rotates q and k, where that is all that reads the result; else
 the second kernel itself follows the matmul; that of a gated layer activates, too, and multiplies what it has made by the
 matrices down of the linear behind it, in runs of columns that a third kernel adds up. Programs of a matmul take a whole
-multiprocessor each, so these kernels have few, to leave it most of them; and who is launched first is chosen by the size of the
-step and the kind of linear.
+multiprocessor each, so these kernels have few, to leave it most of them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import triton
@@ -39,33 +38,8 @@ _STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to 
 _RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 _GATED_RUN = 256  # columns that a program behind gate and up has, at all sizes of steps: so sums end at the same places
+_GATED = {16: (64, 4), 64: (32, 4)}  # by the rows of a tile: columns at a time, warps
 _MOST_BEHIND = 64  # ranks of the linear behind it, for which a program has sums
-BESIDE, AFTER, BEFORE = "beside", "after", "before"  # the matmul: who is launched first; the last: on the step's own stream
-
-
-class Plan(NamedTuple):
-    """Of steps of some size: the order of kernels and matmul, by the kind of linear."""
-
-    fused: str  # of several parts, not gated
-    single: str
-    gated: str
-    narrowing: str  # of one part, with fewer outputs than inputs
-
-
-# By the most tokens of a step. Measured on an H200 with Llama 3 8B and 8 adapters of rank 16. Nothing in it changes any bits.
-PLANS = {
-    16: Plan(BESIDE, BESIDE, BESIDE, AFTER),
-    32: Plan(BESIDE, BESIDE, BESIDE, BESIDE),
-    128: Plan(BESIDE, BESIDE, AFTER, BESIDE),
-    192: Plan(AFTER, BESIDE, BESIDE, BESIDE),
-    256: Plan(BESIDE, AFTER, AFTER, BESIDE),
-    512: Plan(BEFORE, AFTER, BESIDE, BESIDE),
-    2048: Plan(BEFORE, BEFORE, BESIDE, BESIDE),  # and more
-}
-
-
-def plan_of(num_tokens: int) -> Plan:
-    return PLANS[next((most for most in PLANS if most >= num_tokens), max(PLANS))]
 
 
 def rows_of_tile(num_tokens: int) -> int:
@@ -249,7 +223,7 @@ class Lists(Protocol):
     """The lists of a step with so many tokens: their order, those without an adapter last; tiles as slot + 1 (-1: without), first
     and count, zeros after the last; and as many zeros, which count what is done of a tile."""
 
-    streams: dict[str, torch.cuda.Stream]  # beside the step's, by the order of launches; empty: there are none
+    side: torch.cuda.Stream | None  # beside the step's
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
@@ -288,7 +262,7 @@ class CudaLora(LinearLora):
                 dtype=torch.int32,
                 device=device,
             )
-            for run in _RUNS
+            for run in (() if act else _RUNS)
         }
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
@@ -310,34 +284,22 @@ class CudaLora(LinearLora):
         self._scales[slot].copy_(torch.tensor(scales, dtype=torch.float32, device="cpu"))
 
     def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
-        order, leave = self._order(x_TK.shape[0]), leave and not self._act
-        side, partial_low = self._lists.streams.get(order), PARTIAL.take(x_TK)
-        begun = None if side is None else torch.cuda.current_stream().record_event()
-        y_TN = weight.matmul(x_TK) if order == AFTER else None
+        side, partial_low, leave = self._lists.side, PARTIAL.take(x_TK), leave and not self._act
         # Memory that is taken on another stream is used again on that one only: so it is free by then, as the step's stream waits
         # before it goes on, and that one for the step's.
-        if side is not None and begun is not None:
-            side.wait_event(begun)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # None: the current one
             low, added = self._shrink(x_TK) if partial_low is None else self._add_up(partial_low), None
             if leave:
                 added = self._expand(low, None, x_TK.new_empty(x_TK.shape[0], self._up.shape[2]))
-        if y_TN is None:
-            y_TN = weight.matmul(x_TK)
+        y_TN = weight.matmul(x_TK)
         if added is not None:
             out = torch.empty_like(y_TN, device="meta")
             UNADDED.put(out, Unadded(y_TN, added, partial(_wait, side)))
             return out
         _wait(side)
         return self._expand_gated(low, y_TN) if self._act else self._expand(low, y_TN, y_TN)
-
-    def _order(self, num_tokens: int) -> str:
-        plan = plan_of(num_tokens)
-        if self._act:
-            return plan.gated
-        if len(self._outs) > 1:
-            return plan.fused
-        return plan.narrowing if self._up.shape[2] < self._down.shape[3] else plan.single
 
     def _options(self, num_tokens: int) -> dict[str, Any]:
         return {"ROWS": rows_of_tile(num_tokens), "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": len(self._outs)}
@@ -382,8 +344,9 @@ class CudaLora(LinearLora):
     def _expand_gated(self, low: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor:
         num_tokens, num_out = y_TN.shape[0], y_TN.shape[1] // 2
         order, tiles, _ = self._lists.lists(num_tokens)
-        rows, num_runs, out = rows_of_tile(num_tokens), triton.cdiv(num_out, _GATED_RUN), y_TN.new_empty(num_tokens, num_out)
-        behind, num_behind, made = self, 0, out
+        (columns, warps), num_runs = _GATED[rows_of_tile(num_tokens)], triton.cdiv(num_out, _GATED_RUN)
+        made = out = y_TN.new_empty(num_tokens, num_out)
+        behind, num_behind = self, 0
         if self.behind is not None and self.behind._max_rank <= _MOST_BEHIND:
             behind, num_behind = self.behind, self.behind._max_rank
             made = out.new_empty(num_runs, num_tokens, num_behind, dtype=torch.float32)
@@ -391,8 +354,8 @@ class CudaLora(LinearLora):
             _expand_gated, (tiles.numel() // 3, num_runs),
             low, self._up, self._blocks, order, tiles, y_TN, out, num_out,
             behind._down, behind._blocks, behind._scales, made, num_tokens,
-            RUN=_GATED_RUN, OUTS=64 if rows == 16 else 32, BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
-            ACT=self._act, num_warps=4, **self._options(num_tokens), **how(num_tokens),
+            RUN=_GATED_RUN, OUTS=columns, BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
+            ACT=self._act, num_warps=warps, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
         if num_behind:
             PARTIAL.put(out, made)

@@ -38,7 +38,7 @@ _STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to 
 _RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 _GATED_RUN = 256  # columns that a program behind gate and up has, at all sizes of steps: so sums end at the same places
-_GATED = {16: (64, 4), 64: (32, 4)}  # by the rows of a tile: columns at a time, warps
+_GATED = {16: (64, 4), 64: (32, 4)}  # by the rows of a tile: columns at a time (GPUs add 16 products at a time anyway), warps
 _MOST_BEHIND = 64  # ranks of the linear behind it, for which a program has sums
 
 

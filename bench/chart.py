@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DOCS / "images" / "speed.png")
     given = parser.parse_args()
     cpu = cpu_groups((DOCS / "performance.md").read_text(encoding="utf-8"))
-    gpu = gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "C")
+    gpu = gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "D")
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(10.5, 3.6), width_ratios=(4, 6))
     draw(left, cpu, "2 CPU cores, 135M model in 4 bits")
     draw(right, gpu, "H200, 8B model in bf16")

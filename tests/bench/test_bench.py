@@ -156,7 +156,7 @@ def test_offline(tiny_folder, arguments):
 
 def test_the_chart_shows_the_figures_of_the_documentation():
     cpu = {group.name: group.speeds for group in cpu_groups((DOCS / "performance.md").read_text(encoding="utf-8"))}
-    gpu = {group.name: group.speeds for group in gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "C")}
+    gpu = {group.name: group.speeds for group in gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "D")}
     assert len(cpu) == 4
     assert len(gpu) == 6
     for speeds in (*cpu.values(), *gpu.values()):

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU, which `--device auto` would take, is checked by bench/gpu.py
 
 import contextlib
 import shutil

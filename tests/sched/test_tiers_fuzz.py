@@ -158,10 +158,11 @@ class TierMachine(SchedulerMachine):
             assert self.records[record][0] == key
 
 
-@pytest.mark.parametrize("num_runs", [5, pytest.param(700, marks=pytest.mark.slow)])
-def test_pages_come_back_as_they_were(num_runs):
-    counts, num_failed, num_steps = {}, 0, 0
-    for seed in range(num_runs):
+# 179: a request computes what is on its way from another engine, and pins it.
+@pytest.mark.parametrize("seeds", [(*range(5), 179), pytest.param(range(700), marks=pytest.mark.slow)], ids=len)
+def test_pages_come_back_as_they_were(seeds):
+    counts, num_failed, num_steps, num_runs = {}, 0, 0, len(seeds)
+    for seed in seeds:
         chance, records, remote = random.Random(seed), {}, {}
         num_exports = [30, 0, 2][seed % 3]
         num_slots, num_records = chance.choice([0, 1, 3, 8, 40]), [60, 0, 4, 0][seed % 4]
@@ -191,5 +192,5 @@ def test_pages_come_back_as_they_were(num_runs):
             num_failed += machine.num_failed
         machine.teardown()
     assert num_steps == 32 * num_runs
-    assert all(num > num_runs // 2 for num in counts.values()), counts
+    assert all(num >= num_runs // 2 for num in counts.values()), counts
     assert num_failed

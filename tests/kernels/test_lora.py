@@ -41,10 +41,11 @@ SLOTS = np.array([-1, 0, 0, 1, 4, 4, 4, 4, 4, 2, 3, -1, 0, 1, 1, 1, 2, 2, 2, 3, 
 
 
 def pairs_of(slot: int, outs: dict[str, int], num_in: int = NUM_IN) -> dict[str, LoraPair]:
+    """Those of gate, up and down are as those of q, k and v."""
     rank, names, dtype = ADAPTERS[slot]
     made = {}
     for name in outs:
-        if name in names or (names and name in ("gate", "up", "down")):
+        if {"gate": "q", "up": "k", "down": "v"}.get(name, name) in names:
             down, up = torch.randn(rank, num_in).to(dtype), torch.randn(outs[name], rank).to(dtype)
             made[name] = LoraPair(down, up, 0.3 + slot)
     return made
@@ -180,6 +181,7 @@ def test_adapters_on_a_gpu(is_gated, monkeypatch):
 def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_rank, monkeypatch):
     """Unless ranks may be too high. Larger tiles and a row alone have the same bits."""
     num, size = 300, SLOTS.size + 3
+    monkeypatch.setattr(cuda, "_GATED_RUN", 32)
     monkeypatch.setattr(sys.modules[__name__], "ADAPTERS", [(min(rank, max_rank), *rest) for rank, *rest in ADAPTERS])
     gate_up, _ = make({"gate": num, "up": num}, NUM_IN, size, monkeypatch, max_rank)
     down, adapters = make({"down": 70}, num, size, monkeypatch, max_rank)

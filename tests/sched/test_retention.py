@@ -5,6 +5,7 @@ import pytest
 from bench.retention import Traffic, measure
 from tests.sched.test_scheduler import add, make, run, step
 from tidemill import events
+from tidemill.kv.tiers import Moved, Tiers
 from tidemill.sampling import SamplingParams
 from tidemill.sched.scheduler import Scheduler
 from tidemill.wire import Hold
@@ -195,3 +196,26 @@ def test_agents_find_their_sessions_among_one_shot_traffic():
     assert retained["agent"].cached > 0.6
     assert retained["one-shot"].cached > without["one-shot"].cached - 0.05
     assert retained["agent"].ttft_s < without["agent"].ttft_s
+
+
+def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
+    """A preempted request comes back, and ends while its pages are still on their way: a stop string was found late."""
+    scheduler, buffer = make(num_pages=32, tiers=Tiers(0, 0, [], page_bytes=100))
+    kv, a = scheduler.kv, submit(scheduler, "a", range(16), max_tokens=40, holds=[Hold("p", 0, 60.0, is_pinned=True)])
+    for _ in range(3):
+        step(scheduler)
+    keys = kv._index.keys_of(kv.path(a.tokens))
+    scheduler._preempt(a, "test")
+    for page in list(kv.cached_pages()):
+        kv._forget(page)
+    kv.learn(list(enumerate(keys)))  # another engine has them
+    plan = scheduler.plan()
+    assert kv.num_loading == len(plan.page_moves) > 0
+    scheduler.finish(a, "stop")
+    assert kv.held.num_pinned == len(plan.page_moves)
+    scheduler.moved([Moved(move.number, 0, 0.0, "it is gone") for move in plan.page_moves])
+    (ended,) = kinds(buffer, events.HoldEnded)
+    assert ended.name == "p"
+    assert "could not be loaded" in ended.reason
+    assert kv.num_free_pages == kv.num_pages
+    scheduler.check_integrity()

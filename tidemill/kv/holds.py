@@ -8,7 +8,7 @@ recently renewed hold that is not pinned ends, of the tenant that holds most.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tidemill.kv.pages import PagePool
@@ -146,6 +146,20 @@ class Holds:
         """The least recently renewed pin ends: a request cannot run otherwise."""
         name = next((held.name for held in self._held.values() if held.is_pinned), None)
         return None if name is None else self.drop(name)
+
+    def drop_broken(self, has_content: Callable[[int], bool]) -> list[Held]:
+        """End those with a page that is still theirs and has lost its content."""
+        broken = [
+            held
+            for held in self._held.values()
+            if any(
+                self._pool.times_taken(page) == times and not has_content(page)
+                for page, times in zip(held.pages, held.times, strict=True)
+            )
+        ]
+        for held in broken:
+            self.drop(held.name)
+        return broken
 
     def expire(self, now: float) -> list[Held]:
         """End what is over."""

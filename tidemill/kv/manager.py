@@ -239,6 +239,10 @@ class KVManager(TieredPages):
                 self._behind.reuse(page)
         return self.held.put(held)
 
+    def drop_broken_holds(self) -> list[Held]:
+        """Those with a page that could not be loaded."""
+        return self.held.drop_broken(self._index.__contains__)
+
     # ---- taking and giving back
 
     def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0, policy: CachePolicy | None = None) -> Start | None:

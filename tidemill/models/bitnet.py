@@ -48,6 +48,7 @@ class NormedMLP(GatedMLP):
         size = inner_size(config, layer, weights)
         super().__init__(config.hidden_size, size, config.mlp_bias, weights, config.act)
         self.sub_norm = SubNorm(size, config.norm_eps, weights)
+        self.gate_up.read_by = ()
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.down(self.sub_norm(self.gate_up(x_TH)))

@@ -64,6 +64,9 @@ class Retention:
     def expire(self) -> None:
         self._report(self._kv.held.expire(self._clock.now()), "its time is over")
 
+    def loads_failed(self) -> None:
+        self._report(self._kv.drop_broken_holds(), "a page could not be loaded")
+
     def give_up_a_pin(self, request: Request) -> bool:
         """A request that fits the pool cannot start though nothing else runs. False: there is no pin."""
         ended = self._kv.held.drop_a_pin()

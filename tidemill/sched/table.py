@@ -278,6 +278,8 @@ class RequestTable:
         """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
         for seq, why in self._pages.moved(done):
             self._preempt(self._requests[seq], f"a page could not be loaded: {why}")
+        if any(one.error for one in done):
+            self.retention.loads_failed()
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
         if request.holds and self.kv.holds(request.seq):

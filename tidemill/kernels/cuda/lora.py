@@ -3,8 +3,8 @@
 Tokens are in order of their adapters' slots, in tiles of one slot each (kernels/lora.py); the host writes both lists before the
 step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places; the last program of
 a tile to finish adds the stretches up in their order. The second kernel multiplies by the matrices up. Ranks go in blocks of 16:
-a slot's memory is for the highest rank, and only what its adapter has is read. A token's bits depend on the token and its adapter
-alone.
+a slot's memory is for the highest rank, and of its matrices only what its adapter has is read. A token's bits depend on the token
+and its adapter alone.
 
 What is added is rounded to bfloat16, and added to a rounded product: so it makes no difference what multiplies, nor who adds, and
 the matmul is the one of a step without adapters. It runs beside these kernels, which have a stream of their own in the step's
@@ -286,7 +286,7 @@ class CudaLora(LinearLora):
     def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
         side, partial_low, leave = self._lists.side, PARTIAL.take(x_TK), leave and not self._act
         # Memory that is taken on another stream is used again on that one only: so it is free by then, as the step's stream waits
-        # before it goes on, and that one for the step's.
+        # before it goes on, and that one for the step's. Steps with adapters are not halved, so no other lane uses it.
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # None: the current one

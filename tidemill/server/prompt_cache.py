@@ -135,6 +135,7 @@ class PromptCacheRoutes:
     async def create(self, body: CreateRequest, caller: Caller) -> dict[str, Any]:
         body.check()
         service = self._models.of(body.model)
+        service.ready.model.check_pooling(None)  # an encoder generates nothing, and has no prefix cache
         if body.tools and body.messages is None:
             raise InvalidRequest("Tools belong to messages.", fix="Give messages, or leave tools out.", param="tools")
         messages = None if body.messages is None else [message.for_template() for message in body.messages]

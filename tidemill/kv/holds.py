@@ -27,6 +27,7 @@ class Held:
     expires_s: float
     is_pinned: bool = False
     times: Sequence[int] = ()  # how often each page had been taken
+    adapter_id: int = 0  # of the latest request that held it: it ends when that adapter is unloaded; 0: there was none
 
 
 class Holds:
@@ -54,6 +55,7 @@ class Holds:
         held.times = [self._pool.times_taken(page) for page in held.pages]
         if self._is_held(held):
             self.renew(held.name, held.expires_s)
+            self._held[held.name].adapter_id = held.adapter_id  # of the same content, under another name
             return "", ended
         self.drop(held.name)
         if why := self._excess(held):
@@ -146,6 +148,12 @@ class Holds:
         """The least recently renewed pin ends: a request cannot run otherwise."""
         name = next((held.name for held in self._held.values() if held.is_pinned), None)
         return None if name is None else self.drop(name)
+
+    def drop_of(self, adapter_id: int) -> list[Held]:
+        ended = [held for held in self._held.values() if held.adapter_id == adapter_id]
+        for held in ended:
+            self.drop(held.name)
+        return ended
 
     def expire(self, now: float) -> list[Held]:
         """End what is over."""

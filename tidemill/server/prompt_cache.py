@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, field_validator
 
 from tidemill.errors import InvalidRequest
+from tidemill.kv_policy import KVPolicy
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import ID_PATTERN
@@ -203,7 +204,7 @@ class PromptCacheRoutes:
 
 async def _computed(service: Service, caller: Caller, cache: PromptCache, timeout_s: float | None) -> tuple[int, int]:
     """How many tokens are pinned, and how many had been cached before."""
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = SamplingParams(max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full"))  # whatever requests with it keep
     num_held = num_cached = 0
     outputs = service.stream(caller, cache.token_ids, params, timeout_s=timeout_s, holds=[cache.hold])
     async with aclosing(outputs):

@@ -19,7 +19,7 @@ from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, Tool
-from tidemill.server.retention import NameTaken, NoRoomToPin, PromptCache, PromptCacheUnknown, check_room, pin_name
+from tidemill.server.retention import NameTaken, NoRoomToPin, PromptCache, PromptCacheUnknown, check_room
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
 
@@ -87,7 +87,7 @@ def make_router(models: Models) -> APIRouter:
         """Another time to live, from now on."""
         service, cache = routes.find(request.state.caller.tenant, name)
         cache.expires_s = time.monotonic() + body.ttl
-        service.client.renew(pin_name(cache.tenant, name), body.ttl, "its time was changed")
+        service.client.renew(cache.pin, body.ttl, "its time was changed")
         return body_of_cache(service, cache)
 
     @router.post("/v1/prompt_caches/{name}/fork", openapi_extra=schema_of(ForkRequest))
@@ -98,14 +98,14 @@ def make_router(models: Models) -> APIRouter:
     async def delete(request: Request, name: str) -> dict[str, Any]:
         service, cache = routes.find(request.state.caller.tenant, name)
         service.caches.drop(cache)
-        service.client.renew(pin_name(cache.tenant, name), 0, "deleted")
+        service.client.renew(cache.pin, 0, "deleted")
         return {"name": name, "object": "prompt_cache", "deleted": True}
 
     return router
 
 
 def body_of_cache(service: Service, cache: PromptCache) -> dict[str, Any]:
-    num_pinned = service.pins.num_tokens(pin_name(cache.tenant, cache.name))
+    num_pinned = service.pins.num_tokens(cache.pin)
     return {
         "name": cache.name,
         "object": "prompt_cache",
@@ -190,14 +190,14 @@ class PromptCacheRoutes:
         try:
             num_held, num_cached = await _computed(service, caller, cache, body.timeout)
             if not num_held:
-                why = service.pins.why_not(pin_name(caller.tenant, body.name))
+                why = service.pins.why_not(cache.pin)
                 fix = "Delete or shorten prompt caches, or serve with more --kv-memory or --max-pinned."
                 raise NoRoomToPin(f"The prompt cache cannot be pinned: {why}.", fix=fix, param="name")
             cache.is_ready = True
         finally:
             if not cache.is_ready:
                 service.caches.drop(cache)
-                service.client.renew(pin_name(caller.tenant, body.name), 0, "it was not made")
+                service.client.renew(cache.pin, 0, "it was not made")
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": num_cached}}
         return body_of_cache(service, cache) | {"usage": usage}
 

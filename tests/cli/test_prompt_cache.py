@@ -96,6 +96,7 @@ def test_what_a_server_is_asked(asked, tmp_path):
 
 def test_saved_in_a_folder_and_found_by_another_engine(tiny_folder, tmp_path, asked, monkeypatch):
     monkeypatch.setenv("TIDEMILL_SPECULATE", "off")
+    monkeypatch.setenv("TIDEMILL_KV_POLICY", '{"kind": "window", "recent": 20}')  # of requests, not of what is saved
     folder = tmp_path / "caches"
     plain = LLM(str(tiny_folder), speculate="off", progress=False).generate(TEXT + " So", GREEDY)[0]
     assert "0 of them were in" in invoke("save", "tides", "--folder", folder, "--model", tiny_folder, "--prompt", TEXT)

@@ -16,7 +16,7 @@ from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
-from tidemill.wire import Abort, LoadAdapter, Submit
+from tidemill.wire import Abort, Hold, LoadAdapter, Submit
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 92, "vocab_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -232,6 +232,46 @@ def test_an_unloaded_adapter_stays_until_its_requests_are_done(base, loras):
     assert answers["x"] == alone
     assert ask(core, {"x": (ids(9, 1), greedy(12), 2)})["x"].tokens != alone.tokens
     assert core.adapters.get(2).slot == 0
+
+
+def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
+    """Once no request has it; also if it is in no slot. The same content under another name holds by itself."""
+    _, folder = base
+    core = with_loras(folder, loras[0], loras[0], max_loras=1)
+    held, prompt = core.scheduler.kv.held, ids(40, 1)
+    held_by = {"base": 0, "first": 1, "second": 2, "session": 1, "key": 1}
+    for name, adapter in [*held_by.items(), ("key", 2)]:
+        num_tokens, is_pinned = (32, True) if name != "session" else (0, False)
+        core.submit(Submit(name, prompt, greedy(2), adapter=adapter, holds=[Hold(name, num_tokens, 600.0, is_pinned)]))
+        while core.has_work:
+            core.step()
+    assert {*held_by} == {name for name in held_by if name in held}
+    core.take_events()
+
+    def ended() -> dict[str, str]:
+        core.scheduler.check_integrity()
+        return {one.name: one.reason for one in core.take_events() if isinstance(one, events.HoldEnded)}
+
+    core.submit(Submit("x", prompt, greedy(12), adapter=1, holds=[Hold("late", 0, 600.0)]))
+    while not core.adapters.get(1).num_users:
+        core.step()
+    core.adapters.unload(1)
+    assert (ended(), "first" in held) == ({}, True)
+    happened = []
+    while core.has_work:
+        happened += core.step()[0].events
+    assert {one.name for one in happened if isinstance(one, events.HoldEnded)} == {"first", "session", "late"}
+    assert [name for name in held_by if name in held] == ["base", "second", "key"]
+    assert held.num_pinned == 2 * (32 // core.config.page_size)
+    core.submit(Submit("y", prompt, greedy(2), adapter=2))
+    while core.has_work:
+        core.step()
+    core.adapters.load_now(3, "a3", str(loras[1]))
+    assert core.adapters.get(2).slot == -1
+    core.adapters.unload(2)
+    assert ended() == dict.fromkeys(("second", "key"), "the adapter a2 was unloaded")
+    core.adapters.unload(3)
+    assert (ended(), "base" in held) == ({}, True)
 
 
 def test_requests_that_wait_for_an_adapter_can_be_aborted_and_fail_alone(base, loras, tmp_path):

@@ -20,6 +20,7 @@ from tidemill.kernels.low_rank import Factors, Product
 from tidemill.kernels.quantized_linear import Activations, Codes, Outliers, quantized_linear_reference
 from tidemill.layers.linear import Linear
 from tidemill.models.llama import Llama
+from tidemill.models.olmoe import OlmoeBlock
 from tidemill.parallel.world import Stage
 from tidemill.quant import PLAIN, cuda_packed
 from tidemill.quant.cuda import CudaWeight
@@ -103,6 +104,7 @@ def test_sums_are_left_to_norms_alone(monkeypatch):
     assert given == [False, True, False]
     model = Llama(replace(SMOLLM2, layers=SMOLLM2.layers[:4]), PLAIN)
     assert all(block.attn.norm_behind and block.mlp.norm_behind for block in model.blocks)
+    assert OlmoeBlock(SMOLLM2, 0, PLAIN).attn.norm_behind
     model.keep(Stage(0, 2, 0, 2))
     assert all(block.attn.norm_behind and not block.mlp.norm_behind for block in model.blocks)
 

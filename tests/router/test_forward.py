@@ -185,10 +185,13 @@ async def test_a_response_goes_on_at_the_server_that_has_it():
             assert json.loads((await ask(port, post(body, "/v1/responses")))[2])["from"] == "b"
         asked = [sent.path for stub in stubs for sent in stub.sent if sent.line.startswith("GET")]
         assert asked == ["/v1/responses/resp_1"] * 3  # of each server, once
-        for number in range(3):
-            items = [{"role": "user", "content": f"{number}"}, {"type": "item_reference", "id": "msg_1"}]
+        named = {"type": "item_reference", "id": "msg_1"}, {"id": "msg_2"}, {"id": "msg_3", "type": None}
+        for number, reference in enumerate(named):
+            items = [{"role": "user", "content": f"{number}", "id": "msg_0"}, {"type": "reasoning", "id": "rs_0"}, reference]
             made = await ask(port, post({"model": "m", "input": items}, "/v1/responses"))
             assert json.loads(made[2])["from"] == "b"
+        asked = {sent.path for stub in stubs for sent in stub.sent if "response_items" in sent.path}
+        assert asked == {f"/v1/response_items/{one['id']}" for one in named}
         assert (await ask(port, get("/v1/responses/resp_1")))[0] == 200
 
 

@@ -5,11 +5,11 @@ import numpy as np
 from tidemill.cache_layout import Group
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
-from tidemill.sched.plan import NewRow, RowPages, StepPlan
+from tidemill.sched.plan import NewRow, RowCopy, RowPages, StepPlan
 
 
-def new_row(row, page_ids):
-    return NewRow(row, [1, 2, 3], 3, [page_ids], SamplingParams(seed=1), frozenset())
+def new_row(row, page_ids, **params):
+    return NewRow(row, [1, 2, 3], 3, [page_ids], SamplingParams(seed=1, **params), frozenset())
 
 
 def stage(state, **changes):
@@ -54,3 +54,12 @@ def test_what_a_failed_step_had_staged_is_dropped():
     stage(state, new_rows=[new_row(1, [5])])
     assert not state.pages[0].any()
     assert state.pages[1].tolist()[:2] == [5, 0]
+
+
+def test_what_is_asked_about_a_prompt_goes_with_the_request_of_its_row():
+    state = RowState(3, 128, 16)
+    stage(state, new_rows=[new_row(0, [4], prompt_logprobs=0), new_row(1, [5], pooling="mean"), new_row(2, [6])])
+    assert state.asks_prompt == [True, True, False]
+    asked = state.params[0]
+    stage(state, row_copies=[RowCopy(0, 2, 3, asked)], new_rows=[new_row(0, [4]), new_row(1, [5])])
+    assert state.asks_prompt == [False, False, True]

@@ -138,6 +138,41 @@ def test_a_prompt_is_retained_for_each_adapter(client):
     assert held[1:] == [2 * held[0]] * 2
 
 
+def test_a_prompt_cache_of_an_adapter_is_not_pinned_any_longer_when_it_is_unloaded(client, paths):
+    """The name stays, and the next adapter of this name has it pinned again."""
+    assert client.load("pinning", paths[2]).status_code == 200
+    body = {"name": "manual", "model": "pinning", "prompt": "spring tides and neap tides " * 4}
+    made = client.post("/v1/prompt_caches", json=body)
+    assert made.json()["pinned_tokens"] > 0, made.text
+    assert client.unload("pinning").status_code == 200
+    until(lambda: client.get("/v1/prompt_caches/manual").json()["pinned_tokens"] == 0)
+    until(lambda: "tidemill_kv_pages_pinned 0" in client.get("/metrics").text)
+    assert client.complete("pinning", prompt="and", prompt_cache="manual").status_code == 404
+    assert client.load("pinning", paths[3]).status_code == 200
+    client.tokens("pinning", prompt="and", prompt_cache="manual")
+    until(lambda: client.get("/v1/prompt_caches/manual").json()["pinned_tokens"] > 0)
+    assert client.delete("/v1/prompt_caches/manual").status_code == client.unload("pinning").status_code == 200
+
+
+def test_a_request_that_waits_for_its_adapter_does_not_pin_what_was_deleted_meanwhile(client, paths, fragile):
+    """Nobody could unpin it: the name is gone, or is that of another prompt cache."""
+    for name, path in zip(("one", "other", "pinning"), paths, strict=False):
+        assert client.load(name, path).status_code == 200
+    body = {"name": "manual", "model": "pinning", "prompt": "spring tides and neap tides " * 4}
+    assert client.post("/v1/prompt_caches", json=body).json()["pinned_tokens"] > 0
+    fragile.close_gate()
+    with ThreadPoolExecutor(3) as threads:
+        busy = [threads.submit(client.tokens, name, **LONG) for name in ("one", "other")]  # they have both slots
+        until(lambda: client.get("/load").json()["server_load"] == 2)
+        late = threads.submit(client.tokens, "pinning", prompt="and", prompt_cache="manual")
+        until(lambda: client.get("/load").json()["server_load"] == 3)
+        assert client.delete("/v1/prompt_caches/manual").status_code == 200
+        fragile.open_gate()
+        assert all(one.result() for one in (*busy, late))
+    until(lambda: "tidemill_kv_pages_pinned 0" in client.get("/metrics").text)
+    assert all(client.unload(name).status_code == 200 for name in ("one", "other", "pinning"))
+
+
 def test_wrong_adapters_are_refused_and_others_go_on(client, paths, tmp_path):
     before = client.tokens("first")
     broken = tmp_path / "dora"

@@ -116,6 +116,24 @@ def test_a_prompt_cache_of_text_or_tokens_is_continued_by_completions(http):
         http.delete(f"/v1/prompt_caches/{name}")
 
 
+def test_a_prompt_cache_is_whole_whatever_requests_keep(tiny_folder):
+    """With a KV policy of the server that gives up most of a prompt."""
+    running = Server(tiny_folder, "--kv-policy", '{"kind": "streaming", "sinks": 4, "recent": 60}').wait()
+    with httpx.Client(base_url=running.url) as client:
+        tokens = [40 + i % 50 for i in range(100)]
+        alone = client.post("/v1/completions", json={"prompt": [*tokens, 7, 8], **GREEDY}).json()
+        made = client.post("/v1/prompt_caches", json={"name": "long", "prompt": tokens})
+        assert (made.status_code, made.json().get("pinned_tokens")) == (200, 96), made.text
+        ask = {"prompt": [7, 8], "prompt_cache": "long", **GREEDY}
+        begun, whole = (client.post("/v1/completions", json=ask | more).json() for more in ({}, {"kv_policy": "full"}))
+        assert begun["choices"][0]["text"] == alone["choices"][0]["text"]
+        assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (begun, whole)] == [48, 96]
+        assert client.get("/v1/prompt_caches/long").json()["pinned_tokens"] == 96
+        far = client.post("/v1/prompt_caches", json={"name": "far", "prompt": tokens * 40})
+        assert (far.status_code, "context" in far.text) == (400, True)
+    assert running.stop() == 0
+
+
 def test_a_prompt_cache_expires(http):
     assert http.post("/v1/prompt_caches", json={"name": "brief", "prompt": "x" * 40, "ttl": 1}).status_code == 200
     while http.get("/v1/prompt_caches/brief").status_code == 200:

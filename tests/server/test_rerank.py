@@ -331,6 +331,8 @@ def test_an_encoder_generates_nothing(encoders):
         ("/v1/responses", {"input": "hello"}),
         ("/v1/messages", {"messages": messages, "max_tokens": 5}),
         ("/api/generate", {"prompt": "the tide", "stream": False}),
+        ("/v1/prompt_caches", {"name": "a", "prompt": "the tide"}),
+        ("/v1/prompt_caches", {"name": "a", "messages": messages}),
     ):
         reply = post(running, path, model="embedder", **body)
         assert reply.status_code == 400, (path, reply.text)

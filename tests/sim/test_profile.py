@@ -8,11 +8,15 @@ import msgspec
 import pytest
 
 from tests.helpers import load_model, make_core, make_llama, model_with_cache
+from tests.models.test_state_models import make_reference
+from tidemill.cli.options import BY_NAME
+from tidemill.cli.simulate import _OPTIONS, engine_of
 from tidemill.errors import ConfigError
 from tidemill.sim.calibration import Calibration, drive, profile_of, shared_unit, timed
 from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape
 from tidemill.sim.fit import Sample, fit
 from tidemill.sim.profile import Profile, check_target, shipped_profiles
+from tidemill.sim.simulator import Arrival, SimConfig, simulate
 
 DECODE, MIXED = Curve([1, 64], [0.004, 0.006]), Curve([16, 512], [0.005, 0.020])
 PARTS = {"shared_s": 4e-9, "host_s": 7e-4, "longest_prompt_s": 4e-7, "sharing_s": 5e-4}
@@ -155,6 +159,29 @@ def test_a_cpu_engine_tells_a_common_prefix_from_others(tmp_path):
     assert all(shape.decode_context < 2 * shape.longest for shape in shared)
 
 
+@pytest.mark.parametrize("kind", ["llama", "windows", "Qwen3Next"])
+def test_an_engine_simulated_from_a_profile_has_the_groups_and_decisions_of_the_one_that_was_measured(kind, tmp_path):
+    """Above all, on a GPU it fills no steps with parts of prompts if there are states."""
+    if kind == "Qwen3Next":
+        make_reference(kind, tmp_path)
+    model = load_model(tmp_path) if kind == "Qwen3Next" else model_with_cache(kind, tmp_path)
+    core = make_core(model, max_context=128, token_budget=32, max_requests=4, page_size=32, speculate="off")
+    made = profile_of(core, measured(), "tiny", "here")
+    made.save(tmp_path / "made.json")
+    settings = {name: BY_NAME[name].default for name in _OPTIONS}
+    simulated = engine_of(settings, Profile.load(tmp_path / "made.json"))
+    real = SimConfig.of(core.config, core.runner.steps_ahead)
+    assert simulated.engine().layout.groups == real.groups
+    assert simulated.engine().step_cost == core.config.step_cost == 0
+    assert replace(simulated, device="cuda").engine().step_cost == (0 if kind == "Qwen3Next" else 256)
+    assert replace(simulated, groups=()) == replace(real, groups=(), background_tokens=1.0, background_budget=None)
+    result = simulate([Arrival(f"r{i}", 0.01 * i, num_prompt=50, num_output=20) for i in range(8)], simulated, made)
+    assert all(len(times) == 20 for times in result.token_times_s.values())
+    if made.engine.groups:
+        with pytest.raises(ConfigError, match="page_size"):
+            engine_of(settings | {"page-size": 16}, made)
+
+
 def test_shipped_profiles_are_right():
     assert "h200-llama8b" in shipped_profiles()
     for name in shipped_profiles():
@@ -171,6 +198,8 @@ def test_wrong_profiles_are_refused(tmp_path):
         "other": b'{"tokens": 3}',
         "curve": good.replace(b'"decode":{"at":[1,', b'"decode":{"at":[5,'),
         "large": b" " * (1 << 20) + good,
+        "group": good.replace(b'"groups":[]', b'"groups":[{"page_size":48}]'),
+        "bytes": good.replace(b'"groups":[]', b'"groups":[{"page_size":64}]'),
     }
     for name, data in cases.items():
         (tmp_path / f"{name}.json").write_bytes(data)

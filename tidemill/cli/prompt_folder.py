@@ -15,6 +15,7 @@ from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings
 from tidemill.config import parse_bytes
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.kv_policy import KVPolicy
 from tidemill.sampling import SamplingParams
 
 _KIND, _VERSION = "tidemill prompt cache", 1
@@ -50,7 +51,7 @@ def save(folder: Path, name: str, model: str | None, content: dict[str, Any], si
 
     given = Settings.read(ENGINE_NAMES, {"model": model}).engine | {"kv_disk": f"{folder.resolve()}:{size}"}
     llm = LLM(**given, progress=False)
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = SamplingParams(max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full"))  # whatever requests with it keep
     try:
         if "messages" in content:
             how: Any = {"tools": content.get("tools"), "add_generation_prompt": False}

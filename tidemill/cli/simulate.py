@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.bench.record import Record, summarize
+from tidemill.cache_layout import Group
 from tidemill.cli.bench import _percentiles
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
@@ -66,7 +67,7 @@ def simulate(
         how = Speculation(acceptance_rate, settings["max-drafts"] or 8, draft_ms / 1000, settings["adaptive-drafts"])
         config = replace(config, speculation=how)
     if settings["kv-host-memory"]:
-        page_bytes = config.page_size * cost.model.kv_bytes_per_token
+        page_bytes = cost.engine.page_bytes or config.page_size * cost.model.kv_bytes_per_token
         config = replace(config, tiers=SimTiers(settings["kv-host-memory"] // page_bytes, page_bytes, 0, host_rate * 1e9))
     rows = read_rows(trace, requests)
     lengths: dict[str, Any] = {"length_scale": length_scale, "max_context": config.max_context}
@@ -99,23 +100,30 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
     own, page_size = profile.engine, settings["page-size"] or profile.engine.page_size
     if page_size & (page_size - 1):
         raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two up to 64.", param="page_size")
-    kv_bytes = settings["kv-memory"] or own.num_pages * own.page_size * profile.model.kv_bytes_per_token
-    num_pages = int(kv_bytes // (page_size * profile.model.kv_bytes_per_token))
+    if own.groups and page_size != own.page_size:
+        what = f"page_size is {page_size}, and the profile's layers with windows or states were measured with {own.page_size}."
+        raise ConfigError(what, fix="Leave --page-size out.", param="page_size")
+    page_bytes = own.page_bytes or page_size * profile.model.kv_bytes_per_token
+    kv_bytes = settings["kv-memory"] or own.num_pages * own.page_size // page_size * page_bytes
+    num_pages = int(kv_bytes // page_bytes)
     max_context, num_rows = settings["max-context"] or own.max_context, settings["max-requests"] or own.max_requests
+    token_budget = settings["token-budget"] or own.token_budget
     if num_rows > MOST_ROWS:
         raise ConfigError(f"--max-requests {num_rows} is too large.", fix=f"At most {MOST_ROWS:,}.", param="max_requests")
     if num_pages > _MOST_PAGES:
         what = f"{fmt_bytes(kv_bytes)} of KV cache are {num_pages:,} pages, and at most {_MOST_PAGES:,} can be simulated."
         raise ConfigError(what, fix="Give less --kv-memory, or a larger --page-size.", param="kv_memory_bytes")
-    if num_pages * page_size < max_context:
-        what = f"{fmt_bytes(kv_bytes)} of KV cache hold {num_pages * page_size:,} tokens, and a request may have {max_context:,}."
+    num_needed = sum(group.most_pages(max_context, token_budget) for group in own.groups or (Group(page_size),))
+    if num_pages < num_needed:
+        pages = f"{num_pages:,} pages, and a request of {max_context:,} tokens needs up to {num_needed:,}"
+        what = f"{fmt_bytes(kv_bytes)} of KV cache hold {pages}."
         raise ConfigError(what, fix="Give more --kv-memory, or less --max-context.", param="kv_memory_bytes")
     window_ms = settings["batch-window"]
     window_ms = window_ms if window_ms is not None else 50.0 if settings["policy"] == "dynamic" else 0.0
     return SimConfig(
         policy=settings["policy"],
         num_rows=num_rows,
-        token_budget=settings["token-budget"] or own.token_budget,
+        token_budget=token_budget,
         num_pages=num_pages,
         page_size=page_size,
         max_context=max_context,
@@ -126,6 +134,7 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
         evict=settings["evict"],
         max_pinned=settings["max-pinned"],
         steps_ahead=own.steps_ahead,
+        groups=own.groups,
         device=own.device,
     )
 

@@ -47,8 +47,16 @@ class Adapter:
 
 
 class AdapterStore:
-    def __init__(self, loras: AdapterSlots | None, config: EngineConfig, now: Callable[[], float], emit: EventSink) -> None:
-        self._loras, self._max_rank, self._now, self._emit = loras, config.max_lora_rank, now, emit
+    def __init__(
+        self,
+        loras: AdapterSlots | None,
+        config: EngineConfig,
+        now: Callable[[], float],
+        emit: EventSink,
+        is_gone: Callable[[Adapter], None],
+    ) -> None:
+        """`is_gone`: gets each adapter that is unloaded, once nobody holds it."""
+        self._loras, self._max_rank, self._now, self._emit, self._is_gone = loras, config.max_lora_rank, now, emit, is_gone
         self._slots: list[Adapter | None] = [None] * config.max_loras
         self._known: dict[int, Adapter] = {}
         self._unanswered: list[Adapter] = []  # loaded, and whoever did has not been told how it went
@@ -196,8 +204,10 @@ class AdapterStore:
         return slot
 
     def _leave_if_unused(self, adapter: Adapter) -> None:
-        if adapter.is_leaving and not adapter.num_users and adapter.slot >= 0:
-            self._leave(adapter, "unloaded")
+        if adapter.is_leaving and not adapter.num_users:
+            if adapter.slot >= 0:
+                self._leave(adapter, "unloaded")
+            self._is_gone(adapter)
 
     def _leave(self, adapter: Adapter, reason: str) -> None:
         assert self._loras is not None

@@ -124,7 +124,7 @@ class EngineCore:
         if parts.drafters:
             how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
             self.drafting = Drafting(parts.drafters, *how)
-        self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events)
+        self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events, self._end_holds)
         self._adapter_of: dict[str, Adapter] = {}  # by request id
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
         self._take_expert_counts = parts.take_expert_counts
@@ -246,6 +246,7 @@ class EngineCore:
             salt=_salt(request.salt, adapter),
             tenant=request.tenant,
             adapter=-1 if adapter is None else adapter.slot,
+            adapter_id=request.adapter,
             cache=self._cache_of(request),
             max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
@@ -326,6 +327,9 @@ class EngineCore:
     def renew(self, message: Renew) -> None:
         live = [*self.scheduler.running, *self.scheduler.waiting]
         self.scheduler.retention.renew(message.name, message.ttl_s, message.reason, live)
+
+    def _end_holds(self, gone: Adapter) -> None:
+        self.scheduler.retention.end_of(gone.adapter_id, f"the adapter {gone.name} was unloaded")
 
     def expect(self, message: Expect) -> None:
         with suppress(TidemillError):  # an adapter that is not here: its request says so

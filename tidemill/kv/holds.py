@@ -27,6 +27,7 @@ class Held:
     expires_s: float
     is_pinned: bool = False
     times: Sequence[int] = ()  # how often each page had been taken
+    adapter_id: int = 0  # of the latest request that held it: it ends when that adapter is unloaded; 0: there was none
 
 
 class Holds:
@@ -54,6 +55,7 @@ class Holds:
         held.times = [self._pool.times_taken(page) for page in held.pages]
         if self._is_held(held):
             self.renew(held.name, held.expires_s)
+            self._held[held.name].adapter_id = held.adapter_id  # of the same content, under another name
             return "", ended
         self.drop(held.name)
         if why := self._excess(held):
@@ -147,36 +149,35 @@ class Holds:
         name = next((held.name for held in self._held.values() if held.is_pinned), None)
         return None if name is None else self.drop(name)
 
+    def drop_all(self, which: Callable[[Held], bool]) -> list[Held]:
+        ended = [held for held in self._held.values() if which(held)]
+        for held in ended:
+            self.drop(held.name)
+        return ended
+
+    def drop_of(self, adapter_id: int) -> list[Held]:
+        return self.drop_all(lambda held: held.adapter_id == adapter_id)
+
     def drop_broken(self, has_content: Callable[[int], bool]) -> list[Held]:
         """End those with a page that is still theirs and has lost its content."""
-        broken = [
-            held
-            for held in self._held.values()
-            if any(
-                self._pool.times_taken(page) == times and not has_content(page)
-                for page, times in zip(held.pages, held.times, strict=True)
-            )
-        ]
-        for held in broken:
-            self.drop(held.name)
-        return broken
+
+        def is_broken(held: Held) -> bool:
+            pages = zip(held.pages, held.times, strict=True)
+            return any(self._pool.times_taken(page) == times and not has_content(page) for page, times in pages)
+
+        return self.drop_all(is_broken)
 
     def expire(self, now: float) -> list[Held]:
         """End what is over."""
         if now < self.next_end_s:
             return []
-        ended = [held for held in self._held.values() if held.expires_s <= now]
-        for held in ended:
-            self.drop(held.name)
+        ended = self.drop_all(lambda held: held.expires_s <= now)
         self.next_end_s = min((held.expires_s for held in self._held.values()), default=float("inf"))
         return ended
 
     def clear(self) -> list[Held]:
         """End all: what pages hold is worthless."""
-        ended = list(self._held.values())
-        for held in ended:
-            self.drop(held.name)
-        return ended
+        return self.drop_all(lambda held: True)
 
     def check_integrity(self) -> None:
         keepers: Counter[int] = Counter()

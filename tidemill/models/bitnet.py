@@ -55,9 +55,7 @@ class NormedMLP(GatedMLP):
 
 
 class Block(llama.Block):
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
-        super().__init__(config, layer, weights)
-        self.attn = NormedAttention(config, layer, weights)
+    attention: ClassVar = NormedAttention
 
     def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
         return NormedMLP(config, layer, weights)

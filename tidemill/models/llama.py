@@ -30,10 +30,12 @@ ACTS = {
 
 
 class Block(nn.Module):
+    attention: ClassVar[type[Attention]] = Attention
+
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
-        self.attn = Attention(config, layer, weights)
+        self.attn = self.attention(config, layer, weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.mlp = self.feed_forward(config, layer, weights)
         self.attn.norm_behind = True

@@ -10,14 +10,11 @@ from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Block, Llama
 from tidemill.models.mixtral import expert_names, gguf_experts, hf_experts
 from tidemill.models.olmo2 import NormedAttention
-from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 
 class OlmoeBlock(Block):
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
-        super().__init__(config, layer, weights)
-        self.attn = NormedAttention(config, layer, weights)
+    attention: ClassVar = NormedAttention
 
 
 class Olmoe(Llama):

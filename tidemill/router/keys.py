@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 from tidemill.sched.placement import MAX_BLOCKS, hash_of, prefix_keys
+from tidemill.server.responses_types import is_reference
 
 BLOCK_BYTES = 512  # of a prompt as JSON text
 _MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
@@ -39,14 +41,9 @@ class _Message(msgspec.Struct):
     role: str = ""
 
 
-class _Item(msgspec.Struct):
-    type: str | None = None
-    id: str | None = None
-
-
 _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # a Raw's strings are not checked before they are decoded
 _decode = msgspec.json.Decoder(_Body).decode
-_decode_items = msgspec.json.Decoder(list[_Item]).decode
+_decode_items = msgspec.json.Decoder(list[dict[str, Raw]]).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
 
 
@@ -121,10 +118,15 @@ def _reference(given: _Body) -> tuple[str, str] | None:
 
 def _item_reference(items: bytes) -> tuple[str, str] | None:
     """Of a Responses request, the first item that a server has stored."""
-    if b'"item_reference"' not in items:
+    if b'"id"' not in items:
         return None
     try:
-        found = next((one.id for one in _decode_items(items) if one.type == "item_reference" and one.id), None)
+        found = next((one["id"] for one in map(_described, _decode_items(items)) if is_reference(one)), None)
     except _BROKEN:
         return None
     return None if found is None else ("response_items", found)
+
+
+def _described(item: dict[str, Raw]) -> dict[str, Any]:
+    """Its type and id; of the rest, the names."""
+    return {name: msgspec.json.decode(value) if name in ("type", "id") else None for name, value in item.items()}

@@ -78,6 +78,7 @@ class RowState:
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
+        self.asks_prompt = [False] * num_rows  # something about its prompt, which needs the hidden states of all tokens
         self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [None] * num_rows  # of sampling, by params
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
@@ -95,7 +96,7 @@ class RowState:
         self._writes.clear()  # of a step that failed before it applied them
         self._stage_copies(plan.row_copies)
         for new in plan.new_rows:
-            self.params[new.row] = new.params
+            self._know(new.row, new.params)
             self.eos_token_ids[new.row] = new.eos_token_ids
             self.num_prompt[new.row] = new.num_prompt
             self.adapters[new.row] = new.adapter
@@ -104,7 +105,6 @@ class RowState:
                 padding = [0] * (self._num_pages[new.row][group] - len(page_ids))  # past the end: null
                 self._add(1, new.row, self.columns[group], page_ids + padding)
                 self._num_pages[new.row][group] = len(page_ids)
-            self._add(2, new.row, 0, _draw_words(new.params))
         for write in plan.token_writes:
             self._add(0, write.row, write.position, [write.token_id])
         for update in plan.page_updates:
@@ -129,9 +129,9 @@ class RowState:
         ]
         for copy, (eos_token_ids, num_prompt, adapter, num_pages) in zip(copies, known, strict=True):
             row = copy.target
-            self.params[row], self.eos_token_ids[row], self.num_prompt[row] = copy.params, eos_token_ids, num_prompt
+            self._know(row, copy.params)
+            self.eos_token_ids[row], self.num_prompt[row] = eos_token_ids, num_prompt
             self.adapters[row], self._num_pages[row] = adapter, num_pages
-            self._add(2, row, 0, _draw_words(copy.params))
 
     def _copy_rows(self) -> None:
         """On the device; the sources are read before a target is written."""
@@ -144,10 +144,10 @@ class RowState:
                 part[target] = part[source]
             self._copies = []
 
-    def asks_prompt(self, row: int) -> bool:
-        """Whether something is asked about its prompt, which needs the hidden states of all tokens."""
-        params = self.params[row]
-        return params is not None and (params.prompt_logprobs is not None or params.pooling is not None)
+    def _know(self, row: int, params: SamplingParams) -> None:
+        self.params[row] = params
+        self.asks_prompt[row] = params.prompt_logprobs is not None or params.pooling is not None
+        self._add(2, row, 0, _draw_words(params))
 
     def is_pooled(self, row: int) -> bool:
         """Its request asks for the pooled states of its prompt, not for tokens."""

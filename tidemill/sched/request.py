@@ -47,6 +47,7 @@ class Request:
     salt: str = ""
     tenant: str = ""
     adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
+    adapter_id: int = 0  # which adapter that is, also when another has the slot
     cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt

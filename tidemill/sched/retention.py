@@ -33,7 +33,7 @@ class Retention:
     def _hold(self, request: Request, hold: Hold) -> None:
         now, name = self._clock.now(), hold.name
         num_tokens = min(hold.num_tokens or len(request.tokens), request.num_computed)
-        held = Held(name, request.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned)
+        held = Held(name, request.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned, adapter_id=request.adapter_id)
         if hold.is_pinned and not self._evict and (self._kv.has_states or self._kv.has_windows):
             why = "pages that it does not hold any more are reserved for running requests (--no-evict)"
         else:
@@ -66,6 +66,10 @@ class Retention:
 
     def loads_failed(self) -> None:
         self._report(self._kv.drop_broken_holds(), "a page could not be loaded")
+
+    def end_of(self, adapter_id: int, reason: str) -> None:
+        """An adapter is gone: nobody can ask for what was computed with it."""
+        self._report(self._kv.held.drop_of(adapter_id), reason)
 
     def give_up_a_pin(self, request: Request) -> bool:
         """A request that fits the pool cannot start though nothing else runs. False: there is no pin."""

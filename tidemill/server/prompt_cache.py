@@ -12,13 +12,14 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, field_validator
 
 from tidemill.errors import InvalidRequest
+from tidemill.kv_policy import KVPolicy
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, Tool
-from tidemill.server.retention import NameTaken, NoRoomToPin, PromptCache, PromptCacheUnknown, check_room, pin_name
+from tidemill.server.retention import NameTaken, NoRoomToPin, PromptCache, PromptCacheUnknown, check_room
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
 
@@ -86,7 +87,7 @@ def make_router(models: Models) -> APIRouter:
         """Another time to live, from now on."""
         service, cache = routes.find(request.state.caller.tenant, name)
         cache.expires_s = time.monotonic() + body.ttl
-        service.client.renew(pin_name(cache.tenant, name), body.ttl, "its time was changed")
+        service.client.renew(cache.pin, body.ttl, "its time was changed")
         return body_of_cache(service, cache)
 
     @router.post("/v1/prompt_caches/{name}/fork", openapi_extra=schema_of(ForkRequest))
@@ -97,14 +98,14 @@ def make_router(models: Models) -> APIRouter:
     async def delete(request: Request, name: str) -> dict[str, Any]:
         service, cache = routes.find(request.state.caller.tenant, name)
         service.caches.drop(cache)
-        service.client.renew(pin_name(cache.tenant, name), 0, "deleted")
+        service.client.renew(cache.pin, 0, "deleted")
         return {"name": name, "object": "prompt_cache", "deleted": True}
 
     return router
 
 
 def body_of_cache(service: Service, cache: PromptCache) -> dict[str, Any]:
-    num_pinned = service.pins.num_tokens(pin_name(cache.tenant, cache.name))
+    num_pinned = service.pins.num_tokens(cache.pin)
     return {
         "name": cache.name,
         "object": "prompt_cache",
@@ -135,6 +136,7 @@ class PromptCacheRoutes:
     async def create(self, body: CreateRequest, caller: Caller) -> dict[str, Any]:
         body.check()
         service = self._models.of(body.model)
+        service.ready.model.check_pooling(None)  # an encoder generates nothing, and has no prefix cache
         if body.tools and body.messages is None:
             raise InvalidRequest("Tools belong to messages.", fix="Give messages, or leave tools out.", param="tools")
         messages = None if body.messages is None else [message.for_template() for message in body.messages]
@@ -188,21 +190,21 @@ class PromptCacheRoutes:
         try:
             num_held, num_cached = await _computed(service, caller, cache, body.timeout)
             if not num_held:
-                why = service.pins.why_not(pin_name(caller.tenant, body.name))
+                why = service.pins.why_not(cache.pin)
                 fix = "Delete or shorten prompt caches, or serve with more --kv-memory or --max-pinned."
                 raise NoRoomToPin(f"The prompt cache cannot be pinned: {why}.", fix=fix, param="name")
             cache.is_ready = True
         finally:
             if not cache.is_ready:
                 service.caches.drop(cache)
-                service.client.renew(pin_name(caller.tenant, body.name), 0, "it was not made")
+                service.client.renew(cache.pin, 0, "it was not made")
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": num_cached}}
         return body_of_cache(service, cache) | {"usage": usage}
 
 
 async def _computed(service: Service, caller: Caller, cache: PromptCache, timeout_s: float | None) -> tuple[int, int]:
     """How many tokens are pinned, and how many had been cached before."""
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = SamplingParams(max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full"))  # whatever requests with it keep
     num_held = num_cached = 0
     outputs = service.stream(caller, cache.token_ids, params, timeout_s=timeout_s, holds=[cache.hold])
     async with aclosing(outputs):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -54,10 +55,6 @@ def read_mark(given: Any) -> CacheControl:
 
 
 # ---- names of holds: a tenant's own, so that nobody can end another's
-
-
-def pin_name(tenant: str, name: str) -> str:
-    return f"{tenant}/pin/{name}"
 
 
 def session_name(request_id: str) -> str:
@@ -143,6 +140,7 @@ class Pins:
     """What the engine holds of prompt caches, as its events say."""
 
     def __init__(self) -> None:
+        self.on_pinned: Callable[[str], None] = lambda name: None
         self._tokens: dict[tuple[str, int], int] = {}  # by name and replica
         self._refused: OrderedDict[str, str] = OrderedDict()
 
@@ -151,6 +149,7 @@ class Pins:
             match event:
                 case events.PrefixHeld(is_pinned=True):
                     self._tokens[event.name, event.replica] = event.num_tokens
+                    self.on_pinned(event.name)
                 case events.HoldEnded(is_pinned=True):
                     self._tokens.pop((event.name, event.replica), None)
                 case events.PrefixNotHeld(is_pinned=True):
@@ -184,11 +183,17 @@ class PromptCache:
     created_s: int = field(default_factory=lambda: int(time.time()))
     num_uses: int = 0
     is_ready: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def pin(self) -> str:
+        """The name of its hold, which no later prompt cache has, whatever its own name is."""
+        return f"{self.tenant}/pin/{self.name}/{self.number}"
 
     @property
     def hold(self) -> Hold:
         left = max(self.expires_s - time.monotonic(), 0.001)
-        return Hold(pin_name(self.tenant, self.name), len(self.token_ids), left, True, f"prompt cache {self.name}")
+        return Hold(self.pin, len(self.token_ids), left, True, f"prompt cache {self.name}")
 
     def holds(self, prompt: list[int]) -> list[Hold]:
         """Of a request with it: pinned again, if it has been lost. A template may write the prefix of a longer conversation
@@ -201,6 +206,11 @@ class PromptCaches:
 
     def __init__(self) -> None:
         self._caches: dict[tuple[str, str], PromptCache] = {}
+
+    def has(self, pin: str) -> bool:
+        tenant, _, rest = pin.partition("/pin/")
+        cache = self.find(tenant, rest.rpartition("/")[0])
+        return cache is not None and cache.pin == pin
 
     def __iter__(self) -> Iterator[PromptCache]:
         self._drop_expired()

@@ -90,6 +90,7 @@ class Service:
         self.manner = Manner()
         self.pins = pins or Pins()
         self.caches = PromptCaches()
+        self.pins.on_pinned = self._check_pin
         self.cache_generation = 0  # of what is cached from now on
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
         # them cannot take all cores.
@@ -383,7 +384,13 @@ class Service:
     def let_go_of_pins(self, reason: str) -> None:
         """Prompt caches are computed and pinned again by the next requests with them."""
         for cache in self.caches:
-            self.client.renew(cache.hold.name, 0, reason)
+            self.client.renew(cache.pin, 0, reason)
+
+    def _check_pin(self, pin: str) -> None:
+        """A request may have waited while its prompt cache was deleted: before it got to the engine, for its adapter or its
+        grammar, or because the engine was lost."""
+        if not self.caches.has(pin):
+            self.client.renew(pin, 0, "its prompt cache was deleted before")
 
     def _decide_session(self, request_id: str, seconds: float) -> None:
         """A conversation whose tool call is under way comes back with the result: its pages are kept over those of others."""

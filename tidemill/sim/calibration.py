@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from tidemill.cache_layout import Group
+from tidemill.config.cache import bytes_of_page
 from tidemill.engine.core import EngineCore
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.runner.base import StepResult
@@ -263,6 +265,7 @@ class Calibration:
 def profile_of(core: EngineCore, samples: Sequence[Sample], name: str, machine: str) -> Profile:
     """The fit, with what it is about."""
     config, runner = core.config, core.runner
+    groups = config.layout.groups if config.layout.groups != (Group(config.page_size),) else ()
     decode_sizes, mixed_sizes = getattr(runner, "graph_sizes", ((), ()))
     cost, errors = fit(samples, decode_sizes, mixed_sizes, runner.steps_ahead, shared_unit(core))
     cost = msgspec.structs.replace(cost, first_pays=config.device == "cpu")
@@ -279,6 +282,8 @@ def profile_of(core: EngineCore, samples: Sequence[Sample], name: str, machine: 
         runner.steps_ahead,
         config.threads,
         config.fast_math,
+        groups,
+        bytes_of_page(core.model_config, config.kv_dtype, config.page_size, config.layout) if groups else 0,
     )
     shape = ModelShape.of(name, core.model_config, config.weight_bytes, config.kv_dtype)
     told = FitErrors(errors.num_samples, errors.median, errors.p90, errors.total)

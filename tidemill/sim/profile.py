@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from tidemill.cache_layout import Group
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 from tidemill.sim.cost import Amount, FittedCost, StepShape
@@ -65,6 +66,10 @@ class EngineShape(msgspec.Struct, frozen=True):
     steps_ahead: Amount
     threads: Amount = 1
     fast_math: bool = False
+    # Of layers with windows or states, whose pages come and go by themselves. None: all layers see all tokens, and the same is
+    # assumed of profiles from before these two were kept.
+    groups: tuple[Group, ...] = ()
+    page_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**60)] = 0  # where there are groups
 
 
 class FitErrors(msgspec.Struct, frozen=True):
@@ -191,6 +196,10 @@ def _decode(data: bytes, source: str) -> Profile:
         increasing = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))
         if not curve.at or len(curve.at) != len(curve.seconds) or not increasing:
             raise ConfigError(f"{source} is no profile: a curve's points are not in order.", fix=again, param="profile")
+    sizes, page_size = [group.page_size for group in profile.engine.groups], profile.engine.page_size
+    if sizes and (min(sizes) < 1 or any(size % page_size for size in sizes) or not profile.engine.page_bytes):
+        what = f"pages of engine.groups have {sizes} tokens and {profile.engine.page_bytes} bytes"
+        raise ConfigError(f"{source} is no profile: {what}.", fix=again, param="profile")
     return profile
 
 

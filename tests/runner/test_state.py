@@ -5,7 +5,7 @@ import numpy as np
 from tidemill.cache_layout import Group
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
-from tidemill.sched.plan import NewRow, RowPages, StepPlan
+from tidemill.sched.plan import NewRow, RowCopy, RowPages, StepItem, StepPlan
 
 
 def new_row(row, page_ids):
@@ -54,3 +54,13 @@ def test_what_a_failed_step_had_staged_is_dropped():
     stage(state, new_rows=[new_row(1, [5])])
     assert not state.pages[0].any()
     assert state.pages[1].tolist()[:2] == [5, 0]
+
+
+def test_only_tokens_of_a_prompt_are_asked_about():
+    """Not those that are decoded, by a fork neither; the last token of a prompt predicts none of it."""
+    state = RowState(4, 128, 16)
+    asks = SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(pooling="mean"), SamplingParams(seed=1)
+    stage(state, new_rows=[NewRow(row, [1, 2, 3], 3, [[4]], params, frozenset()) for row, params in enumerate(asks)])
+    stage(state, row_copies=[RowCopy(0, 3, 3, asks[0])])
+    items = [[StepItem(0, row, start, 1, False, 0) for start in range(5)] for row in range(4)]
+    assert [sum(map(state.asks_prompt, of_row)) for of_row in items] == [2, 3, 0, 2]

@@ -24,7 +24,7 @@ from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, policy_attention, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
@@ -131,7 +131,6 @@ def engines(folder, monkeypatch):
         (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),
         (attention, "SPLIT", 32),
-        (policy_attention, "BLOCK", 16),
         (cuda_work, "SPLIT", 32),
         (cuda_work, "_PER_SPLIT", 2),
         (cuda_runner, "SPLIT", 32),

@@ -20,8 +20,8 @@ from tidemill.sched.plan import StepItem
 
 SETTINGS = {"medusa": {"num_heads": 3}, "eagle": {"num_heads": 2, "window": 24}, "exit": {"layer": 1, "rank": 8}}
 REQUESTS = {
-    "over a split": (ids(29, 1), greedy(6, logprobs=2)),  # which ends at 32
-    "seeded": (ids(9, 2), SamplingParams(temperature=0.9, seed=4, top_k=20, max_tokens=5, logprobs=1)),
+    "over a split": (ids(29, 1), greedy(12, logprobs=2)),  # which ends at 32
+    "seeded": (ids(9, 2), SamplingParams(temperature=0.9, seed=4, top_k=20, max_tokens=8, logprobs=1)),
 }
 
 

@@ -12,6 +12,7 @@ from tidemill.engine.load import core_of
 from tidemill.kernels import machine
 from tidemill.models.registry import model_class
 from tidemill.parallel.channel import Door, connect
+from tidemill.parallel.stages import decide_stages
 from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_stage
@@ -61,7 +62,9 @@ def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F
         device="cuda", kv_memory_bytes=2**22, max_requests=8, token_budget=32, max_context=128, pipeline_parallel=2
     )
     here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36, num_gpus=1)
+    layers, reason = decide_stages(options, shape, here)
     config = resolve(options, shape, here, stages=[kv_layers(shape, world.stage(rank)) for rank in range(2)])
+    config = replace(config, pipeline_layers=layers, reasons=config.reasons | {"pipeline_layers": reason})
     door = Door(str(tmp_path / "stage"), b"0123456789abcdef")
     with ThreadPoolExecutor(1) as threads:
         coming = threads.submit(connect, str(tmp_path / "stage"), b"0123456789abcdef", "first", 60.0)

@@ -5,11 +5,11 @@ import numpy as np
 from tidemill.cache_layout import Group
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
-from tidemill.sched.plan import NewRow, RowCopy, RowPages, StepPlan
+from tidemill.sched.plan import NewRow, RowCopy, RowPages, StepItem, StepPlan
 
 
-def new_row(row, page_ids, **params):
-    return NewRow(row, [1, 2, 3], 3, [page_ids], SamplingParams(seed=1, **params), frozenset())
+def new_row(row, page_ids):
+    return NewRow(row, [1, 2, 3], 3, [page_ids], SamplingParams(seed=1), frozenset())
 
 
 def stage(state, **changes):
@@ -56,10 +56,11 @@ def test_what_a_failed_step_had_staged_is_dropped():
     assert state.pages[1].tolist()[:2] == [5, 0]
 
 
-def test_what_is_asked_about_a_prompt_goes_with_the_request_of_its_row():
-    state = RowState(3, 128, 16)
-    stage(state, new_rows=[new_row(0, [4], prompt_logprobs=0), new_row(1, [5], pooling="mean"), new_row(2, [6])])
-    assert state.asks_prompt == [True, True, False]
-    asked = state.params[0]
-    stage(state, row_copies=[RowCopy(0, 2, 3, asked)], new_rows=[new_row(0, [4]), new_row(1, [5])])
-    assert state.asks_prompt == [False, False, True]
+def test_only_tokens_of_a_prompt_are_asked_about():
+    """Not those that are decoded, by a fork neither; the last token of a prompt predicts none of it."""
+    state = RowState(4, 128, 16)
+    asks = SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(pooling="mean"), SamplingParams(seed=1)
+    stage(state, new_rows=[NewRow(row, [1, 2, 3], 3, [[4]], params, frozenset()) for row, params in enumerate(asks)])
+    stage(state, row_copies=[RowCopy(0, 3, 3, asks[0])])
+    items = [[StepItem(0, row, start, 1, False, 0) for start in range(5)] for row in range(4)]
+    assert [sum(map(state.asks_prompt, of_row)) for of_row in items] == [2, 3, 0, 2]

@@ -1,11 +1,14 @@
 """What /openapi.json says is true: schemathesis asks whatever it allows, and whatever it forbids."""
 
 from contextlib import suppress
+from typing import Any
 
+import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
+from pydantic import ValidationError
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -18,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.helpers import LONG_S
+from tidemill.server.body import Body, schema_of
 
 CHECKS = [
     not_a_server_error,
@@ -28,6 +32,12 @@ CHECKS = [
     status_code_conformance,
     unsupported_method,
 ]
+
+
+class Sample(Body):
+    name: str
+    number: int = 1
+    anything: Any = None
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +84,17 @@ def test_what_is_allowed(api, num_examples):
 @pytest.mark.parametrize(("num_examples", "every"), [(1, 3), pytest.param(100, 1, marks=pytest.mark.slow)])
 def test_what_is_forbidden(api, num_examples, every):
     ask_all(api, GenerationMode.NEGATIVE, num_examples, every)
+
+
+def test_null_is_allowed_for_what_may_be_absent():
+    """Unknown parameters, too; what is required is not."""
+    schema = schema_of(Sample)["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["additionalProperties"] == {"type": "null"}
+    allowed = {"name": "x", "number": None, "anything": None, "unknown": None}
+    jsonschema.validate(allowed, schema)
+    Sample.model_validate(allowed)
+    for wrong in ({"name": None}, {"name": "x", "number": "1"}, {"name": "x", "unknown": 0}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+        with pytest.raises(ValidationError):
+            Sample.model_validate(wrong)

@@ -209,7 +209,7 @@ class CpuRunner:
             return None
         if self._parts is None or self.observers or batch.entries is not None or batch.rounds:
             return None
-        if any(self.state.asks_prompt[item.row] for item in plan.items):
+        if any(map(self.state.asks_prompt, plan.items)):
             return None
         return _sources(plan.items, batch)
 
@@ -250,10 +250,10 @@ class CpuRunner:
         reports = [
             look_at_prompt(self.model, self.state, item, hidden_TH[last + 1 - item.count : last + 1], score)
             for item, last in zip(plan.items, batch.last_token.tolist(), strict=True)
-            if self.state.asks_prompt[item.row]
+            if self.state.asks_prompt(item)
         ]
         result = self._draw(plan, batch, hidden_TH)
-        for report in filter(None, reports):
+        for report in reports:
             report.read(result)
         return result
 

@@ -274,12 +274,13 @@ class CudaRunner:
         self._stage(plan)
         items, reports = plan.items, list[Report]()
         has_lora = self.loras is not None and any(self.state.adapters[item.row] >= 0 for item in items)
-        decodes = all(item.samples and item.count == item.num_draws and not self.state.asks_prompt[item.row] for item in items)
+        asks_prompt = any(map(self.state.asks_prompt, items))
+        decodes = not asks_prompt and all(item.samples and item.count == item.num_draws for item in items)
         if self._policies is not None and not self._policies.rows.rows.isdisjoint(item.row for item in items):
             tokens, logits = self._with_policies(items, has_lora, reports)
             return self._finish(plan, tokens, logits, reports)
-        is_whole = has_lora or any(self.state.asks_prompt[item.row] for item in items)
-        work, by_flash = self._work(items, may_flash=not has_lora, cut=0 if is_whole else self._cut_of(items, decodes))
+        cut = 0 if has_lora or asks_prompt else self._cut_of(items, decodes)
+        work, by_flash = self._work(items, may_flash=not has_lora, cut=cut)
         if not decodes:
             tokens, logits = self._mixed(items, work, by_flash, has_lora, reports)
         else:
@@ -442,7 +443,7 @@ class CudaRunner:
             graph = self._halved[False, size, work.has_singles]
         where = self._replay(graph, work, has_lora)
         if self._last is not None and self._last.is_left_out(size):
-            if not any(self.state.asks_prompt[item.row] for item in items):
+            if not any(map(self.state.asks_prompt, items)):
                 return self._last(work, where, has_lora)
             self._last.all_rows(size, graph.programs, by_flash, has_lora)
         return self._look_at(items, size, where, reports)
@@ -453,10 +454,9 @@ class CudaRunner:
         """At the hidden states of a step: what prompts are asked about, and draws. `where`: as `_write` has it."""
         (begin, end), first = where, 0
         for item in items:
-            if self.state.asks_prompt[item.row]:
+            if self.state.asks_prompt(item):
                 hidden = self._hidden[first : first + item.count]
-                report = look_at_prompt(self.model, self.state, item, hidden, score, self._logits)
-                reports += [report] if report else []
+                reports.append(look_at_prompt(self.model, self.state, item, hidden, score, self._logits))
             first += item.count
         if begin == end:
             return None, None

@@ -141,8 +141,7 @@ class CudaSampler:
             count = min(hidden_TH.shape[0], state.tokens.shape[1] - 1, num + 1)  # a token more: in two parts
             state.num_prompt[0] = count + 1
             item = StepItem(seq=0, row=0, start=0, count=count, samples=False, epoch=0)
-            report = look_at_prompt(model, state, item, hidden_TH[:count], score, logits)
-            reports += [report] if report else []
+            reports.append(look_at_prompt(model, state, item, hidden_TH[:count], score, logits))
             for made in reports if self._device.type == "cuda" else ():
                 made.to_host()
         state.masks, state.params[:], state.num_prompt[:] = before

@@ -84,11 +84,10 @@ def look_at_prompt(
     hidden_TH: torch.Tensor,
     score: Score,
     logits: torch.Tensor | None = None,
-) -> PromptReport | None:
+) -> PromptReport:
     """What a request asks about its prompt, from the hidden states of this step's tokens. `logits`: room for them."""
     params = state.params[item.row]
-    if params is None or (params.prompt_logprobs is None and params.pooling is None):
-        return None
+    assert params is not None
     report = PromptReport(item.row, params.prompt_logprobs or 0, named=params.prompt_logprob_token_ids)
     if params.prompt_logprobs is not None:
         first = max(params.prompt_logprobs_start, item.start + 1)

@@ -75,7 +75,7 @@ class StageRunner(CpuRunner):
         num = min(2 * self._stage.num_stages, plan.num_tokens // _LEAST_TOKENS)
         if num < 2:
             return [plan.items]
-        return cut_items(plan.items, num, [not item.num_drafts and not self.state.asks_prompt[item.row] for item in plan.items])
+        return cut_items(plan.items, num, [not item.num_drafts and not self.state.asks_prompt(item) for item in plan.items])
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         if self._before is None:

@@ -11,7 +11,7 @@ import torch
 from tidemill.cache_layout import Group
 from tidemill.kernels.attention import block_bounds
 from tidemill.sampling import SamplingParams
-from tidemill.sched.plan import RowCopy, StepPlan
+from tidemill.sched.plan import RowCopy, StepItem, StepPlan
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -78,12 +78,12 @@ class RowState:
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
-        self.asks_prompt = [False] * num_rows  # something about its prompt, which needs the hidden states of all tokens
         self.known_stages: list[tuple[SamplingParams, frozenset[str]] | None] = [None] * num_rows  # of sampling, by params
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
         self.draft_probs: dict[tuple[int, int], np.ndarray] = {}  # by row and position: see StepPlan
         self.num_prompt = [0] * num_rows
+        self._asked_until = [0] * num_rows  # positions before this one are asked about: of prompts alone
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
         self.kv_tables = [table for table, group in zip(self.tables, groups, strict=True) if not group.is_state]
@@ -96,15 +96,17 @@ class RowState:
         self._writes.clear()  # of a step that failed before it applied them
         self._stage_copies(plan.row_copies)
         for new in plan.new_rows:
-            self._know(new.row, new.params)
+            self.params[new.row] = new.params
             self.eos_token_ids[new.row] = new.eos_token_ids
             self.num_prompt[new.row] = new.num_prompt
+            self._asked_until[new.row] = _asked_until(new.params, new.num_prompt)
             self.adapters[new.row] = new.adapter
             self._add(0, new.row, 0, new.token_ids)
             for group, page_ids in enumerate(new.page_ids):
                 padding = [0] * (self._num_pages[new.row][group] - len(page_ids))  # past the end: null
                 self._add(1, new.row, self.columns[group], page_ids + padding)
                 self._num_pages[new.row][group] = len(page_ids)
+            self._add(2, new.row, 0, _draw_words(new.params))
         for write in plan.token_writes:
             self._add(0, write.row, write.position, [write.token_id])
         for update in plan.page_updates:
@@ -129,9 +131,10 @@ class RowState:
         ]
         for copy, (eos_token_ids, num_prompt, adapter, num_pages) in zip(copies, known, strict=True):
             row = copy.target
-            self._know(row, copy.params)
-            self.eos_token_ids[row], self.num_prompt[row] = eos_token_ids, num_prompt
+            self.params[row], self.eos_token_ids[row], self.num_prompt[row] = copy.params, eos_token_ids, num_prompt
             self.adapters[row], self._num_pages[row] = adapter, num_pages
+            self._asked_until[row] = _asked_until(copy.params, num_prompt)
+            self._add(2, row, 0, _draw_words(copy.params))
 
     def _copy_rows(self) -> None:
         """On the device; the sources are read before a target is written."""
@@ -144,10 +147,9 @@ class RowState:
                 part[target] = part[source]
             self._copies = []
 
-    def _know(self, row: int, params: SamplingParams) -> None:
-        self.params[row] = params
-        self.asks_prompt[row] = params.prompt_logprobs is not None or params.pooling is not None
-        self._add(2, row, 0, _draw_words(params))
+    def asks_prompt(self, item: StepItem) -> bool:
+        """Whether something is asked about these tokens of its prompt, which needs the hidden states of all of them."""
+        return item.start < self._asked_until[item.row]
 
     def is_pooled(self, row: int) -> bool:
         """Its request asks for the pooled states of its prompt, not for tokens."""
@@ -169,6 +171,12 @@ class RowState:
 def _aligned(num_words: int) -> int:
     """A group's table begins at a multiple of 16 bytes, which the kernels are compiled for, as do other tables that they read."""
     return -(-num_words // 4) * 4
+
+
+def _asked_until(params: SamplingParams, num_prompt: int) -> int:
+    if params.pooling is not None:
+        return num_prompt
+    return 0 if params.prompt_logprobs is None else num_prompt - 1  # the last token predicts none of them
 
 
 def _draw_words(params: SamplingParams) -> list[int]:

@@ -32,10 +32,17 @@ MAX_ITEMS = 2**20
 _MAX_MISTAKES = 1000  # that are looked at one by one
 _FEW_MISTAKES = 4  # of which the values are looked at, too
 _MAX_SHOWN = 100  # characters of a value in an error
+_NULL = {"type": "null"}
+_ABOUT = {"title", "description", "default", "examples", "deprecated"}  # of a schema: what allows or forbids nothing
 _EVENT = {  # of a stream: its schema is that of each
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
+}
+# What a response may be instead of JSON, if the request has such a field: content type and schema.
+_BESIDES_JSON: dict[str, tuple[str, dict[str, Any]]] = {
+    "stream": ("text/event-stream", _EVENT),
+    "embed_dtype": ("application/octet-stream", {"type": "string", "format": "binary"}),
 }
 _BY_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send for web pages
 _NEXT_PART_WITHIN_S = 20.0
@@ -139,8 +146,9 @@ class _Schema(UserDict):
     def data(self) -> dict[str, Any]:  # type: ignore[override]
         schema = self._model.model_json_schema()
         made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
-        if "stream" in self._model.model_fields:
-            made["responses"] = {"200": {"content": {"text/event-stream": {"schema": _EVENT}}}}
+        besides = {field: content for field, content in _BESIDES_JSON.items() if field in self._model.model_fields}
+        if besides:
+            made["responses"] = {"200": {"content": {kind: {"schema": of_kind} for kind, of_kind in besides.values()}}}
         return made
 
 
@@ -150,7 +158,8 @@ def schema_of(model: type[BaseModel]) -> Any:
 
 
 def _inlined(schema: Any, root: dict[str, Any]) -> Any:
-    """Without references, which would be resolved against the whole document; with the limits of SamplingParams."""
+    """Without references, which would be resolved against the whole document; with the limits of SamplingParams, and null for
+    whatever may be absent."""
     if isinstance(schema, list):
         return [_inlined(one, root) for one in schema]
     if not isinstance(schema, dict):
@@ -165,7 +174,21 @@ def _inlined(schema: Any, root: dict[str, Any]) -> Any:
             elif kind.get("type") == "number" and name in REALS:
                 low, kind["maximum"] = REALS[name]
                 kind["exclusiveMinimum" if name in ABOVE else "minimum"] = low
+    if made.get("additionalProperties") is False:
+        made["additionalProperties"] = _NULL
+        required = made.get("required", ())
+        made["properties"] = {
+            name: inner if name in required else _or_null(inner) for name, inner in made.get("properties", {}).items()
+        }
     return made
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    if not schema.keys() - _ABOUT:  # anything
+        return schema
+    about = {name: value for name, value in schema.items() if name in _ABOUT}
+    kinds = schema.get("anyOf") or [{name: value for name, value in schema.items() if name not in _ABOUT}]
+    return about | {"anyOf": kinds if _NULL in kinds else [*kinds, _NULL]}
 
 
 def _explain(error: ValidationError) -> InvalidRequest:

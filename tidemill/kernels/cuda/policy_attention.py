@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.attention import _LOG2_E, attend
-from tidemill.kernels.cuda.attention_lists import BLOCK, Lists, single_rows
+from tidemill.kernels.cuda.attention_lists import Lists, single_rows
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.cuda.launch import FEW, HOW, begin, launch
 from tidemill.kernels.cuda.paged_attention import _queries
@@ -206,7 +206,7 @@ class CudaPolicyStep:
         table, weights = kv.tables[0], qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads, dtype=torch.float32)
         num_runs = 2 * kv.num_kv_heads
         where = at * num_runs, kv.cache.shape[1] * num_runs, table.stride(0), kv.specs[layer].scale * _LOG2_E
-        common = {"NUM_HEADS": kv.num_heads, "NUM_KV_HEADS": kv.num_kv_heads, "DIM": kv.head_dim, "BLOCK": BLOCK}
+        common = {"NUM_HEADS": kv.num_heads, "NUM_KV_HEADS": kv.num_kv_heads, "DIM": kv.head_dim, "BLOCK": kv.page_size}
         common |= {"ROWS": single_rows(kv.num_heads // kv.num_kv_heads), "num_warps": 4, **HOW}
         launch(
             _weigh_slots, (kv.num_kv_heads, watched.tiles.shape[0]),

@@ -28,7 +28,7 @@ class Int8Tensor(PackedTensor):
         num_out, width = parts["weight"].check(("I8",), (None, None)).shape
         parts["SCB"].check(("F32", "F16", "BF16"), (num_out,))
         self._parts, self._activations = parts, Activations(threshold=threshold or None)
-        super().__init__(module, parts, (num_out, width), "W8A8")
+        super().__init__(module, parts, (num_out, width), "W8A8-C")
 
     def codes(self) -> Codes:
         scales = self._parts["SCB"].scales().reshape(-1, 1) / 127

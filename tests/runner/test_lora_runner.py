@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.engine.test_lora import ask, make_lora, with_loras
 from tests.helpers import greedy
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
 from tidemill.kernels.cuda import elementwise
+from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers import norm
 
 
@@ -33,7 +36,9 @@ def test_adapters_on_a_gpu(on_gpu, folder, tmp_path, monkeypatch):  # noqa: F811
             core.adapters.load_now(number, f"a{number}", str(path))
         return core
 
-    together = ask(engine(), requests)
+    with mock.patch.object(CudaLora, "_add_up", autospec=True, side_effect=CudaLora._add_up) as added_up:
+        together = ask(engine(), requests)
+    assert added_up.called  # the kernel behind gate and up multiplies for `down`
     for name, answer in together.items():
         assert answer.tokens == expected[name].tokens
         for mine, theirs in zip(answer.logprobs, expected[name].logprobs, strict=True):

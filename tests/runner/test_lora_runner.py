@@ -15,7 +15,6 @@ from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers import norm
 
 
-@pytest.mark.slow
 def test_adapters_on_a_gpu(on_gpu, folder, tmp_path, monkeypatch):  # noqa: F811
     """Prompts and single tokens, two adapters and none in one step; a request alone has the same bits."""
     from transformers import LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""scale · up (down x) with the pair of each row's adapter, on the GPU: two kernels, for any number of adapters in a step.
+"""scale · up (down x) with the pair of each row's adapter, on the GPU, for any number of adapters in a step.
 
 Tokens are in order of their adapters' slots, in tiles of one slot each (kernels/lora.py); the host writes both lists before the
 step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places; the last program of
@@ -38,7 +38,7 @@ _STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to 
 _RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
 _FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 _GATED_RUN = 256  # columns that a program behind gate and up has, at all sizes of steps: so sums end at the same places
-_GATED = {16: (64, 4), 64: (32, 4)}  # by the rows of a tile: columns at a time (GPUs add 16 products at a time anyway), warps
+_GATED = {16: 64, 64: 32}  # by the rows of a tile: columns at a time. GPUs add 16 products at a time anyway
 _MOST_BEHIND = 64  # ranks of the linear behind it, for which a program has sums
 
 
@@ -344,7 +344,7 @@ class CudaLora(LinearLora):
     def _expand_gated(self, low: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor:
         num_tokens, num_out = y_TN.shape[0], y_TN.shape[1] // 2
         order, tiles, _ = self._lists.lists(num_tokens)
-        (columns, warps), num_runs = _GATED[rows_of_tile(num_tokens)], triton.cdiv(num_out, _GATED_RUN)
+        num_runs = triton.cdiv(num_out, _GATED_RUN)
         made = out = y_TN.new_empty(num_tokens, num_out)
         behind, num_behind = self, 0
         if self.behind is not None and self.behind._max_rank <= _MOST_BEHIND:
@@ -354,8 +354,8 @@ class CudaLora(LinearLora):
             _expand_gated, (tiles.numel() // 3, num_runs),
             low, self._up, self._blocks, order, tiles, y_TN, out, num_out,
             behind._down, behind._blocks, behind._scales, made, num_tokens,
-            RUN=_GATED_RUN, OUTS=columns, BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
-            ACT=self._act, num_warps=warps, **self._options(num_tokens), **how(num_tokens),
+            RUN=_GATED_RUN, OUTS=_GATED[rows_of_tile(num_tokens)], BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
+            ACT=self._act, num_warps=4, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
         if num_behind:
             PARTIAL.put(out, made)

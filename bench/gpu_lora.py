@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama8b", choices=MODELS)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--max-lora-rank", type=int, help="of the engine; if not given, the rank, and at least 16")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--parts", default="checks,kernels,workloads", help="separated by commas")
     given = parser.parse_args()
@@ -270,7 +271,7 @@ def measure(given: argparse.Namespace) -> None:
     (folder / "config.json").write_text(json.dumps(MODELS[given.model]))
     options = EngineOptions(
         model=str(folder), load_format="dummy", max_context=34816, max_waiting=10**6, max_loras=given.adapters,
-        max_lora_rank=max(given.rank, 16),
+        max_lora_rank=given.max_lora_rank or max(given.rank, 16),
     )  # fmt: skip
     begin = time.perf_counter()
     core = load_core(options)

@@ -9,12 +9,14 @@ No load is used in calibration, and those of HELD_OUT were not looked at either 
 A part of the calibration comes before each real run, since a machine that others use is not always as fast; the fit sees all
 of them. Every round (--rounds) has requests of its own, and the requests of all rounds count together. On a CPU, time is that
 which this process computes (one thread), since others may use the machine as well. `--out` gets profile.json, real.json,
-results.json and steps.json, every measured step: its StepShape, seconds, whether it followed another, and the host's seconds.
+results.json, requests.json (of each real run every request: when it came, its first and its last token) and steps.json, every
+measured step: its StepShape, seconds, whether it followed another, and the host's seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -176,6 +178,8 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
                 print(f"calibration {number}.{part}: {len(calibration.samples)} steps, {took}", flush=True)
             for own in real.setdefault(load, [[] for _ in range(given.repeats)]):
                 core.scheduler.kv.clear_prefixes()
+                gc.collect()
+                gc.freeze()  # what this script keeps is not for the engine's collections to walk: one took 78 ms of a step
                 records, taken = run_real(core, items, given.now)
                 own.append(records)
                 steps[load] = steps.get(load, []) + taken
@@ -183,6 +187,7 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
             (given.out / "steps.json").write_text(json.dumps(plain))
             told = {load: [figures(own) for own in runs] for load, runs in real.items()}
             (given.out / "real.json").write_text(json.dumps(told))
+            (given.out / "requests.json").write_text(json.dumps({load: _times(runs) for load, runs in real.items()}))
             print(f"{load}: {figures(real[load][0])['throughput']:.1f} tokens/s", flush=True)
     if not given.profile:
         profile = profile_of(core, calibration.samples, name, _machine())
@@ -204,6 +209,10 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
         lines.append({"load": load, "requests": num, "real": measured, "runs": runs, "spread": spread, "simulated": said})
     show(lines)
     (given.out / "results.json").write_text(json.dumps(lines, indent=1))
+
+
+def _times(runs: Sequence[Sequence[Sequence[Record]]]) -> list[list[list[tuple[float, float, float]]]]:
+    return [[[(one.due_s, one.token_times_s[0], one.end_s) for one in records] for records in rounds] for rounds in runs]
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:

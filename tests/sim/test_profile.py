@@ -19,7 +19,8 @@ from tidemill.sim.profile import Profile, check_target, shipped_profiles
 from tidemill.sim.simulator import Arrival, SimConfig, simulate
 
 DECODE, MIXED = Curve([1, 64], [0.004, 0.006]), Curve([16, 512], [0.005, 0.020])
-PARTS = {"shared_s": 4e-9, "host_s": 7e-4, "longest_prompt_s": 4e-7, "sharing_s": 5e-4}
+HOST = {"host_s": 7e-4, "host_new_s": 5e-4, "host_token_s": 4e-6}
+PARTS = {"shared_s": 4e-9, "longest_prompt_s": 4e-7, "sharing_s": 5e-4, **HOST}
 TRUE = FittedCost(DECODE, MIXED, 3e-8, 1e-8, 4e-8, 1e-9, 2e-6, 1e-8, **PARTS)
 
 
@@ -35,7 +36,7 @@ def measured(num=1500, noise=0.01, seed=0):
         shape = StepShape(num_decoding, num_decoding * context, context, num_prompt, pairs, num_decoding + 1, new, shared, seen)
         seconds, follows = TRUE.shape_s(shape) * draw.gauss(1, noise), draw.random() < 0.95
         seconds *= 5 if draw.random() < 0.01 else 1
-        host_s = TRUE.host_s * draw.gauss(1, 0.1)
+        host_s = (TRUE.host_s + TRUE.starting_s(new)) * draw.gauss(1, 0.1)
         samples.append(Sample(shape, seconds + (0 if follows else host_s), follows, host_s))
     return samples
 
@@ -51,6 +52,16 @@ def test_a_fit_finds_what_steps_cost_in_spite_of_noise_and_outliers():
     idle = [replace(one, submit_s=3e-4) for one in measured(200)]
     assert fit(idle)[0].submit_s == 3e-4
     assert fit(measured())[0].host_s == 0  # nothing is hidden where the host waits for every step
+
+
+def test_beyond_the_last_point_a_curve_rises_as_over_its_last_half():
+    curve = Curve([1, 128, 240, 256], [0.004, 0.005, 0.0084, 0.008])  # of the last two, the larger one takes less
+    assert curve.value(512) == pytest.approx(0.008 + 256 * 0.003 / 128)
+    assert [curve.value(num) for num in (1, 256)] == [0.004, 0.008]
+    assert curve.value(184) == pytest.approx(0.0067)
+    assert Curve([4, 6], [0.02, 0.01]).value(60) == 0.01  # never less than nothing more
+    cost = Profile.load("h200-llama8b").cost
+    assert cost.decode.value(1024) > cost.decode.value(512) > cost.decode.value(256)
 
 
 def test_a_fit_of_noisy_steps_is_as_long_as_they_are_in_sum():

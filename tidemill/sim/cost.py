@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ class CostModel(Protocol):
     `shape_s`, the time of a step by its shape, and `decode_line`, of a step in which so many sequences decode the fixed part and
     what is added per token of all contexts and per token of the longest, steps need not be simulated sequence by sequence, nor
     those that only repeat each other one by one. `rest_s`: the part of a shape's time that `decode_line` leaves out.
+    `starting_s`: how much longer the host takes if requests of so many tokens start.
     `submit_s`: how long taking a request takes that comes while nothing is computed; what else comes meanwhile is in its step.
     `heat`: of a Heat, its decay, and what it adds to steps in which all decode and to those with prompts."""
 
@@ -175,7 +176,8 @@ class LinearCost:
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Seconds by a number, straight between the points; beyond the last, as between the last two."""
+    """Seconds by a number, straight between the points. Beyond the last it rises as it did over the last half: two points that are
+    next to each other say little about what follows, and on a GPU the larger one may even take less."""
 
     at: list[Amount]
     seconds: list[Seconds]
@@ -183,9 +185,12 @@ class Curve(msgspec.Struct, frozen=True):
     def value(self, x: int) -> float:
         if x <= self.at[0] or len(self.at) == 1:
             return self.seconds[0]
-        i = min(bisect_left(self.at, x), len(self.at) - 1)
-        x0, x1, y0, y1 = self.at[i - 1], self.at[i], self.seconds[i - 1], self.seconds[i]
-        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        i = j = bisect_left(self.at, x)
+        if i == len(self.at):
+            i, j = i - 1, bisect_right(self.at, self.at[-1] // 2) or 1
+        x0, x1, y0, y1 = self.at[j - 1], self.at[i], self.seconds[j - 1], self.seconds[i]
+        rate = (y1 - y0) / (x1 - x0)
+        return y0 + rate * (x - x0) if x <= x1 else y1 + max(rate, 0.0) * (x - x1)
 
 
 _HOT_TOKENS = 1024  # of a step that draws all the power there is
@@ -227,7 +232,7 @@ class FittedCost(msgspec.Struct, frozen=True):
     pair_s: Seconds
     draw_s: Seconds  # per token drawn, in steps with a prompt
     new_token_s: Seconds  # per token of a request that starts
-    host_s: Seconds = 0.0  # of a step's time, the host's: waited for only where nothing is in flight
+    host_s: Seconds = 0.0  # planning and launching a step: waited for only where no step in flight takes longer
     shared_s: Seconds = 0.0  # per token of context that is read once for several, as it counts in `num_shared`
     shared_unit: Amount = 0  # tokens that are read once if they are the same; 0: all are read for each
     decode_sizes: list[Amount] = []  # numbers of tokens that a step is padded to; none: it is not
@@ -239,6 +244,8 @@ class FittedCost(msgspec.Struct, frozen=True):
     mixed_rise: Rise = 0.0
     first_pays: bool = False  # of shared context, see Shapes: so on a CPU, whose caches have it for the others
     submit_s: Seconds = 0.0  # from when a request comes while nothing is computed until the next step is planned
+    host_new_s: Seconds = 0.0  # more of `host_s`, if a request starts
+    host_token_s: Seconds = 0.0  # and per token of it: keys of its pages, and what is sent to the device
 
     def step_s(self, plan: StepPlan) -> float:
         """If no rows share pages."""
@@ -256,6 +263,9 @@ class FittedCost(msgspec.Struct, frozen=True):
     def rest_s(self, shape: StepShape) -> float:
         sharing_s = self.sharing_s if shape.num_shared and not shape.num_prompt else 0.0
         return self.new_token_s * shape.num_new + self.shared_s * shape.num_shared + sharing_s
+
+    def starting_s(self, num_new: int) -> float:
+        return self.host_new_s + self.host_token_s * num_new if num_new else 0.0
 
     @property
     def heat(self) -> tuple[float, float, float]:

@@ -61,9 +61,9 @@ def fit(
     # On a GPU steps depend on those before. Elsewhere noise would be taken for it.
     cost = _fit_with(samples, [*decode_sizes], [*mixed_sizes], shared_unit, _DECAY_S if mixed_sizes else 0.0)
     cost = msgspec.structs.replace(cost, submit_s=statistics.median(submits) if submits else 0.0)
-    waits = [one.host_s for one in samples if not one.follows]
-    if steps_ahead and waits:
-        cost = msgspec.structs.replace(cost, host_s=statistics.median(waits))
+    if steps_ahead:
+        host_s, new_s, token_s = _host(samples)
+        cost = msgspec.structs.replace(cost, host_s=host_s, host_new_s=new_s, host_token_s=token_s)
     return cost, errors_of(cost, samples)
 
 
@@ -106,6 +106,23 @@ def _fit_with(
         decode_rise=d_rise,
         mixed_rise=m_rise,
     )
+
+
+def _host(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """What planning and launching takes, and what is added if requests start, and per token of these."""
+    going_on = [one.host_s for one in samples if not one.shape.num_new]
+    starting = [(one.shape.num_new, one.host_s) for one in samples if one.shape.num_new]
+    host_s = statistics.median(going_on or [own_s for _, own_s in starting])
+    if len(starting) < 2 * _LEAST:
+        return host_s, 0.0, 0.0
+    matrix = np.array([[1.0, num] for num, _ in starting])
+    took = np.array([own_s - host_s for _, own_s in starting])
+    kept, found = np.ones(len(took), bool), np.zeros(2)
+    for _ in range(_ROUNDS):
+        found = _least_squares(matrix[kept], took[kept])
+        off = np.abs(matrix @ found - took)
+        kept = off <= _OUTLIER * np.median(off[kept])
+    return host_s, float(found[0]), float(found[1])
 
 
 def _levels(samples: Sequence[Sample], decay_s: float) -> list[float]:

@@ -98,6 +98,9 @@ class Profile(msgspec.Struct, frozen=True):
     def host_s(self) -> float:
         return self.cost.host_s
 
+    def starting_s(self, num_new: int) -> float:
+        return self.cost.starting_s(num_new)
+
     @property
     def first_pays(self) -> bool:
         return self.cost.first_pays

@@ -36,6 +36,7 @@ class SimRunner:
         self._shape = StepShape(0, 0, 0, 0, 0, 0, 0)  # of the last step
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
         self._host_s: float = getattr(cost, "host_s", 0.0)
+        self._starting_s: Callable[[int], float] = getattr(cost, "starting_s", _nothing)
         self._shape_s: Callable[[StepShape], float] | None = getattr(cost, "shape_s", None)
         self._rest_s: Callable[[StepShape], float] = getattr(cost, "rest_s", _nothing)
         heat: tuple[float, float, float] = getattr(cost, "heat", (0.0, 0.0, 0.0))
@@ -52,7 +53,10 @@ class SimRunner:
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
         self.change_pages(plan)
-        self._clock.advance(self._host_s)
+        host_s = self._host_s
+        if plan.new_rows:
+            host_s += self._starting_s(sum([len(row.token_ids) for row in plan.new_rows]))
+        self._clock.advance(host_s)
         begin = max(self._clock.now(), self.free_s)
         if self._shape_s is not None:
             self._shape = self._shapes.of(plan, self.steady)
@@ -156,5 +160,5 @@ class SimRunner:
         return *line, self._rest_s(shape), shape.decode_context, shape.longest
 
 
-def _nothing(shape: StepShape) -> float:
+def _nothing(of: object) -> float:
     return 0.0

@@ -129,6 +129,17 @@ def test_every_row_keeps_its_bits(kind, shape):
 
 
 @needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_keep_their_bits_where_few_panels_and_rows_are_computed_at_once(kind):
+    """Wide matrices: unpacked panels and the rows they are multiplied by stay in a core's cache."""
+    torch.manual_seed(2)
+    linear, x = QuantizedPanels(random_codes(kind, 76, 9216), None), torch.randn(50, 9216)
+    whole = linear(x)
+    for start, rows in ((0, 1), (3, 4), (7, 16), (11, 21), (1, 49)):
+        assert torch.equal(linear(x[start : start + rows].clone()), whole[start : start + rows]), (rows, start)
+
+
+@needs_library
 def test_matrices_of_unlike_kinds_are_joined_unchanged():
     torch.manual_seed(2)
     parts = [random_codes(kind, 16, 64) for kind in KINDS]

@@ -176,8 +176,8 @@ class LinearCost:
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Seconds by a number, straight between the points. Beyond the last it rises as it did over the last half: two points that are
-    next to each other say little about what follows, and on a GPU the larger one may even take less."""
+    """Seconds by a number, straight between the points. Beyond the last it rises as it did over the last half: two points side by
+    side say little about what follows, and on a GPU the larger one may even take less."""
 
     at: list[Amount]
     seconds: list[Seconds]

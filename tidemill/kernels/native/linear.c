@@ -138,6 +138,74 @@ void add_sparse(const linear_job *j, long panel, long row, int n, f32x8 *values)
     }
 }
 
+/* A job's rows from `row` on, at most so many; a multiple of 4. Of the kinds with a scale for 32 activations. */
+static linear_job some_rows(const linear_job *j, long row, long num) {
+    linear_job part = *j;
+    long num_groups = j->num_in / GROUP;
+    part.num_rows = j->num_rows - row < num ? j->num_rows - row : num;
+    part.x += row * j->num_in, part.out += row * j->num_out, part.xq += row * j->num_in;
+    part.xd += row * num_groups, part.xs += row * num_groups;
+    if (j->starts) part.starts += row * num_groups;
+#if defined(HAS_QUADS)
+    if (j->quads) part.quads += row / 4 * (num_groups + 1) * QUAD;
+#endif
+    return part;
+}
+
+#define PANELS_AT_ONCE 8           /* that are unpacked before rows are multiplied by them */
+#define PANEL_BYTES (512 * 1024)   /* of unpacked codes: they stay in the L2 cache */
+#define ROW_BYTES (128 * 1024)     /* of the activations that all of these panels take before the next: they stay there, too */
+
+/* Room for unpacked codes and scales of so many panels. */
+typedef struct {
+    long num_panels, code_bytes, num_scales;
+    float *scales;
+    uint8_t *codes;
+} wide_room;
+
+static wide_room make_room(const linear_job *j, long num_panels, int thread) {
+    const linear_kind *how = j->how;
+    long fours = j->num_in / GROUP, num_groups = (fours + j->group - 1) / j->group;
+    wide_room room = {.num_panels = how->span, .code_bytes = fours * 256, .num_scales = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0};
+    if (j->num_rows < how->wide_rows || (!how->unpack && !room.num_scales)) return room;
+    if (how->pair) {
+        room.num_panels = 2;
+    } else if (how->span == 1 && !how->is_token) {
+        room.num_panels = PANEL_BYTES / room.code_bytes < PANELS_AT_ONCE ? PANEL_BYTES / room.code_bytes : PANELS_AT_ONCE;
+        if (room.num_panels < 1) room.num_panels = 1;
+    }
+    if (num_panels < room.num_panels && how->span == 1) room.num_panels = num_panels;
+    room.scales = tm_scratch(thread, 1, room.num_panels * (room.code_bytes + room.num_scales * (long)sizeof(float)));
+    room.codes = (uint8_t *)(room.scales + room.num_panels * room.num_scales);
+    return room;
+}
+
+/* Panels whose codes are unpacked once for all rows. */
+static void wide_panels(const linear_job *j, const wide_room *room, long panel, long num, const uint8_t *codes, const char *scales) {
+    const linear_kind *how = j->how;
+    long packed_bytes = j->num_in / GROUP * how->code_bytes, scale_bytes = room->num_scales * 2;
+    int is_pair = how->pair && num == 2;
+    long parts = is_pair ? 2 : 1; /* whose vectors take turns */
+    for (long p = 0; p < num; p += how->span) {
+        const uint16_t *halves = (const uint16_t *)(scales + p * scale_bytes);
+        float *to = room->scales + p * (is_pair ? LANES : room->num_scales);
+        for (long i = 0; i < room->num_scales; i += LANES) f32x8_store(to + i * parts, f32x8_load_f16(halves + i));
+        if (how->unpack) how->unpack(j, codes + p * packed_bytes, room->codes + p * (is_pair ? 32 : room->code_bytes), 32 * parts);
+    }
+    if (how->unpack) codes = room->codes, packed_bytes = room->code_bytes;
+    if (num == how->span || is_pair) {
+        (is_pair ? how->pair : how->wide)(j, panel, codes, room->num_scales ? (const void *)room->scales : scales);
+        return;
+    }
+    long group_bytes = room->num_scales ? room->num_scales * (long)sizeof(float) : (j->num_in / GROUP + j->group - 1) / j->group * how->scale_bytes;
+    if (room->num_scales) scales = (const char *)room->scales;
+    long most = ROW_BYTES / j->num_in < WIDE_ROWS ? WIDE_ROWS : ROW_BYTES / j->num_in / 4 * 4;
+    for (long row = 0; row < j->num_rows; row += most) {
+        linear_job part = some_rows(j, row, most);
+        for (long p = 0; p < num; p++) how->wide(&part, panel + p, codes + p * packed_bytes, scales + p * group_bytes);
+    }
+}
+
 void run_panels(void *arg, long task, int thread) {
     const linear_job *j = arg;
     const linear_kind *how = j->how;
@@ -148,28 +216,18 @@ void run_panels(void *arg, long task, int thread) {
         return;
     }
     long fours = j->num_in / GROUP, num_groups = (fours + j->group - 1) / j->group;
-    long num_halves = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0;
-    /* Without memory for the unpacked codes, the packed ones give the same result. */
-    long most = how->pair && end - panel > 1 ? 2 : how->span;
-    float *wide_scales = j->num_rows >= how->wide_rows && (how->unpack || num_halves) ? tm_scratch(thread, 1, most * (fours * 256 + num_halves * (long)sizeof(float))) : NULL;
-    uint8_t *wide_codes = (uint8_t *)(wide_scales + most * num_halves);
+    wide_room room = make_room(j, end - panel, thread); /* without memory for it, the packed codes give the same result */
     for (long num; panel < end; panel += num) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * fours * how->code_bytes;
         const char *scales = (const char *)j->scales + panel * num_groups * how->scale_bytes;
         num = how->span;
         if (j->num_rows == 1) {
             how->single(j, panel, codes, scales);
-        } else if (!wide_scales) {
+        } else if (!room.scales) {
             how->packed(j, panel, codes, scales);
         } else {
-            num = how->pair && panel + 2 <= end ? 2 : how->span;
-            long parts = how->pair ? num : 1; /* whose vectors take turns */
-            for (long p = 0; p < parts; p++) {
-                const uint16_t *halves = (const uint16_t *)(scales + p * num_groups * how->scale_bytes);
-                for (long i = 0; i < num_halves; i += LANES) f32x8_store(wide_scales + i * parts + p * LANES, f32x8_load_f16(halves + i));
-                if (how->unpack) how->unpack(j, codes + p * fours * how->code_bytes, wide_codes + p * 32, 32 * parts);
-            }
-            (parts > 1 ? how->pair : how->wide)(j, panel, how->unpack ? wide_codes : codes, num_halves ? (const void *)wide_scales : scales);
+            if (num == 1) num = end - panel < room.num_panels ? end - panel : room.num_panels;
+            wide_panels(j, &room, panel, num, codes, scales);
         }
     }
 }
@@ -184,8 +242,13 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
         long num_groups = num_in / GROUP;
         long listed = j.threshold > 0 ? num_in + 1 : 0; /* of a row: numbers of columns */
         long starts = KIND(kind) == S4 ? num_groups * (long)sizeof(halves_start) : 0;
-        j.xq = tm_scratch(0, 0, num_rows * (num_in + starts + (2 * num_groups + listed) * (long)sizeof(float)));
+        long quads = 0;
+#if defined(HAS_QUADS)
+        if (KIND(kind) < G8 && num_rows >= j.how->wide_rows) quads = (num_rows + 3) / 4 * (num_groups + 1) * QUAD * (long)sizeof(float);
+#endif
+        j.xq = tm_scratch(0, 0, num_rows * (num_in + starts + (2 * num_groups + listed) * (long)sizeof(float)) + quads);
         if (!j.xq) return -1;
+        if (quads) j.quads = (float *)(j.xq + num_rows * (num_in + starts + (2 * num_groups + listed) * (long)sizeof(float)));
         if (starts) j.starts = (halves_start *)(j.xq + num_rows * num_in);
         j.xd = (float *)(j.xq + num_rows * (num_in + starts));
         j.xs = j.xd + num_rows * num_groups;

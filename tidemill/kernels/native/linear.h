@@ -32,6 +32,7 @@ typedef struct {
     int8_t *xq;      /* [row][k] */
     float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes. Kinds with a scale a row: [row]; [row][group]: sum of codes */
     halves_start *starts; /* [row][k / 32], of S4: where its sums start */
+    float *quads;         /* [row / 4][1 + k / 32][QUAD]: what linear_neon.h reads of four rows; NULL: it is not used */
     /* set by linear_start */
     const linear_kind *how;
     long group;           /* groups of 32 that share a scale */
@@ -63,6 +64,11 @@ struct linear_kind {
 };
 
 extern const linear_kind linear_codes[], linear_tokens[]; /* Q8 .. GT4; W8 .. T2 */
+
+#if defined(HAS_QUADS)
+#define QUAD 24 /* floats for a group of four rows: xd, xs, and of each -1.5 * 2^23 times xd, four times. Before the first group: zeros */
+static inline float *quad_of(const linear_job *j, long row) { return j->quads + (row / 4 * (j->num_in / GROUP + 1) + 1) * QUAD; }
+#endif
 
 /* Reads what lies before the scales. */
 void linear_start(linear_job *job);

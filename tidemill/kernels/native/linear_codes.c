@@ -1,7 +1,10 @@
 /* Kinds whose activations are bytes with a scale for 32 of them (layouts: linear.c). Sums over 32 are whole numbers; those over groups
-are floats, in the order of the groups. */
+are floats, in the order of the groups: a sum times the activations' scale, then that times the weights' added, then the offset. */
 #include "linear.h"
 #include "tiles.h"
+#if defined(HAS_QUADS)
+#include "linear_neon.h"
+#endif
 
 #define PAIR_ROWS 8 /* of a tile of two panels */
 
@@ -30,6 +33,17 @@ static float short_factor(float x) {
     return x;
 }
 
+#if defined(HAS_QUADS)
+static void put_quad(const linear_job *j, long row, long g, float d, int32_t sum) {
+    float *quad = quad_of(j, row) + g * QUAD, *less = quad + 8 + row % 4 * 4;
+    if (g == 0 && row % 4 == 0) memset(quad - QUAD, 0, QUAD * sizeof(float));
+    quad[row % 4] = d, quad[4 + row % 4] = d * (float)sum;
+    less[0] = less[1] = less[2] = less[3] = -12582912.0f * d;
+}
+#else
+#define put_quad(j, row, g, d, sum)
+#endif
+
 void quantize_row(void *arg, long row, int thread) {
     (void)thread;
     const linear_job *j = arg;
@@ -56,6 +70,7 @@ void quantize_row(void *arg, long row, int thread) {
         int32_t sum = i32x8_sum(i32x8_add(i32x8_add(q0, q1), i32x8_add(q2, q3)));
         j->xs[row * num_groups + g] = d * (float)sum;
         if (j->starts) halves_prepare(j->starts + row * num_groups + g, d, sum);
+        if (j->quads) put_quad(j, row, g, d, sum);
     }
 }
 
@@ -83,6 +98,12 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
     long num_groups = j->num_in / GROUP, num_scales = has_offsets(kind) ? 2 * LANES : LANES;
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+#if defined(HAS_QUADS)
+    if (wide && n == 4 && j->quads) {
+        four_rows_by_panel(has_offsets(kind), codes, scales, x, j->num_in, quad_of(j, row), num_groups, out);
+        return;
+    }
+#endif
     f32x8 acc[ROWS];
     for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
     for (long g = 0; g < num_groups; g++) {
@@ -99,9 +120,7 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
             codes += 256;
         }
         f32x8 d = load_scale(scales, g * num_scales, wide);
-        for (int r = 0; r < n; r++)
-            acc[r] = kind == S4 ? f32x8_fma(acc[r], f32x8_mul1(i32x8_finish(dot[r]), xd[r * num_groups + g]), d) /* as tile_s4 */
-                                : f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], f32x8_mul1(i32x8_finish(dot[r]), xd[r * num_groups + g]), d);
         if (has_offsets(kind)) {
             f32x8 m = load_scale(scales, g * num_scales + LANES, wide);
             for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], m, xs[r * num_groups + g]);
@@ -141,7 +160,7 @@ TM_INLINE f32x8 single_groups(const linear_job *j, int kind, const uint8_t *code
         codes += code_bytes;
     }
     for (int p = 0; p < n; p++) {
-        acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(f32x8_load_f16(scales), j->xd[g + p]));
+        acc = f32x8_fma(acc, f32x8_mul1(i32x8_finish(dot[p]), j->xd[g + p]), f32x8_load_f16(scales));
         if (has_offsets(kind)) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
         scales += scale_halves(kind);
     }
@@ -157,7 +176,7 @@ TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, con
     *out = acc;
 }
 
-/* ---- S4: an activation's scale first, then the weights' */
+/* ---- S4 */
 
 #define HALVES(f)                                                                                                 \
     {                                                                                                             \
@@ -357,7 +376,7 @@ TM_INLINE void tile_pair(const linear_job *j, const uint8_t *codes, const float 
         PAIR_BYTES(0, first, 0) PAIR_BYTES(1, first, 1) PAIR_BYTES(2, first, 2) PAIR_BYTES(3, first, 3)
         PAIR_BYTES(4, second, 0) PAIR_BYTES(5, second, 1) PAIR_BYTES(6, second, 2) PAIR_BYTES(7, second, 3)
         f32x16 d = f32x16_load(scales), m = f32x16_load(scales + 2 * LANES);
-        for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], i32x16_to_f32x16(dot[r]), f32x16_mul1(d, xd[r * num_groups + g]));
+        for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], f32x16_mul1(i32x16_to_f32x16(dot[r]), xd[r * num_groups + g]), d);
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups + g]);
     }
     for (int r = 0; r < n; r++) out[r] = acc[r];
@@ -381,7 +400,7 @@ TM_INLINE void scale_pairs(const linear_job *j, const int32_t *dots, const float
     const float *xd = j->xd + row * num_groups + g, *xs = j->xs + row * num_groups + g;
     f32x16 d = f32x16_load(scales + g * 4 * LANES), m = f32x16_load(scales + g * 4 * LANES + 2 * LANES);
     _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) {
-        acc[r] = f32x16_fma(acc[r], i32x16_to_f32x16(i32x16_load(dots + r * 16)), f32x16_mul1(d, xd[r * num_groups]));
+        acc[r] = f32x16_fma(acc[r], f32x16_mul1(i32x16_to_f32x16(i32x16_load(dots + r * 16)), xd[r * num_groups]), d);
         acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups]);
     }
 }

@@ -14,6 +14,7 @@ Each function rounds every lane the same way, so a value never depends on the la
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
+#define HAS_QUADS 1 /* linear_neon.h */
 typedef struct { float32x4_t a, b; } f32x8;
 typedef struct { int32x4_t a, b; } i32x8;
 typedef struct { int8x16_t a, b; } u8x32;

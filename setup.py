@@ -45,7 +45,9 @@ setup(
         Extension(
             f"tidemill.kernels.native.{name}",
             SOURCES,
-            depends=[f"{FOLDER}/{name}.h" for name in ("simd", "tiles", "tidemill", "linear", "linear_neon", "attention", "kv_codes")],
+            depends=[
+                f"{FOLDER}/{name}.h" for name in ("simd", "tiles", "tidemill", "linear", "linear_neon", "attention", "kv_codes")
+            ],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],

@@ -130,6 +130,22 @@ def test_every_row_keeps_its_bits(kind, shape):
 
 @needs_library
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-42, 1e-37, 1e-20, 1e20, 1e33, 1e34, float("inf"), float("nan")])
+def test_a_row_of_odd_values_keeps_its_bits(kind, size):
+    torch.manual_seed(3)
+    linear, x = QuantizedPanels(random_codes(kind, 24, 256), None), torch.randn(23, 256)
+    x[2, 70], x[9], x[21, 5] = size, x[9] * size, -size
+    whole = linear(x)
+    for rows in (1, 3, 5, 16, 18):
+        for start in range(0, 24 - rows):
+            assert torch.equal(
+                linear(x[start : start + rows].clone()).view(torch.int32), whole[start : start + rows].view(torch.int32)
+            )
+    assert whole[[0, 1, 3, 8, 10, 22]].isfinite().all()  # nobody else's row
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_keep_their_bits_where_few_panels_and_rows_are_computed_at_once(kind):
     """Wide matrices: unpacked panels and the rows they are multiplied by stay in a core's cache."""
     torch.manual_seed(2)

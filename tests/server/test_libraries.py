@@ -300,8 +300,8 @@ def test_instructor_streams(instructor, client):
     asked = instructor.from_openai(client)
     parts = list(asked.create_partial(model="tiny", messages=MESSAGES, response_model=Water, **ROOM))
     whole = Water.model_validate(parts[-1].model_dump())
-    told = [part.model_dump(exclude_none=True) for part in parts]  # each is a part of the whole
-    assert all(whole.model_dump()[name] == value for part in told for name, value in part.items())
+    told = [part.model_dump(exclude_none=True) for part in parts]  # each is a part of the whole: of 12, the 1 comes first
+    assert all(str(whole.model_dump()[name]).startswith(str(value)) for part in told for name, value in part.items())
     several = asked.create_iterable(model="tiny", messages=MESSAGES, response_model=Water, **ROOM)
     assert all(isinstance(water, Water) for water in several)
 

@@ -79,7 +79,7 @@ class Measured(FittedCost, frozen=True):
         num, (sizes, seconds) = end - start, _points(self.mixed)
         rate = min(s / n for n, s in zip(sizes, seconds, strict=True))
         if len(sizes) > 1:  # beyond the last point
-            rate = min(rate, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+            rate = min(rate, self.mixed.rise)
         num_steps = -(-num // budget)
         return max(rate * (num - 1), num_steps * self.least_s, 0.0)
 

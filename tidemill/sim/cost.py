@@ -185,12 +185,17 @@ class Curve(msgspec.Struct, frozen=True):
     def value(self, x: int) -> float:
         if x <= self.at[0] or len(self.at) == 1:
             return self.seconds[0]
-        i = j = bisect_left(self.at, x)
-        if i == len(self.at):
-            i, j = i - 1, bisect_right(self.at, self.at[-1] // 2) or 1
-        x0, x1, y0, y1 = self.at[j - 1], self.at[i], self.seconds[j - 1], self.seconds[i]
-        rate = (y1 - y0) / (x1 - x0)
-        return y0 + rate * (x - x0) if x <= x1 else y1 + max(rate, 0.0) * (x - x1)
+        if x > self.at[-1]:
+            return self.seconds[-1] + self.rise * (x - self.at[-1])
+        i = bisect_left(self.at, x)
+        x0, x1, y0, y1 = self.at[i - 1], self.at[i], self.seconds[i - 1], self.seconds[i]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+    @property
+    def rise(self) -> float:
+        """Beyond the last point. Of a curve with several."""
+        i = (bisect_right(self.at, self.at[-1] // 2) or 1) - 1
+        return max(0.0, (self.seconds[-1] - self.seconds[i]) / (self.at[-1] - self.at[i]))
 
 
 _HOT_TOKENS = 1024  # of a step that draws all the power there is

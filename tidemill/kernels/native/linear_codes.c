@@ -57,7 +57,7 @@ void quantize_row(void *arg, long row, int thread) {
         }
         f32x8 v0 = f32x8_load(x), v1 = f32x8_load(x + 8), v2 = f32x8_load(x + 16), v3 = f32x8_load(x + 24);
         float top = f32x8_maximum(f32x8_max(f32x8_max(f32x8_abs(v0), f32x8_abs(v1)), f32x8_max(f32x8_abs(v2), f32x8_abs(v3))));
-        float inverse = top > 0 ? 127.0f / top : 0.0f;
+        float inverse = top > 1e-36f ? 127.0f / top : 0.0f; /* below, it would be infinite */
         i32x8 q0 = f32x8_to_i32x8(f32x8_mul1(v0, inverse)), q1 = f32x8_to_i32x8(f32x8_mul1(v1, inverse));
         i32x8 q2 = f32x8_to_i32x8(f32x8_mul1(v2, inverse)), q3 = f32x8_to_i32x8(f32x8_mul1(v3, inverse));
         int8_t *to = j->xq + row * j->num_in + g * GROUP;
@@ -65,7 +65,9 @@ void quantize_row(void *arg, long row, int thread) {
         i32x8_store_bytes(to + 8, q1);
         i32x8_store_bytes(to + 16, q2);
         i32x8_store_bytes(to + 24, q3);
-        float d = short_factor(top / 127.0f) + 0 * f32x8_sum(f32x8_add(f32x8_add(v0, v1), f32x8_add(v2, v3))); /* not finite if any value is not */
+        float d = short_factor(top / 127.0f);
+        /* not a number if any value is none, or too large for halves_finish, which multiplies it by 1.5 * 2^23 */
+        d += 0 * (f32x8_sum(f32x8_add(f32x8_add(v0, v1), f32x8_add(v2, v3))) + 12582912.0f * d);
         j->xd[row * num_groups + g] = d;
         int32_t sum = i32x8_sum(i32x8_add(i32x8_add(q0, q1), i32x8_add(q2, q3)));
         j->xs[row * num_groups + g] = d * (float)sum;

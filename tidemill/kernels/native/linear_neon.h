@@ -3,7 +3,7 @@
 The sums of a group become floats, are multiplied by a row's and by the panel's scales and added up: half as many operations again as
 there are products. A compiler puts them behind the products, where each waits for the one before, and a Neoverse-N1 takes 61 cycles for a
 group. Here the two halves of a panel, a and b, are half a group apart: while the sums of one are scaled, the other's products go on. And a
-sum, which starts from 1.5 * 2^23 (i32x8_start), loses that in the multiplication by its row's scale, as in halves_finish. 50 cycles; at two
+sum, which starts from 1.5 * 2^23 (i32x8_start), loses that in the multiplication by its row's scale, as in halves_finish. 48 cycles; at two
 operations a cycle, 44 would do.
 
 v0 .. 3: sums of a's four rows, v4 .. 7: b's; v8 .. 11, v12 .. 15: the lower and upper 16 columns of the rows; v16, v17: codes;
@@ -46,7 +46,7 @@ v28 .. 31: results. */
 
 /* HALVES_APART, then the upper columns of b and the lower ones of a in the next group; in the best order that a search found, which moved
    instructions for as long as that took fewer cycles (48 instead of 50). */
-#define ONE_GROUP(PLUS, OFFSET_LOAD)\
+#define ONE_GROUP(PLUS, OFFSET_LOAD)                                                                                  \
     CODES(17, 160) LOAD(23, rows, -48) DOT(0, 16, 12, 0) LOAD(18, rows, -64) DOT(1, 16, 13, 0) BY_ROW(18, 4, 0)       \
     BY_ROW(23, 5, 1) DOT(2, 16, 14, 0) DOT(3, 16, 15, 0) DOT(0, 17, 12, 1) DOT(1, 17, 13, 1) BY_SCALES(29, 23)        \
     BY_SCALES(28, 18) PLUS(28, 0) DOT(2, 17, 14, 1) DOT(3, 17, 15, 1) CODES(16, 192) DOT(0, 16, 12, 2)                \

@@ -102,7 +102,7 @@ def test_usage_in_each_chunk_needs_include_usage(roomy):
     for is_included in (False, True):
         options = {"include_usage": is_included, "continuous_usage_stats": True}
         got = chunks(roomy, "/v1/completions", body | {"stream_options": options})
-        assert len(got) > 1
+        assert any(chunk["choices"] for chunk in got)  # one at least: tokens that wait together are sent together
         assert all(("usage" in chunk) == is_included for chunk in got)
 
 

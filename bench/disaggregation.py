@@ -21,7 +21,7 @@ import random
 import statistics
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -145,8 +145,7 @@ def show_transfer(seen: list[Event]) -> None:
 
 def simulate(given: argparse.Namespace) -> None:
     profile = Profile.load(given.simulate)
-    own, one = profile.engine, profile.cost
-    config = SimConfig(num_rows=own.max_requests, token_budget=own.token_budget, num_pages=own.num_pages, max_context=2048)
+    config, one = replace(SimConfig.measured(profile.engine), max_context=2048), profile.cost
     sent = {"kv_token_bytes": profile.model.kv_bytes_per_token, "link": _COPY_RATE}
     layouts = {
         "one engine": [EngineSpec(config, _faster(one, given.speedup))],

@@ -19,12 +19,7 @@ from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
 
 
 def simulated_s(requests: list[Request], profile: Profile) -> float:
-    own = profile.engine
-    config = SimConfig(
-        num_rows=own.max_requests, token_budget=own.token_budget, num_pages=own.num_pages, page_size=own.page_size,
-        max_context=own.max_context, steps_ahead=own.steps_ahead, device=own.device, groups=own.groups,
-    )  # fmt: skip
-    engine = SimEngine(config, profile, keeps_events=False)
+    engine = SimEngine(SimConfig.measured(profile.engine), profile, keeps_events=False)
     for i, (prompt, num_output) in enumerate(requests):
         engine.submit(Arrival(str(i), 0.0, len(prompt), num_output))
     engine.run_until(math.inf)

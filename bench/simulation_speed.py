@@ -83,9 +83,7 @@ def main() -> None:
         print(f"{given.rows} sequences: {host_us(given.rows):,.0f} us of the host a step")
         return
     profile = Profile.load(given.profile)
-    own = profile.engine
-    sizes = {"num_rows": own.max_requests, "token_budget": own.token_budget, "num_pages": own.num_pages}
-    config = SimConfig(page_size=own.page_size, max_context=own.max_context, steps_ahead=own.steps_ahead, **sizes)
+    config = SimConfig.measured(profile.engine)
     loads = {
         "one sequence at a time": drawn(0.05, 20, 500, 2000),
         "reasoning: 1 request/s, 500 + 3,000 tokens": drawn(1.0, given.requests // 8, 500, 3000),

@@ -4,6 +4,8 @@ import math
 import random
 from dataclasses import replace
 
+import pytest
+
 from tidemill.planning.hardware import HARDWARE, Shape
 from tidemill.planning.load import Lengths, poisson
 from tidemill.planning.plans import Case, Limits, Plan, Pool, Slo, summarize
@@ -122,6 +124,16 @@ def test_models_that_share_devices_take_turns():
     beside = served([one, replace(one, model="b")], [job, replace(job, number=1, model="b")])
     assert alone.last_s == 5.0
     assert sorted(beside[i].last_s for i in range(2)) == [9.0, 10.0]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_beside_one_that_gets_nothing_an_engine_is_as_fast_as_alone(steps_ahead):
+    config, cost = replace(CONFIG, steps_ahead=steps_ahead), replace(COST, host_s=0.004)
+    one = EngineSpec(config, cost, model="", devices="gpu")
+    jobs = random_jobs(40, 4.0)
+    alone, beside = (served(specs, jobs) for specs in ([one], [one, replace(one, model="b")]))
+    for number, job in alone.items():
+        assert (beside[number].first_s, beside[number].last_s) == pytest.approx((job.first_s, job.last_s))
 
 
 def test_under_a_mixed_load_prefill_and_decode_engines_halve_the_gaps_between_tokens():

@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 
 from tidemill.cli.main import app
 from tidemill.cli.options import BY_NAME
+from tidemill.config.options import EngineOptions
+from tidemill.config.resolve import resolve
 from tidemill.errors import ConfigError
+from tidemill.machine import Machine
 from tidemill.planning.commands import commands
-from tidemill.planning.hardware import HARDWARE, Shape, estimate, parse_devices
+from tidemill.planning.hardware import HARDWARE, Seen, Shape, estimate, parse_devices
 from tidemill.planning.load import Lengths, parse_lengths, poisson, read_trace
 from tidemill.planning.plans import Case, Evaluator, Limits, Plan, Pool, Slo, parse_slo
 from tidemill.planning.profiles import Costs
@@ -26,6 +29,9 @@ from tidemill.sim.cost import Curve, FittedCost, StepShape
 from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 
 H200 = HARDWARE["H200"]
+LARGE = Machine(
+    num_cores=8, memory_bytes=2**38, available_bytes=2**38, gpu="a large one", gpu_bytes=2**40, gpu_free_bytes=2**40, num_gpus=1
+)
 
 
 def random_case(seed, models=("llama8b", "qwen14b", "llama70b"), num_models=1, num=16):
@@ -128,6 +134,37 @@ def test_estimates_are_near_what_was_measured_on_an_h200():
     assert 4 * cost.seconds(2048, 1, 0, 2048 * 2048) / 8192 == pytest.approx(6.36 / 262_144, rel=0.2)  # prefill_4k
     twice = estimate(SHAPES["llama8b"], H200, Shape(2))
     assert 0.5 < twice.seconds(1, 1, 256, 0) / cost.seconds(1, 1, 256, 0) < 0.75
+
+
+def test_what_layers_with_windows_read_is_an_average_over_the_load():
+    lengths = [(300, 40), (2500, 900), (5, 1)]
+    contexts = [context for prompt, output in lengths for context in range(prompt + 1, prompt + output + 1)]
+    for window in (1, 512, 10_000):
+        assert Seen(lengths).by_outputs(window) == sum(min(one, window) for one in contexts) / sum(contexts)
+        assert Seen(lengths).at_once(window) == sum(min(prompt, window) for prompt, _ in lengths) / 2805
+    assert Seen(lengths).by_prompts(0) == Seen().by_prompts(7) == 1
+    long, whole = (estimate(SHAPES["gemma27b"], H200, Shape(), Seen(seen)) for seen in ([(20_000, 100)], []))
+    assert long.kv_token_s / whole.kv_token_s == pytest.approx((10 + 52 * 1024 / 20_050) / 62, rel=1e-3)
+    assert estimate(SHAPES["qwen80b"], H200, Shape()).state_s == pytest.approx(2 * 79e6 / 4e12, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "num"), [("gemma27b", Shape(), 21), ("qwen80b", Shape(2), 72), ("llama8b", Shape(), 41)]
+)
+def test_the_kv_cache_of_a_plan_has_the_engines_groups(name, shape, num):
+    case = Case({name: SHAPES[name]}, [Job(0, 0.0, 20_000, 100, model=name)], Slo(1, 1), H200, 2)
+    options = EngineOptions(device="cuda", max_context=case.longest[name] + 64, kv_memory_bytes=10**11)
+    real = resolve(options, SHAPES[name], LARGE)
+    (spec,) = case.specs(Plan((Pool(1, shape, models=(name,)),)))
+    assert spec.config.groups == real.layout.groups
+    assert spec.config.num_pages // real.layout.num_pages_for(20_100, 2048) == num  # requests at once
+
+
+def test_the_search_equals_brute_force_with_windows_and_states():
+    space = Space(["continuous"], [2048], [64])
+    jobs = poisson([("", 4.0)], 6, Lengths(1000, 3000), Lengths(5, 20))
+    for name in ("gemma27b", "qwen80b"):
+        assert check_equals_brute_force(Case({"": SHAPES[name]}, jobs, Slo(0.3, 0.03), H200, 2), space)
 
 
 def test_pipelines_help_prompts_and_not_single_tokens():

@@ -120,7 +120,8 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
         raise ConfigError(what, fix="Give more --kv-memory, or less --max-context.", param="kv_memory_bytes")
     window_ms = settings["batch-window"]
     window_ms = window_ms if window_ms is not None else 50.0 if settings["policy"] == "dynamic" else 0.0
-    return SimConfig(
+    return replace(
+        SimConfig.measured(own),
         policy=settings["policy"],
         num_rows=num_rows,
         token_budget=token_budget,
@@ -133,9 +134,6 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
         batch_window_s=window_ms / 1000,
         evict=settings["evict"],
         max_pinned=settings["max-pinned"],
-        steps_ahead=own.steps_ahead,
-        groups=own.groups,
-        device=own.device,
     )
 
 

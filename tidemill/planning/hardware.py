@@ -2,13 +2,14 @@
 
 A step takes the longer of computing its tokens and reading the weights; then reading the KV cache of sequences that decode and
 computing the attention of prompts; then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights,
-computing and sending.
+computing and sending. Layers with a window read what they would read on average over the load (`Seen`).
 A pipeline works as `runner/stage_runner.py` does: a step is cut into micro-batches that follow each other through the stages.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.errors import ConfigError
@@ -91,6 +92,7 @@ class Estimate:
     stages: int = 1
     hop_s: float = 0.0  # to the next stage
     hop_token_s: float = 0.0
+    state_s: float = 0.0  # reading and writing the state of a sequence
 
     def step_s(self, plan: StepPlan) -> float:
         return self.shape_s(Shapes(1).of(plan))
@@ -115,7 +117,7 @@ class Estimate:
 
     def _stage_s(self, num_tokens: float, num_draws: float, context: float, pairs: float) -> float:
         weights = self.weights_s if num_tokens >= self.num_few else self.few_weights_s
-        linear = max(self.token_s * num_tokens + self.draw_s * num_draws, weights)
+        linear = max(self.token_s * num_tokens + self.draw_s * num_draws, weights) + self.state_s * num_draws
         return linear + self.kv_token_s * context + self.pair_s * pairs + self.sent_s + self.sent_token_s * num_tokens
 
     def prefill_floor_s(self, start: int, end: int, budget: int) -> float:
@@ -130,9 +132,39 @@ class Estimate:
         return self.fixed_s + self.stages * (self.few_weights_s + self.sent_s + self.hop_s) + self.kv_token_s * context
 
 
-def estimate(model: ModelConfig, hardware: Hardware, shape: Shape) -> Estimate:
-    """Of a model whose weights and KV cache are stored as the device's own."""
-    device, stages = hardware.device, shape.stages
+class Seen:
+    """Of the tokens before it, the part that a token of a load sees in a layer with a window: on average, since a step's cost
+    knows the sum of all contexts and not each. `lengths`: of each request, its prompt and its output."""
+
+    def __init__(self, lengths: Iterable[tuple[int, int]] = ()) -> None:
+        self._lengths = list(lengths)
+
+    def by_prompts(self, window: int) -> float:
+        return self._part(window, [range(1, prompt + 1) for prompt, _ in self._lengths])
+
+    def by_outputs(self, window: int) -> float:
+        return self._part(window, [range(prompt + 1, prompt + output + 1) for prompt, output in self._lengths])
+
+    def at_once(self, window: int) -> float:
+        """The part of its prompt that is still seen when it ends."""
+        return self._part(window, [range(prompt, prompt + 1) for prompt, _ in self._lengths])
+
+    def _part(self, window: int, contexts: Sequence[range]) -> float:
+        total = sum(_sum_to(one.stop - 1) - _sum_to(one.start - 1) for one in contexts)
+        if not window or not total:
+            return 1.0
+        return sum(_sum_to(one.stop - 1, window) - _sum_to(one.start - 1, window) for one in contexts) / total
+
+
+def _sum_to(num: int, most: int = 0) -> int:
+    """1 + 2 + ... + num, of which none counts for more than `most`."""
+    rising = min(num, most) if most else num
+    return rising * (rising + 1) // 2 + (num - rising) * most
+
+
+def estimate(model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | None = None) -> Estimate:
+    """Of a model whose weights and KV cache are stored as the device's own. `seen`: None: no layer has a window."""
+    device, stages, seen = hardware.device, shape.stages, seen or Seen()
 
     def cost(num_tokens: int, context: int = 0) -> layouts.Cost:
         return layouts.cost(model, Layout(), shape.tensor, Phase("step", num_tokens, 1, context), device)
@@ -140,7 +172,9 @@ def estimate(model: ModelConfig, hardware: Hardware, shape: Shape) -> Estimate:
     one, two, many = cost(1), cost(2), cost(2**20)
     head = model.vocab_size * model.hidden_size / model.num_active_parameters  # the part of computing that is the logits'
     tables = head if model.tie_embeddings else 2 * head  # looking up an embedding computes nothing
-    width = sum(spec.num_heads * spec.head_dim for spec in model.attention_layers)
+    specs = model.attention_layers
+    width = sum(spec.num_heads * spec.head_dim * seen.by_prompts(spec.window) for spec in specs)
+    read = sum(seen.by_outputs(spec.window) for spec in specs) / max(len(specs), 1)
     sent_token_s = two.sent_s - one.sent_s
     hops = stages > 1
     num_few = layouts.tokens_of_all_experts(model)
@@ -151,26 +185,32 @@ def estimate(model: ModelConfig, hardware: Hardware, shape: Shape) -> Estimate:
         num_few=num_few,
         token_s=one.compute_s * (1 - tables) / stages,
         draw_s=one.compute_s * head / stages,
-        kv_token_s=(cost(1, 1).memory_s - one.memory_s) / stages,
+        kv_token_s=(cost(1, 1).memory_s - one.memory_s) * read / stages,
         pair_s=4 * width / (shape.tensor * device.flops) / stages,
         sent_s=(one.sent_s - sent_token_s) / stages,
         sent_token_s=sent_token_s / stages,
         stages=stages,
         hop_s=device.latency if hops else 0.0,
         hop_token_s=model.hidden_size * device.activation_bytes / device.link if hops else 0.0,
+        state_s=2 * model.state_bytes / (shape.tensor * device.memory) / stages,
     )
 
 
-def kv_bytes_per_token(model: ModelConfig, hardware: Hardware) -> float:
-    return model.kv_bytes_per_token("float32") * hardware.device.activation_bytes / 4
+def kv_dtype(hardware: Hardware) -> str:
+    return "bfloat16" if hardware.device.activation_bytes == 2 else "float32"
 
 
-def kv_tokens(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> int:
-    """Tokens whose keys and values fit beside the weights; below 0: not even those do. `taken_bytes`: of each device."""
+def sent_bytes(model: ModelConfig, hardware: Hardware, seen: Seen) -> float:
+    """Of a prompt's token, when a request moves to another engine: what its layers still see, on average."""
+    layers = [seen.at_once(spec.window) for spec in model.attention_layers]
+    return model.kv_bytes_per_token(kv_dtype(hardware)) * sum(layers) / max(len(layers), 1)
+
+
+def kv_bytes(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> float:
+    """Of the whole KV cache that fits beside the weights; below 0: not even those do. `taken_bytes`: of each device."""
     weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
     cut = min(shape.tensor, model.num_kv_heads or shape.tensor) * shape.stages
-    room = _USABLE * hardware.memory_bytes - taken_bytes - weights
-    return int(room / (kv_bytes_per_token(model, hardware) / cut or 1))
+    return (_USABLE * hardware.memory_bytes - taken_bytes - weights) * cut
 
 
 def can_cut(model: ModelConfig, shape: Shape) -> bool:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from tidemill.cache_layout import CacheLayout
+from tidemill.config.cache import bytes_of_page, decide_layout
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.planning.hardware import ONE, Hardware, Shape, can_cut, estimate, kv_bytes_per_token, kv_tokens
+from tidemill.planning.hardware import ONE, Hardware, Seen, Shape, can_cut, estimate, kv_bytes, kv_dtype, sent_bytes
 from tidemill.sim.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
 from tidemill.sim.cost import CostModel
 from tidemill.sim.simulator import SimConfig
@@ -124,7 +126,7 @@ class Case:
     def cost(self, name: str, shape: Shape) -> CostModel:
         found = self._made.get((name, shape))
         if found is None:
-            found = self.costs(name, shape) or estimate(self.models[name], self.hardware, shape)
+            found = self.costs(name, shape) or estimate(self.models[name], self.hardware, shape, self.seen[name])
             self._made[name, shape] = found
         return found
 
@@ -136,15 +138,33 @@ class Case:
             most[job.model] = max(most[job.model], job.num_prompt + job.num_output + 1)
         return most
 
+    @cached_property
+    def seen(self) -> dict[str, Seen]:
+        lengths: dict[str, list[tuple[int, int]]] = {name: [] for name in self.models}
+        for job in self.jobs:
+            lengths[job.model].append((job.num_prompt, job.num_output))
+        return {name: Seen(own) for name, own in lengths.items()}
+
+    @cached_property
+    def layouts(self) -> dict[str, tuple[CacheLayout, int]]:
+        """Of each model: how its layers share pages, and the bytes of one."""
+        made, dtype = {}, kv_dtype(self.hardware)
+        for name, model in self.models.items():
+            layout, _ = decide_layout(model, dtype, self.page_size, self.longest[name] + self.page_size)
+            made[name] = layout, bytes_of_page(model, dtype, self.page_size, layout)
+        return made
+
     def room(self, name: str, shape: Shape, models: Sequence[str]) -> int:
-        """Tokens in the KV cache of a model that shares devices with others; 0: it does not fit there."""
+        """Pages in the KV cache of a model that shares devices with others; 0: it does not fit there."""
         model, hardware = self.models[name], self.hardware
         if not can_cut(model, shape):
             return 0
         others = sum(self.models[one].num_parameters for one in models if one != name)
         taken = others * hardware.device.weight_bytes / shape.num_devices
-        tokens = kv_tokens(model, hardware, shape, taken) // len(models)
-        return tokens if tokens >= self.longest[name] + self.page_size else 0
+        layout, page_bytes = self.layouts[name]
+        num_pages = int(kv_bytes(model, hardware, shape, taken) // (page_bytes * len(models)))
+        longest = self.longest[name]
+        return num_pages if num_pages >= layout.num_pages_for(longest + self.page_size, longest) else 0
 
     def fits(self, pool: Pool) -> bool:
         return all(self.room(name, pool.shape, pool.models) > 0 for name in pool.models)
@@ -163,13 +183,14 @@ class Case:
             policy=limits.policy,
             num_rows=limits.max_requests,
             token_budget=limits.token_budget,
-            num_pages=self.room(name, pool.shape, pool.models) // self.page_size,
+            num_pages=self.room(name, pool.shape, pool.models),
             page_size=self.page_size,
             max_context=self.longest[name] + self.page_size,
             steps_ahead=1,
+            groups=self.layouts[name][0].groups,
             device="cpu" if self.hardware.name == "CPU" else "cuda",
         )
-        sent = kv_bytes_per_token(self.models[name], self.hardware)
+        sent = sent_bytes(self.models[name], self.hardware, self.seen[name])
         link = self.hardware.link * pool.shape.num_devices
         return EngineSpec(config, self.cost(name, pool.shape), pool.role, name, devices, cell, sent, link, _LINK_LATENCY_S)
 

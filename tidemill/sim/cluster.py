@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from tidemill.sched.placement import Placement
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sim.cost import CostModel
-from tidemill.sim.runner import FIRST_TOKEN
+from tidemill.sim.runner import FIRST_TOKEN, SimDevice
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
 from tidemill.sim.trace import MOONCAKE_BLOCK, prompt_of
 
@@ -144,21 +144,6 @@ class _Pool:
     loads: dict[str, int] = field(default_factory=dict)
 
 
-class _SharedCost:
-    """The cost of a step of an engine whose devices are shared: first it waits for its turn."""
-
-    def __init__(self, cost: CostModel, turns: dict[str, float], devices: str) -> None:
-        self._cost, self._turns, self._devices = cost, turns, devices
-        self.engine: SimEngine | None = None
-
-    def step_s(self, plan: StepPlan) -> float:
-        assert self.engine is not None
-        now = self.engine.clock.now()
-        end = max(now, self._turns.get(self._devices, 0.0)) + self._cost.step_s(plan)
-        self._turns[self._devices] = end
-        return end - now
-
-
 class Cluster:
     """`run` takes jobs to their end."""
 
@@ -172,8 +157,7 @@ class Cluster:
         self._prefilled = prefilled or {}
         self._nodes = [_Node(spec, str(number)) for number, spec in enumerate(specs)]
         names = [spec.devices for spec in specs if spec.devices]
-        self._shared = {name for name in names if names.count(name) > 1}
-        self._turns: dict[str, float] = {}
+        self._shared = {name: SimDevice() for name in names if names.count(name) > 1}
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._served: list[Served] = []
@@ -255,12 +239,8 @@ class Cluster:
     def _at(self, node: _Node, at_s: float) -> SimEngine:
         """The engine, run to this time."""
         if node.engine is None:
-            cost = node.spec.cost
-            if node.spec.devices in self._shared:
-                cost = _SharedCost(cost, self._turns, node.spec.devices)
-            node.engine = SimEngine(node.spec.config, cost, keeps_events=False)
-            if isinstance(cost, _SharedCost):
-                cost.engine = node.engine
+            shared = self._shared.get(node.spec.devices)
+            node.engine = SimEngine(node.spec.config, node.spec.cost, keeps_events=False, shared=shared)
         node.engine.run_until(at_s)
         return node.engine
 

@@ -83,7 +83,7 @@ class SimCore(EngineCore):
             last = scheduler.advance(num, prompt)
         self._clock.advance_to(times_s[-1])
         if self._in_flight:
-            self._in_flight[0] = InFlight(last, (last, runner.free_s), planned_s, is_ahead=True)
+            self._in_flight[0] = InFlight(last, (last, runner.device.free_s), planned_s, is_ahead=True)
         return times_s
 
 

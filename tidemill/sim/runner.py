@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tidemill.runner.base import StepResult
@@ -22,8 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["FIRST_TOKEN", "SimRunner", "token_of"]
 
 
+@dataclass(slots=True)
+class SimDevice:
+    """Steps run one after the other, whichever engine launched them."""
+
+    free_s: float = 0.0  # when all that was launched is done
+
+
 class SimRunner:
-    """Steps run one after the other. Where several may be in flight, the next begins when the one before it ends."""
+    """Where several steps may be in flight, the next begins when the one before it ends."""
 
     fallback = ""
     mover: PageMover | None = None  # if there are tiers: a SimMover
@@ -31,7 +39,10 @@ class SimRunner:
     loras: Loras | None = None
     steady: Steady | None = None  # if plans leave out what only decodes
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1) -> None:
+    def __init__(
+        self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1, shared: SimDevice | None = None
+    ) -> None:
+        """`shared`: with other engines, so that steps do not just repeat each other."""
         self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0), getattr(cost, "first_pays", False))
         self._shape = StepShape(0, 0, 0, 0, 0, 0, 0)  # of the last step
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
@@ -44,7 +55,7 @@ class SimRunner:
         self._heat = Heat(decay_s) if decay_s else None
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
         self._lines: dict[int, tuple[float, float, float]] = {}  # by the number that decodes
-        self.free_s = 0.0  # when all that was launched is done
+        self.device, self._is_shared = shared or SimDevice(), shared is not None
         self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
 
     @property
@@ -57,14 +68,15 @@ class SimRunner:
         if plan.new_rows:
             host_s += self._starting_s(sum([len(row.token_ids) for row in plan.new_rows]))
         self._clock.advance(host_s)
-        begin = max(self._clock.now(), self.free_s)
+        begin = max(self._clock.now(), self.device.free_s)
         if self._shape_s is not None:
             self._shape = self._shapes.of(plan, self.steady)
-            self.free_s = begin + self._warm_s(begin, self._shape, self._shape_s(self._shape))
+            end = begin + self._warm_s(begin, self._shape, self._shape_s(self._shape))
         else:
-            self.free_s = begin + self._cost.step_s(plan)
-        self.times.append((begin, self.free_s, 0))
-        return plan, self.free_s
+            end = begin + self._cost.step_s(plan)
+        self.device.free_s = end
+        self.times.append((begin, end, 0))
+        return plan, end
 
     def change_pages(self, plan: StepPlan) -> None:
         """Moves between tiers begin. The rest costs nothing here."""
@@ -93,14 +105,14 @@ class SimRunner:
 
     @property
     def can_repeat(self) -> bool:
-        """The cost model tells how steps like the last differ from it."""
-        return self._line is not None and self._shape_s is not None
+        """The cost model tells how steps like the last differ from it, and no other engine's come between."""
+        return self._line is not None and self._shape_s is not None and not self._is_shared
 
     def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float, is_other: bool) -> tuple[list[float], float]:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
         and a prompt goes on: at most so many steps, and as long as they are planned before some time. `is_other`: in the last one
         others did. Returns when the tokens of each came, and when the last was planned. The clock stays where it is."""
-        first_s, host_s, now = self.free_s, self._host_s, self._clock.now()
+        first_s, host_s, now = self.device.free_s, self._host_s, self._clock.now()
         planned_s, free_s, times = now, first_s, list[float]()
         if not goes_on:
             times, free_s = self._repeat_decodes(num_decoding, most, until_s)
@@ -112,7 +124,7 @@ class SimRunner:
             now = now if self.steps_ahead else free_s
             times.append(now)
         if times:
-            self.free_s = free_s
+            self.device.free_s = free_s
             self.times.append((first_s, free_s, 0 if is_other and len(times) == 1 else len(times)))
         return times, planned_s
 
@@ -121,7 +133,7 @@ class SimRunner:
         fixed_s, context_s, longest_s, rest_s, seen, most_seen = self._decodes(num)
         level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
         rise, host_s, exp, cold = self._decode_rise, self._host_s, math.exp, -float(COLD)
-        now, free_s, is_ahead, times = self._clock.now(), self.free_s, self.steps_ahead > 0, list[float]()
+        now, free_s, is_ahead, times = self._clock.now(), self.device.free_s, self.steps_ahead > 0, list[float]()
         append, contexts = times.append, range(seen + num, seen + num * most + 1, num)
         for context, longest in zip(contexts, range(most_seen + 1, most_seen + most + 1), strict=True):
             if now >= until_s:  # a step is a turn of this loop and little else

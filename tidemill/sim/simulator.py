@@ -29,7 +29,8 @@ from tidemill.sim.core import SimCore
 from tidemill.sim.cost import CostModel, LinearCost
 from tidemill.sim.drafter import SimDrafter, Speculation
 from tidemill.sim.moves import SimMover
-from tidemill.sim.runner import SimRunner
+from tidemill.sim.profile import EngineShape
+from tidemill.sim.runner import SimDevice, SimRunner
 from tidemill.wire import Abort, Hold, Submit
 
 
@@ -148,6 +149,20 @@ class SimConfig:
             device=config.device,
         )
 
+    @staticmethod
+    def measured(shape: EngineShape) -> SimConfig:
+        """As the engine of a profile."""
+        return SimConfig(
+            num_rows=shape.max_requests,
+            token_budget=shape.token_budget,
+            num_pages=shape.num_pages,
+            page_size=shape.page_size,
+            max_context=shape.max_context,
+            steps_ahead=shape.steps_ahead,
+            groups=shape.groups,
+            device=shape.device,
+        )
+
     def engine(self) -> EngineConfig:
         return EngineConfig(
             device=self.device,
@@ -215,12 +230,18 @@ class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
     def __init__(
-        self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True, keeps_events: bool = True
+        self,
+        config: SimConfig,
+        cost: CostModel | None = None,
+        *,
+        jumps: bool = True,
+        keeps_events: bool = True,
+        shared: SimDevice | None = None,
     ) -> None:
         """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
-        `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`."""
+        `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`. `shared`: with others."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
-        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size)
+        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size, shared)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
         if config.speculation is not None:
             self._runner.acceptance = config.speculation.acceptance

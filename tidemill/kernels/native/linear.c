@@ -241,7 +241,7 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
     if (j.how) {
         long num_groups = num_in / GROUP;
         long listed = j.threshold > 0 ? num_in + 1 : 0; /* of a row: numbers of columns */
-        long starts = KIND(kind) == S4 ? num_groups * (long)sizeof(halves_start) : 0;
+        long starts = has_starts(kind) ? num_groups * (long)sizeof(halves_start) : 0;
         long quads = 0;
 #if defined(HAS_QUADS)
         if (KIND(kind) < G8 && num_rows >= j.how->wide_rows) quads = (num_rows + 3) / 4 * (num_groups + 1) * QUAD * (long)sizeof(float);

@@ -31,7 +31,7 @@ typedef struct {
     long num_rows, num_in, num_out, num_panels, panels_per_task;
     int8_t *xq;      /* [row][k] */
     float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes. Kinds with a scale a row: [row]; [row][group]: sum of codes */
-    halves_start *starts; /* [row][k / 32], of S4: where its sums start */
+    halves_start *starts; /* [row][k / 32]: where sums start, of kinds with has_starts */
     float *quads;         /* [row / 4][1 + k / 32][QUAD]: what linear_neon.h reads of four rows; NULL: it is not used */
     /* set by linear_start */
     const linear_kind *how;
@@ -61,9 +61,11 @@ struct linear_kind {
     int span;               /* panels whose codes share bytes, which a function computes together; the last of them may be missing */
     int wide_rows;          /* from so many on, unpacked */
     panel_function pair;    /* as wide, of two panels whose vectors of codes and of scales take turns; NULL: there is none */
+    int has_starts;         /* where the sums of a row's groups start is told by `starts` */
 };
 
 extern const linear_kind linear_codes[], linear_tokens[]; /* Q8 .. GT4; W8 .. T2 */
+static inline int has_starts(int kind) { return KIND(kind) >= Q8 && KIND(kind) < W8 && linear_codes[KIND(kind) - Q8].has_starts; }
 
 #if defined(HAS_QUADS)
 #define QUAD 24 /* floats for a group of four rows: xd, xs, and of each -1.5 * 2^23 times xd, four times. Before the first group: zeros */

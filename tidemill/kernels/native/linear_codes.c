@@ -76,7 +76,16 @@ void quantize_row(void *arg, long row, int thread) {
     }
 }
 
-#define DOT(acc, w, x, f) (kind == Q4 || kind == G4 ? i32x8_dot_unsigned(acc, w, x, f) : i32x8_dot(acc, w, x, f))
+TM_INLINE int is_signed(int kind) { return kind != Q4 && kind != G4; } /* once unpacked */
+
+/* How a group's sums start, and products are added to them. */
+#if HAS_RAISED
+#define START(of) (is_signed(kind) ? i32x8_set((of)->raised) : i32x8_start())
+#define DOT(acc, w, x, f) i32x8_dot_unsigned(acc, is_signed(kind) ? u8x32_flip_top(w) : (w), x, f)
+#else
+#define START(of) ((void)(of), i32x8_start())
+#define DOT(acc, w, x, f) (is_signed(kind) ? i32x8_dot(acc, w, x, f) : i32x8_dot_unsigned(acc, w, x, f))
+#endif
 #define FOUR(f)                                                                  \
     {                                                                            \
         u8x32 low, high;                                                         \
@@ -100,6 +109,7 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
     long num_groups = j->num_in / GROUP, num_scales = has_offsets(kind) ? 2 * LANES : LANES;
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+    const halves_start *starts = j->starts + row * num_groups;
 #if defined(HAS_QUADS)
     if (wide && n == 4 && j->quads) {
         four_rows_by_panel(has_offsets(kind), codes, scales, x, j->num_in, quad_of(j, row), num_groups, out);
@@ -111,7 +121,7 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
     for (long g = 0; g < num_groups; g++) {
         i32x8 dot[ROWS];
         i8x16 first[ROWS], second[ROWS];
-        for (int r = 0; r < n; r++) dot[r] = i32x8_start();
+        for (int r = 0; r < n; r++) dot[r] = START(starts + r * num_groups + g);
         for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
         if (is_packed(kind) && !wide) {
             FOUR(0) FOUR(1) FOUR(2) FOUR(3)
@@ -139,7 +149,7 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
         dot[p] = DOT(dot[p], low, first, f);                  \
         dot[p] = DOT(dot[p], high, second, f);                \
     }
-#define SINGLE_BYTES(at, half, f) dot[p] = i32x8_dot(dot[p], u8x32_load(codes + at * 32), half, f);
+#define SINGLE_BYTES(at, half, f) dot[p] = DOT(dot[p], u8x32_load(codes + at * 32), half, f);
 
 #define PREFETCH 1024 /* bytes of codes ahead; from memory, a row alone takes 5 % less with it */
 
@@ -151,7 +161,7 @@ TM_INLINE f32x8 single_groups(const linear_job *j, int kind, const uint8_t *code
     __builtin_prefetch(scales + PREFETCH / 8);
     for (int p = 0; p < n; p++) {
         i8x16 first = i8x16_load(j->xq + (g + p) * GROUP), second = i8x16_load(j->xq + (g + p) * GROUP + 16);
-        dot[p] = i32x8_start();
+        dot[p] = START(j->starts + g + p);
         for (long at = 0; at < code_bytes; at += 64) __builtin_prefetch(codes + PREFETCH + at);
         if (is_packed(kind)) {
             SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
@@ -246,6 +256,7 @@ TM_INLINE void tile_g(const linear_job *j, int kind, int wide, const uint8_t *co
     long num_groups = j->num_in / GROUP;
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups, *scales = from;
+    const halves_start *starts = j->starts + row * num_groups;
     f32x8 acc[ROWS];
     for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
     for (long g = 0; g < num_groups;) {
@@ -256,7 +267,7 @@ TM_INLINE void tile_g(const linear_job *j, int kind, int wide, const uint8_t *co
         for (; g < end; g++) {
             i32x8 dot[ROWS];
             i8x16 first[ROWS], second[ROWS];
-            for (int r = 0; r < n; r++) dot[r] = i32x8_start();
+            for (int r = 0; r < n; r++) dot[r] = START(starts + r * num_groups + g);
             for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
             if (is_packed(kind) && !wide) {
                 FOUR(0) FOUR(1) FOUR(2) FOUR(3)
@@ -302,7 +313,7 @@ TM_INLINE void single_sum(const linear_job *j, int kind, const uint8_t *codes, l
     i32x8 dot[2];
     for (int p = 0; p < n; p++) {
         i8x16 first = i8x16_load(j->xq + (g + p) * GROUP), second = i8x16_load(j->xq + (g + p) * GROUP + 16);
-        dot[p] = i32x8_start();
+        dot[p] = START(j->starts + g + p);
         if (is_packed(kind)) {
             SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
             codes += 128;
@@ -357,29 +368,66 @@ PANEL_OF(panel_gt4, tile_g, GT4, 0)
 PANEL_OF(wide_g4, tile_g, G4, 1)
 
 #if defined(HAS_PAIRS)
+/* A group of 32: the sums of `n` rows. */
+#define PAIR_START for (int r = 0; r < n; r++) dot[r] = i32x16_set(is_signed(kind) ? starts[r * num_groups + g].raised : 0);
 #define PAIR_BYTES(at, half, f)                                                                 \
     {                                                                                           \
         u8x64 w = u8x64_load(codes + at * 64);                                                  \
+        if (is_signed(kind)) w = u8x64_flip_top(w);                                             \
         for (int r = 0; r < n; r++) dot[r] = i32x16_dot_unsigned(dot[r], w, half[r], f);        \
     }
+#define PAIR_GROUP                                                                                                                       \
+    i32x16 dot[PAIR_ROWS];                                                                                                               \
+    i8x16 first[PAIR_ROWS], second[PAIR_ROWS];                                                                                           \
+    PAIR_START                                                                                                                           \
+    for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);                \
+    PAIR_BYTES(0, first, 0) PAIR_BYTES(1, first, 1) PAIR_BYTES(2, first, 2) PAIR_BYTES(3, first, 3)                                      \
+    PAIR_BYTES(4, second, 0) PAIR_BYTES(5, second, 1) PAIR_BYTES(6, second, 2) PAIR_BYTES(7, second, 3)
 
-/* As tile_q of Q4, unpacked, of two panels. */
-TM_INLINE void tile_pair(const linear_job *j, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
+/* As tile_q, unpacked, of two panels. */
+TM_INLINE void tile_pair(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
     long num_groups = j->num_in / GROUP;
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+    const halves_start *starts = j->starts + row * num_groups;
     f32x16 acc[PAIR_ROWS];
     for (int r = 0; r < n; r++) acc[r] = f32x16_set(0);
-    for (long g = 0; g < num_groups; g++, x += GROUP, codes += 512, scales += 4 * LANES) {
-        i32x16 dot[PAIR_ROWS];
-        i8x16 first[PAIR_ROWS], second[PAIR_ROWS];
-        for (int r = 0; r < n; r++) dot[r] = i32x16_zero();
-        for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
-        PAIR_BYTES(0, first, 0) PAIR_BYTES(1, first, 1) PAIR_BYTES(2, first, 2) PAIR_BYTES(3, first, 3)
-        PAIR_BYTES(4, second, 0) PAIR_BYTES(5, second, 1) PAIR_BYTES(6, second, 2) PAIR_BYTES(7, second, 3)
-        f32x16 d = f32x16_load(scales), m = f32x16_load(scales + 2 * LANES);
+    for (long g = 0; g < num_groups; g++, x += GROUP, codes += 512, scales += 2 * scale_halves(kind)) {
+        PAIR_GROUP
+        f32x16 d = f32x16_load(scales);
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], f32x16_mul1(i32x16_to_f32x16(dot[r]), xd[r * num_groups + g]), d);
+        if (!has_offsets(kind)) continue;
+        f32x16 m = f32x16_load(scales + 2 * LANES);
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups + g]);
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+/* As tile_g, unpacked, of two panels, whose scales lie one panel's after the other's. */
+TM_INLINE void tile_pair_g(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
+    long num_groups = j->num_in / GROUP, other = (num_groups + j->group - 1) / j->group * (has_offsets(kind) ? 2 * LANES : LANES);
+    const int8_t *x = j->xq + row * j->num_in;
+    const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+    const halves_start *starts = j->starts + row * num_groups;
+    f32x16 acc[PAIR_ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x16_set(0);
+    for (long g = 0; g < num_groups;) {
+        long end = g + j->group < num_groups ? g + j->group : num_groups;
+        f32x16 part[PAIR_ROWS];
+        float sum[PAIR_ROWS];
+        for (int r = 0; r < n; r++) part[r] = f32x16_set(0), sum[r] = 0;
+        for (; g < end; g++, x += GROUP, codes += 512) {
+            PAIR_GROUP
+            for (int r = 0; r < n; r++) part[r] = f32x16_fma1(part[r], i32x16_to_f32x16(dot[r]), xd[r * num_groups + g]);
+            if (has_offsets(kind)) for (int r = 0; r < n; r++) sum[r] += xs[r * num_groups + g];
+        }
+        f32x16 d = f32x16_of(f32x8_load(scales), f32x8_load(scales + other));
+        for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], part[r], d);
+        scales += LANES;
+        if (!has_offsets(kind)) continue;
+        f32x16 m = f32x16_of(f32x8_load(scales), f32x8_load(scales + other));
+        for (int r = 0; r < n; r++) acc[r] = f32x16_fma1(acc[r], m, sum[r]);
+        scales += LANES;
     }
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
@@ -388,27 +436,29 @@ TM_INLINE void tile_pair(const linear_job *j, const uint8_t *codes, const float 
 #define TILE_ROWS 16
 static const tile_shapes PAIR_SHAPES = {.palette = 1, .row_bytes = {64, 64, [4] = GROUP, GROUP, 64, 64}, .rows = {TILE_ROWS, TILE_ROWS, [4] = TILE_ROWS, TILE_ROWS, GROUP / 4, GROUP / 4}};
 
-#define PAIR_DOTS(sums, xs, codes_of, group)                      \
-    {                                                             \
-        tile_zero(sums);                                          \
-        tile_load(xs, x + (group) * GROUP, j->num_in);            \
-        tile_load(codes_of, codes + (group) * 512, 64);           \
-        tile_dot_signed_unsigned(sums, xs, codes_of);             \
-        tile_store(dots[sums], 64, sums);                         \
+#define PAIR_DOTS(sums, xs, codes_of, group)                           \
+    {                                                                  \
+        tile_zero(sums);                                               \
+        tile_load(xs, x + (group) * GROUP, j->num_in);                 \
+        tile_load(codes_of, codes + (group) * 512, 64);                \
+        if (is_signed(kind)) tile_dot_signed(sums, xs, codes_of);      \
+        else tile_dot_signed_unsigned(sums, xs, codes_of);             \
+        tile_store(dots[sums], 64, sums);                              \
     }
 
-TM_INLINE void scale_pairs(const linear_job *j, const int32_t *dots, const float *scales, long row, long g, f32x16 *acc) {
+TM_INLINE void scale_pairs(const linear_job *j, int kind, const int32_t *dots, const float *scales, long row, long g, f32x16 *acc) {
     long num_groups = j->num_in / GROUP;
     const float *xd = j->xd + row * num_groups + g, *xs = j->xs + row * num_groups + g;
-    f32x16 d = f32x16_load(scales + g * 4 * LANES), m = f32x16_load(scales + g * 4 * LANES + 2 * LANES);
+    scales += g * 2 * scale_halves(kind);
+    f32x16 d = f32x16_load(scales), m = has_offsets(kind) ? f32x16_load(scales + 2 * LANES) : d;
     _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) {
         acc[r] = f32x16_fma(acc[r], f32x16_mul1(i32x16_to_f32x16(i32x16_load(dots + r * 16)), xd[r * num_groups]), d);
-        acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups]);
+        if (has_offsets(kind)) acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups]);
     }
 }
 
 /* As tile_pair, of 16 rows. A group's sums are under way while those of the one before are scaled. */
-static void tile_pair_16(const linear_job *j, const uint8_t *codes, const float *scales, long row, f32x16 *out) {
+TM_INLINE void tile_pair_16(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, f32x16 *out) {
     int32_t dots[2][TILE_ROWS * 16] __attribute__((aligned(64)));
     long num_groups = j->num_in / GROUP;
     const int8_t *x = j->xq + row * j->num_in;
@@ -417,9 +467,9 @@ static void tile_pair_16(const linear_job *j, const uint8_t *codes, const float 
     PAIR_DOTS(0, 4, 6, 0)
     for (long g = 0; g < num_groups; g += 2) {
         if (g + 1 < num_groups) PAIR_DOTS(1, 5, 7, g + 1)
-        scale_pairs(j, dots[0], scales, row, g, acc);
+        scale_pairs(j, kind, dots[0], scales, row, g, acc);
         if (g + 2 < num_groups) PAIR_DOTS(0, 4, 6, g + 2)
-        if (g + 1 < num_groups) scale_pairs(j, dots[1], scales, row, g + 1, acc);
+        if (g + 1 < num_groups) scale_pairs(j, kind, dots[1], scales, row, g + 1, acc);
     }
     _Pragma("GCC unroll 16") for (int r = 0; r < TILE_ROWS; r++) out[r] = acc[r];
 }
@@ -445,15 +495,20 @@ static void store_pair(const linear_job *j, long panel, long row, int n, const f
     }
 }
 
-static void pair_q4(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
+TM_INLINE void any_pair(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
+    if (kind < G8) tile_pair(j, kind, codes, scales, row, n, out);
+    else tile_pair_g(j, kind, codes, scales, row, n, out);
+}
+
+TM_INLINE void rows_by_pair(const linear_job *j, int kind, long panel, const uint8_t *codes, const void *scales) {
     f32x16 values[TILE_ROWS];
     long row = 0;
 #if defined(HAS_TILES)
-    if (has_tiles) {
+    if (has_tiles && kind < G8) {
         tiles_begin(&PAIR_SHAPES);
         for (; row + TILE_ROWS <= j->num_rows; row += TILE_ROWS) {
             prefetch_pair(j, panel, row, TILE_ROWS);
-            tile_pair_16(j, codes, scales, row, values);
+            tile_pair_16(j, kind, codes, scales, row, values);
             store_pair(j, panel, row, TILE_ROWS, values);
         }
         tiles_end();
@@ -461,15 +516,38 @@ static void pair_q4(const linear_job *j, long panel, const uint8_t *codes, const
 #endif
     for (long n; row < j->num_rows; row += n) {
         long left = j->num_rows - row;
-        if (left >= PAIR_ROWS) tile_pair(j, codes, scales, row, n = PAIR_ROWS, values);
-        else if (left >= 4) tile_pair(j, codes, scales, row, n = 4, values);
-        else if (left >= 2) tile_pair(j, codes, scales, row, n = 2, values);
-        else tile_pair(j, codes, scales, row, n = 1, values);
+        if (left >= PAIR_ROWS) any_pair(j, kind, codes, scales, row, n = PAIR_ROWS, values);
+        else if (left >= 4) any_pair(j, kind, codes, scales, row, n = 4, values);
+        else if (left >= 2) any_pair(j, kind, codes, scales, row, n = 2, values);
+        else any_pair(j, kind, codes, scales, row, n = 1, values);
         store_pair(j, panel, row, (int)n, values);
     }
 }
+
+#define PAIR_OF(name, kind) \
+    static void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) { rows_by_pair(j, kind, panel, codes, scales); }
+PAIR_OF(pair_q4, Q4)
+PAIR_OF(pair_q8, Q8)
+PAIR_OF(pair_q8m, Q8M)
+PAIR_OF(pair_g4, G4)
+PAIR_OF(pair_g8, G8)
+PAIR_OF(pair_g8m, G8M)
+
+#define RAISED 1 /* signed codes are multiplied 128 larger */
+
+/* Bytes stay bytes: only two panels' vectors come to take turns. */
+static void copy_codes(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) {
+    for (long at = 0; at < j->num_in / 4; at++) u8x32_store(to + at * stride, u8x32_load(codes + at * 32));
+}
 #else
 #define pair_q4 NULL
+#define pair_q8 NULL
+#define pair_q8m NULL
+#define pair_g4 NULL
+#define pair_g8 NULL
+#define pair_g8m NULL
+#define copy_codes NULL
+#define RAISED 0
 #endif
 
 TM_INLINE void unpack_codes(const linear_job *j, int kind, const uint8_t *codes, uint8_t *to, long stride) {
@@ -488,16 +566,16 @@ static void unpack_gs4(const linear_job *j, const uint8_t *codes, uint8_t *to, l
 static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, GT4, codes, to, stride); }
 
 const linear_kind linear_codes[] = {
-    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0, 1, WIDE_ROWS},
-    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0, 1, WIDE_ROWS},
+    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, copy_codes, 256, 16, 1, 0, 0, 1, WIDE_ROWS, pair_q8, RAISED},
+    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, copy_codes, 256, 32, 1, 0, 0, 1, WIDE_ROWS, pair_q8m, RAISED},
     [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1, WIDE_ROWS, pair_q4},
-    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1, WIDE_ROWS},
-    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_s4, unpack_s4, 128, 32, 0, 0, 0, 1, WIDE_ROWS + 1},
-    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0, 1, WIDE_ROWS},
-    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, NULL, 256, 64, 0, 0, 0, 1, WIDE_ROWS},
-    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1, WIDE_ROWS},
-    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_gs4, 128, 32, 0, 0, 0, 1, WIDE_ROWS},
-    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1, WIDE_ROWS},
+    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1, WIDE_ROWS, pair_q8, RAISED},
+    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_s4, unpack_s4, 128, 32, 0, 0, 0, 1, WIDE_ROWS + 1, NULL, 1},
+    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, copy_codes, 256, 32, 0, 0, 0, 1, WIDE_ROWS, pair_g8, RAISED},
+    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, copy_codes, 256, 64, 0, 0, 0, 1, WIDE_ROWS, pair_g8m, RAISED},
+    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1, WIDE_ROWS, pair_g4},
+    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_gs4, 128, 32, 0, 0, 0, 1, WIDE_ROWS, pair_g8, RAISED},
+    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1, WIDE_ROWS, pair_g8, RAISED},
 };
 
 /* ---- rows of a matrix as floats, as tables of embeddings give them: of the kinds to S4 */

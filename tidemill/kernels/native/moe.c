@@ -19,7 +19,7 @@ typedef struct {
     const float *x;
     int8_t *xq;
     float *xd, *xs;
-    halves_start *starts; /* NULL: no matrix is S4 */
+    halves_start *starts; /* NULL: no matrix has_starts */
 } rows;
 
 typedef struct {
@@ -45,7 +45,7 @@ typedef struct {
 
 static int has_shared(const tm_moe *m) { return m->shared_gate_up.codes != NULL; }
 static int needs_bytes(const tm_matrices *one, const tm_matrices *other) { return one->kind >= Q8 || (other->codes && other->kind >= Q8); }
-static int needs_starts(const tm_matrices *one, const tm_matrices *other) { return one->kind == S4 || (other->codes && other->kind == S4); }
+static int needs_starts(const tm_matrices *one, const tm_matrices *other) { return has_starts(one->kind) || (other->codes && has_starts(other->kind)); }
 
 /* ---- memory: one piece, cut up */
 
@@ -81,7 +81,7 @@ static long lay_out(moe_job *j, char *base) {
     }
     if (needs_bytes(&m->gate_up, &m->shared_gate_up)) cut_bytes(&at, &j->given, num_rows, width, needs_starts(&m->gate_up, &m->shared_gate_up));
     if (j->is_gathered) {
-        if (m->gate_up.kind >= Q8) cut_bytes(&at, &j->gathered, own, width, m->gate_up.kind == S4);
+        if (m->gate_up.kind >= Q8) cut_bytes(&at, &j->gathered, own, width, has_starts(m->gate_up.kind));
         else j->gathered.x = (float *)cut(&at, own * width * (long)sizeof(float));
     }
     j->gate_up = (float *)cut(&at, 2 * (own * inner + shared * shared_inner) * (long)sizeof(float));

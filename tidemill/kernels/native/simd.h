@@ -349,10 +349,17 @@ TM_INLINE void fields_finish(i32x8 dots[4], int32_t sum) {
     dots[1] = i32x8_shift_right(dots[1], 2);
     dots[2] = i32x8_shift_right(dots[2], 4);
 }
+/* Signed bytes by signed ones in one instruction: 128 larger they are unsigned, and sums start from what that adds. Without the
+   instruction, pairs of such products do not fit 16 bits. */
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define HAS_RAISED 1
+#else
+#define HAS_RAISED 0
+#endif
 /* 4-bit codes in halves of bytes, as above. Here signed bytes are made of them. */
-typedef struct { int32_t nothing; } halves_start;
+typedef struct { int32_t raised; } halves_start;
 typedef __m128i halves;
-TM_INLINE void halves_prepare(halves_start *to, float factor, int32_t sum) { (void)to, (void)factor, (void)sum; }
+TM_INLINE void halves_prepare(halves_start *to, float factor, int32_t sum) { (void)factor, to->raised = -128 * sum; }
 TM_INLINE i32x8 halves_begin(const halves_start *start) { return (void)start, _mm256_setzero_si256(); }
 TM_INLINE halves halves_load(const void *p) { return _mm_loadu_si128(p); }
 TM_INLINE halves halves_lower(halves x) { return _mm_sub_epi8(_mm_and_si128(x, _mm_set1_epi8(15)), _mm_set1_epi8(8)); }
@@ -455,13 +462,17 @@ TM_INLINE f32x8 f32x16_half(f32x16 x, int upper) {
 typedef __m512i i32x16, u8x64;
 TM_INLINE u8x64 u8x64_load(const void *p) { return _mm512_loadu_si512(p); }
 TM_INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
-TM_INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
+TM_INLINE i32x16 i32x16_set(int32_t x) { return _mm512_set1_epi32(x); }
+TM_INLINE u8x64 u8x64_flip_top(u8x64 x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
 TM_INLINE i32x16 i32x16_dot_unsigned(i32x16 acc, u8x64 w, i8x16 x, int f) {
     int32_t four;
     memcpy(&four, x + 4 * f, 4);
     return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
 }
 TM_INLINE f32x16 i32x16_to_f32x16(i32x16 x) { return _mm512_cvtepi32_ps(x); }
+TM_INLINE f32x16 f32x16_of(f32x8 low, f32x8 high) {
+    return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
+}
 #endif
 /* Its eights of lanes, one after the other. */
 TM_INLINE f32x8 f32x16_add_to(f32x8 sum, f32x16 x) {

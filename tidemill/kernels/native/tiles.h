@@ -21,6 +21,7 @@ typedef struct {
 #define tile_store(to, stride, t) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"((long)(stride)) : "memory")
 /* sums += x * y: x [row][k], y [k / 4][column][4] (bytes) or [k / 2][column][2] (bfloat16) */
 #define tile_dot_signed_unsigned(sums, x, y) __asm__ volatile("tdpbsud %%tmm" #y ", %%tmm" #x ", %%tmm" #sums :::)
+#define tile_dot_signed(sums, x, y) __asm__ volatile("tdpbssd %%tmm" #y ", %%tmm" #x ", %%tmm" #sums :::)
 #define tile_dot_bf16(sums, x, y) __asm__ volatile("tdpbf16ps %%tmm" #y ", %%tmm" #x ", %%tmm" #sums :::)
 #endif
 

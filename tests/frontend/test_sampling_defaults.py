@@ -95,6 +95,18 @@ def test_the_packaged_model(smollm2_path, tmp_path):
     assert sampling_defaults(smollm2_path, 134_515_008, "neutral").values == NEUTRAL
 
 
+def test_the_packaged_penalty_is_for_tokens_that_are_drawn(smollm2_path):
+    read = sampling_defaults(smollm2_path, BIG)
+    assert read.fill(Params(), 9).repetition_penalty == 1.1
+    assert read.fill(Params(temperature=0), 9).repetition_penalty == 1.0
+    assert read.fill(Params(temperature=0, repetition_penalty=1.2), 9).repetition_penalty == 1.2
+    greedy = sampling_defaults(smollm2_path, BIG, '{"temperature": 0}')
+    assert greedy.fill(Params(), 9).repetition_penalty == 1.0
+    assert greedy.fill(Params(temperature=0.5), 9).repetition_penalty == 1.1
+    asked = sampling_defaults(smollm2_path, BIG, '{"repetition_penalty": 1.3}')
+    assert asked.fill(Params(temperature=0), 9).repetition_penalty == 1.3
+
+
 def test_what_is_given_counts_and_leaves_the_others():
     defaults = SamplingDefaults(values=NEUTRAL | {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}, limit=100)
     filled = defaults.fill(Params(temperature=1.0, top_k=0), room=50)

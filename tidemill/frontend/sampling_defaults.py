@@ -22,7 +22,7 @@ SOURCES = ("model", "neutral")
 ANY_SEED = -1  # of a request: vLLM's and llama.cpp's word for no seed, also where there is a default one
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "penalty_window": -1}
 _API_NAMES = {"penalty_window": "repeat_last_n"}  # where the API has another one
-# Measured: docs/sampling.md.
+# Measured, with these temperatures: docs/sampling.md.
 _OF_PACKAGED = {"smollm2": {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}}
 _GGUF_NAMES = {
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
@@ -39,6 +39,7 @@ class SamplingDefaults:
     values: dict[str, float] = field(default_factory=lambda: dict(NEUTRAL))
     limit: int | None = None
     seed: int | None = None
+    for_sampling: frozenset[str] = frozenset()  # names of values that count only where tokens are drawn
     source: str = "neutral"  # in words, where the values are from
     notes: tuple[str, ...] = ()  # what the model asks for and does not get
 
@@ -49,6 +50,8 @@ class SamplingDefaults:
             return params
         values = self.values if params.beams is None else {}
         chosen: dict[str, Any] = {name: value for name, value in values.items() if not params.is_given(name)}
+        if self.for_sampling and chosen.get("temperature", params.temperature) < GREEDY_BELOW:
+            chosen = {name: value for name, value in chosen.items() if name not in self.for_sampling}
         if not params.is_given("max_tokens") or (null_is_absent and params.max_tokens is None):
             chosen["max_tokens"] = None if self.limit is None else max(min(self.limit, room), params.min_tokens, 1)
         if params.seed is None or params.seed == ANY_SEED:
@@ -76,7 +79,9 @@ def sampling_defaults(path: Path, num_parameters: int, source: str = "model", li
     if given:
         source = f"{', '.join(_API_NAMES.get(name, name) for name in given)} by --sampling-defaults; {read.source}"
         seed = given.pop("seed", None)
-        read = replace(read, values=read.values | given, seed=None if seed is None else int(seed), source=source)
+        own = read.for_sampling - given.keys()
+        seed = None if seed is None else int(seed)
+        read = replace(read, values=read.values | given, seed=seed, for_sampling=own, source=source)
     if limit is None:
         limit = read.limit or (_SMALL_LIMIT if num_parameters < _SMALL_PARAMETERS else _LIMIT)
     return replace(read, limit=limit or None)
@@ -112,7 +117,8 @@ def read_source(text: str) -> tuple[str, dict[str, float]]:
 def _of_model(path: Path) -> SamplingDefaults:
     for name, values in _OF_PACKAGED.items():
         if path == packaged_file(name):
-            return SamplingDefaults(values=NEUTRAL | values, source=f"measured for {PACKAGED[name]}")
+            source = f"measured for {PACKAGED[name]}"
+            return SamplingDefaults(values=NEUTRAL | values, for_sampling=frozenset({"repetition_penalty"}), source=source)
     if path.is_dir():
         file = path / "generation_config.json"
         return _of_generation_config(read_json(file)) if file.is_file() else SamplingDefaults(source="no generation_config.json")

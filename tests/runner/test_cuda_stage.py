@@ -12,11 +12,10 @@ from tidemill.engine.load import core_of
 from tidemill.kernels import machine
 from tidemill.models.registry import model_class
 from tidemill.parallel.channel import Door, connect
-from tidemill.parallel.stages import decide_stages
+from tidemill.parallel.stages import decide_stages, kv_layers
 from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_stage
-from tidemill.runner.rank import kv_layers
 from tidemill.runner.worker_group import append, drawn_in, launch
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint

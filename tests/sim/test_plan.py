@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -24,7 +25,8 @@ from tidemill.planning.report import why
 from tidemill.planning.search import Floors, search
 from tidemill.planning.shapes import SHAPES
 from tidemill.planning.space import Space
-from tidemill.sim.cluster import DECODE, PREFILL, Job
+from tidemill.runner.rank import largest_part
+from tidemill.sim.cluster import DECODE, PREFILL, Cluster, Job
 from tidemill.sim.cost import Curve, FittedCost, StepShape
 from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 
@@ -153,18 +155,80 @@ def test_what_layers_with_windows_read_is_an_average_over_the_load():
 )
 def test_the_kv_cache_of_a_plan_has_the_engines_groups(name, shape, num):
     case = Case({name: SHAPES[name]}, [Job(0, 0.0, 20_000, 100, model=name)], Slo(1, 1), H200, 2)
-    options = EngineOptions(device="cuda", max_context=case.longest[name] + 64, kv_memory_bytes=10**11)
+    options = EngineOptions(device="cuda", max_context=case.longest[name], kv_memory_bytes=10**11)
     real = resolve(options, SHAPES[name], LARGE)
     (spec,) = case.specs(Plan((Pool(1, shape, models=(name,)),)))
     assert spec.config.groups == real.layout.groups
     assert spec.config.num_pages // real.layout.num_pages_for(20_100, 2048) == num  # requests at once
 
 
+# A hybrid of which one device holds several requests.
+HYBRID = replace(SHAPES["qwen80b"], layers=SHAPES["qwen80b"].layers[:16], experts=(None,) * 16)
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("qwen80b", 4), ("qwen80b", 8), ("gemma27b", 4), ("gemma27b", 8), ("hybrid", 2)])
+def test_ranks_have_the_engines_pages(name, tensor):
+    """A rank's state is a part of it, and its keys and values at least one head."""
+    model = HYBRID if name == "hybrid" else SHAPES[name]
+    case = Case({"": model}, [Job(0, 0.0, 20_000, 100)], Slo(1, 1), H200, tensor)
+    options = EngineOptions(device="cuda", max_context=case.longest[""], kv_memory_bytes=10**11, tensor_parallel=tensor)
+    real = resolve(options, largest_part(options, model), replace(LARGE, num_gpus=tensor))
+    layout, page_bytes = case.cache("", Shape(tensor))
+    assert (layout.groups, page_bytes) == (real.layout.groups, real.kv_bytes // real.num_pages)
+
+
+def test_stages_have_whole_pages_where_groups_lie_within_one():
+    case = Case({"": SHAPES["gemma27b"]}, [Job(0, 0.0, 2000, 100)], Slo(1, 1), HARDWARE["CPU"], 16)
+    (whole, whole_bytes), (staged, staged_bytes) = (case.cache("", shape) for shape in (Shape(), Shape(1, 16)))
+    assert staged.groups == whole.groups
+    assert staged_bytes > whole_bytes // 8  # of 16 stages, a page of one group has half of its layers in one
+    dense = Case({"": SHAPES["llama8b"]}, [Job(0, 0.0, 2000, 100)], Slo(1, 1), HARDWARE["CPU"], 16)
+    assert dense.cache("", Shape(1, 16))[1] == 3 * dense.cache("", Shape())[1] // 32  # the largest of 16 stages has three layers
+
+
+@pytest.mark.parametrize("shape", [Shape(32), Shape(3), Shape(1, 64)])
+def test_what_cannot_be_cut_so_is_no_plan(shape):
+    case = Case({"": HYBRID}, [Job(0, 0.0, 2000, 100)], Slo(1, 1), H200, 64)
+    assert case.cache("", shape) is None
+    assert not case.fits(Pool(1, shape))
+
+
+def test_long_prompts_hold_windows_of_a_step_not_of_the_prompt():
+    case = Case({"": SHAPES["gemma27b"]}, [Job(0, 0.0, 60_000, 100)], Slo(60, 0.5), HARDWARE["A100"], 1)
+    assert case.fits(Pool(1, limits=Limits(token_budget=2048)))
+
+
 def test_the_search_equals_brute_force_with_windows_and_states():
     space = Space(["continuous"], [2048], [64])
     jobs = poisson([("", 4.0)], 6, Lengths(1000, 3000), Lengths(5, 20))
-    for name in ("gemma27b", "qwen80b"):
-        assert check_equals_brute_force(Case({"": SHAPES[name]}, jobs, Slo(0.3, 0.03), H200, 2), space)
+    for model in (SHAPES["gemma27b"], HYBRID):
+        case = Case({"": model}, jobs, Slo(0.3, 0.03), H200, 2)
+        assert any(plan.is_disaggregated for plan in space.plans(case, 2))
+        assert check_equals_brute_force(case, space)
+
+
+@pytest.mark.parametrize("name", ["llama8b", "gemma27b", "hybrid"])
+def test_what_was_sent_is_found(name):
+    """Windows and states, too: a decode engine computes the last page of a prompt at most."""
+    jobs = poisson([("", 1.0)], 4, Lengths(4000, 4000), Lengths(20, 20))
+    case = Case({"": HYBRID if name == "hybrid" else SHAPES[name]}, jobs, Slo(1, 1), H200, 2)
+    cluster = Cluster(case.specs(Plan((Pool(1, role=PREFILL), Pool(1, role=DECODE)))))
+    assert cluster.run(jobs) is not None
+    tally = cluster._nodes[1].engine.tally
+    assert tally.num_cached == 4 * (4000 // 64) * 64
+    assert case.specs(Plan((Pool(1),)))[0].state_bytes == (case.models[""].state_bytes if name == "hybrid" else 0)
+
+
+def test_pages_fit_between_states():
+    case = Case({"": HYBRID}, [Job(0, 0.0, 2000, 100)], Slo(1, 1), H200, 1, page_size=512)
+    assert Evaluator(case).evaluate(Plan((Pool(1),))) is not None
+
+
+def test_many_hosts_of_one_device():
+    result = CliRunner().invoke(app, [
+        "plan", "--model", "smollm2", "--rate", "1", "--devices", "16xCPU", "--requests", "10", "--slo", "ttft=100,tpot=10",
+    ])  # fmt: skip
+    assert result.exit_code == 0, result.output
 
 
 def test_pipelines_help_prompts_and_not_single_tokens():

@@ -27,12 +27,12 @@ from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.parallel.layouts import DEVICES, gather_from
-from tidemill.parallel.stages import decide_stages, stages_of
+from tidemill.parallel.stages import decide_stages, kv_layers, stages_of
 from tidemill.quant import WeightPlan
 from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
-from tidemill.runner.rank import kv_layers, largest_part, settle_layout
+from tidemill.runner.rank import largest_part, settle_layout
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock

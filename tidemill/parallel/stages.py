@@ -20,7 +20,7 @@ from tidemill.config.compute import decide_device, decide_dtype, decide_scheme, 
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import ModelConfig
+from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.parallel.world import Stage, split_layers
 
 FORMAT = 1  # of the file; raised when its fields mean something else
@@ -175,6 +175,12 @@ def counts_of(ends: tuple[int, ...]) -> tuple[int, ...]:
 def stages_of(counts: tuple[int, ...]) -> list[Stage]:
     ends = [*accumulate(counts)]
     return [Stage(number, len(counts), end - counts[number], end) for number, end in enumerate(ends)]
+
+
+def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
+    """Of the layers with keys and values, those of a stage."""
+    with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
+    return [number for number, layer in enumerate(with_kv) if layer in stage]
 
 
 def computed_ends(model: ModelConfig, num_stages: int) -> tuple[int, ...]:

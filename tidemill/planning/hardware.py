@@ -9,13 +9,19 @@ A pipeline works as `runner/stage_runner.py` does: a step is cut into micro-batc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from tidemill.cache_layout import CacheLayout
+from tidemill.config.cache import bytes_of_page, decide_layout
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 from tidemill.parallel import layouts
+from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.layouts import Layout, Phase
+from tidemill.parallel.shard import Shard
+from tidemill.parallel.stages import computed_ends, counts_of, kv_layers, stages_of
 from tidemill.sched.plan import StepPlan
 from tidemill.sim.cost import Shapes, StepShape
 
@@ -132,6 +138,9 @@ class Estimate:
         return self.fixed_s + self.stages * (self.few_weights_s + self.sent_s + self.hop_s) + self.kv_token_s * context
 
 
+Cache: TypeAlias = tuple[CacheLayout, int]  # of an engine; the bytes of a page on the device with the largest
+
+
 class Seen:
     """Of the tokens before it, the part that a token of a load sees in a layer with a window: on average, since a step's cost
     knows the sum of all contexts and not each. `lengths`: of each request, its prompt and its output."""
@@ -140,20 +149,23 @@ class Seen:
         self._lengths = list(lengths)
 
     def by_prompts(self, window: int) -> float:
-        return self._part(window, [range(1, prompt + 1) for prompt, _ in self._lengths])
+        return self._part(window, (range(1, prompt + 1) for prompt, _ in self._lengths))
 
     def by_outputs(self, window: int) -> float:
-        return self._part(window, [range(prompt + 1, prompt + output + 1) for prompt, output in self._lengths])
+        return self._part(window, (range(prompt + 1, prompt + output + 1) for prompt, output in self._lengths))
 
     def at_once(self, window: int) -> float:
         """The part of its prompt that is still seen when it ends."""
-        return self._part(window, [range(prompt, prompt + 1) for prompt, _ in self._lengths])
+        return self._part(window, (range(prompt, prompt + 1) for prompt, _ in self._lengths))
 
-    def _part(self, window: int, contexts: Sequence[range]) -> float:
-        total = sum(_sum_to(one.stop - 1) - _sum_to(one.start - 1) for one in contexts)
-        if not window or not total:
+    def _part(self, window: int, contexts: Iterable[range]) -> float:
+        if not window:
             return 1.0
-        return sum(_sum_to(one.stop - 1, window) - _sum_to(one.start - 1, window) for one in contexts) / total
+        total = seen = 0
+        for one in contexts:
+            total += _sum_to(one.stop - 1) - _sum_to(one.start - 1)
+            seen += _sum_to(one.stop - 1, window) - _sum_to(one.start - 1, window)
+        return seen / total if total else 1.0
 
 
 def _sum_to(num: int, most: int = 0) -> int:
@@ -173,8 +185,9 @@ def estimate(model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | 
     head = model.vocab_size * model.hidden_size / model.num_active_parameters  # the part of computing that is the logits'
     tables = head if model.tie_embeddings else 2 * head  # looking up an embedding computes nothing
     specs = model.attention_layers
-    width = sum(spec.num_heads * spec.head_dim * seen.by_prompts(spec.window) for spec in specs)
-    read = sum(seen.by_outputs(spec.window) for spec in specs) / max(len(specs), 1)
+    by_prompts = of_windows(model, seen.by_prompts)
+    width = sum(spec.num_heads * spec.head_dim * by_prompts[spec.window] for spec in specs)
+    read = _mean_of_layers(model, seen.by_outputs)
     sent_token_s = two.sent_s - one.sent_s
     hops = stages > 1
     num_few = layouts.tokens_of_all_experts(model)
@@ -200,22 +213,41 @@ def kv_dtype(hardware: Hardware) -> str:
     return "bfloat16" if hardware.device.activation_bytes == 2 else "float32"
 
 
+def of_windows(model: ModelConfig, part: Callable[[int], float]) -> dict[int, float]:
+    return {window: part(window) for window in {spec.window for spec in model.attention_layers}}
+
+
+def _mean_of_layers(model: ModelConfig, part: Callable[[int], float]) -> float:
+    """Of those with keys and values."""
+    specs, parts = model.attention_layers, of_windows(model, part)
+    return sum(parts[spec.window] for spec in specs) / max(len(specs), 1)
+
+
 def sent_bytes(model: ModelConfig, hardware: Hardware, seen: Seen) -> float:
     """Of a prompt's token, when a request moves to another engine: what its layers still see, on average."""
-    layers = [seen.at_once(spec.window) for spec in model.attention_layers]
-    return model.kv_bytes_per_token(kv_dtype(hardware)) * sum(layers) / max(len(layers), 1)
+    return model.kv_bytes_per_token(kv_dtype(hardware)) * _mean_of_layers(model, seen.at_once)
 
 
-def kv_bytes(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> float:
-    """Of the whole KV cache that fits beside the weights; below 0: not even those do. `taken_bytes`: of each device."""
+def free_bytes(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> float:
+    """Of each device, for a KV cache beside the weights; below 0: not even those fit. `taken_bytes`: of each device."""
     weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
-    cut = min(shape.tensor, model.num_kv_heads or shape.tensor) * shape.stages
-    return (_USABLE * hardware.memory_bytes - taken_bytes - weights) * cut
+    return _USABLE * hardware.memory_bytes - taken_bytes - weights
 
 
-def can_cut(model: ModelConfig, shape: Shape) -> bool:
-    """Heads stay whole, and a stage has at least a layer."""
-    return (model.num_heads or shape.tensor) % shape.tensor == 0 and model.num_layers >= shape.stages
+def cache_of(model: ModelConfig, hardware: Hardware, shape: Shape, page_size: int, context: int) -> Cache | None:
+    """As an engine of this shape lays it out. None: the model cannot be cut so."""
+    if (model.num_heads or shape.tensor) % shape.tensor or model.num_layers < shape.stages:
+        return None
+    dtype = kv_dtype(hardware)
+    try:
+        parts = [rank_config(model, Shard(rank, shape.tensor)) for rank in range(shape.tensor)]
+        part = max(parts, key=lambda one: one.num_kv_heads)
+        layout, _ = decide_layout(part, dtype, page_size, context)
+    except ConfigError:
+        return None
+    stages = stages_of(counts_of(computed_ends(model, shape.stages))) if shape.stages > 1 else []
+    held = max([layout.only(kv_layers(model, stage)) for stage in stages] or [layout], key=lambda one: one.layers_per_page)
+    return layout, bytes_of_page(part, dtype, page_size, held)
 
 
 def with_link(hardware: Hardware, link: float | None) -> Hardware:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tidemill.cache_layout import CacheLayout
-from tidemill.config.cache import bytes_of_page, decide_layout
+from tidemill.config.cache import STATE_INTERVAL
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.planning.hardware import ONE, Hardware, Seen, Shape, can_cut, estimate, kv_bytes, kv_dtype, sent_bytes
+from tidemill.planning.hardware import ONE, Cache, Hardware, Seen, Shape, cache_of, estimate, free_bytes, sent_bytes
 from tidemill.sim.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
 from tidemill.sim.cost import CostModel
 from tidemill.sim.simulator import SimConfig
@@ -122,6 +121,7 @@ class Case:
     page_size: int = 64
     costs: Callable[[str, Shape], CostModel | None] = lambda name, shape: None
     _made: dict[tuple[str, Shape], CostModel] = field(default_factory=dict)
+    _caches: dict[tuple[str, Shape], Cache | None] = field(default_factory=dict)
 
     def cost(self, name: str, shape: Shape) -> CostModel:
         found = self._made.get((name, shape))
@@ -146,28 +146,39 @@ class Case:
         return {name: Seen(own) for name, own in lengths.items()}
 
     @cached_property
-    def layouts(self) -> dict[str, tuple[CacheLayout, int]]:
-        """Of each model: how its layers share pages, and the bytes of one."""
-        made, dtype = {}, kv_dtype(self.hardware)
-        for name, model in self.models.items():
-            layout, _ = decide_layout(model, dtype, self.page_size, self.longest[name] + self.page_size)
-            made[name] = layout, bytes_of_page(model, dtype, self.page_size, layout)
-        return made
+    def sent_bytes(self) -> dict[str, float]:
+        """Of a token that moves to another engine."""
+        return {name: sent_bytes(model, self.hardware, self.seen[name]) for name, model in self.models.items()}
 
-    def room(self, name: str, shape: Shape, models: Sequence[str]) -> int:
-        """Pages in the KV cache of a model that shares devices with others; 0: it does not fit there."""
-        model, hardware = self.models[name], self.hardware
-        if not can_cut(model, shape):
+    def page_size_of(self, name: str) -> int:
+        """Where there are states, whole pages lie between those that are kept."""
+        return math.gcd(self.page_size, STATE_INTERVAL) if self.models[name].state_layers else self.page_size
+
+    def cache(self, name: str, shape: Shape) -> Cache | None:
+        """As `cache_of`."""
+        if (name, shape) not in self._caches:
+            page_size = self.page_size_of(name)
+            made = cache_of(self.models[name], self.hardware, shape, page_size, self.longest[name])
+            self._caches[name, shape] = made
+        return self._caches[name, shape]
+
+    def num_pages(self, name: str, shape: Shape, models: Sequence[str]) -> int:
+        """In the KV cache of a model that shares devices with others; 0 or less: there is no room for one."""
+        cache = self.cache(name, shape)
+        if cache is None:
             return 0
         others = sum(self.models[one].num_parameters for one in models if one != name)
-        taken = others * hardware.device.weight_bytes / shape.num_devices
-        layout, page_bytes = self.layouts[name]
-        num_pages = int(kv_bytes(model, hardware, shape, taken) // (page_bytes * len(models)))
-        longest = self.longest[name]
-        return num_pages if num_pages >= layout.num_pages_for(longest + self.page_size, longest) else 0
+        taken = others * self.hardware.device.weight_bytes / shape.num_devices
+        return int(free_bytes(self.models[name], self.hardware, shape, taken) // (cache[1] * len(models)))
 
     def fits(self, pool: Pool) -> bool:
-        return all(self.room(name, pool.shape, pool.models) > 0 for name in pool.models)
+        """Each model has room for its longest request."""
+        return all(self._fits(name, pool) for name in pool.models)
+
+    def _fits(self, name: str, pool: Pool) -> bool:
+        cache, longest = self.cache(name, pool.shape), self.longest[name] + self.page_size_of(name)
+        num_pages = self.num_pages(name, pool.shape, pool.models)
+        return cache is not None and num_pages >= cache[0].num_pages_for(longest, pool.limits.token_budget)
 
     def specs(self, plan: Plan) -> list[EngineSpec]:
         made = []
@@ -178,21 +189,31 @@ class Case:
         return made
 
     def _spec(self, name: str, pool: Pool, devices: str, cell: int) -> EngineSpec:
-        limits = pool.limits
+        limits, page_size, cache = pool.limits, self.page_size_of(name), self.cache(name, pool.shape)
+        assert cache is not None
         config = SimConfig(
             policy=limits.policy,
             num_rows=limits.max_requests,
             token_budget=limits.token_budget,
-            num_pages=self.room(name, pool.shape, pool.models),
-            page_size=self.page_size,
-            max_context=self.longest[name] + self.page_size,
+            num_pages=self.num_pages(name, pool.shape, pool.models),
+            page_size=page_size,
+            max_context=self.longest[name] + page_size,
             steps_ahead=1,
-            groups=self.layouts[name][0].groups,
+            groups=cache[0].groups,
             device="cpu" if self.hardware.name == "CPU" else "cuda",
         )
-        sent = sent_bytes(self.models[name], self.hardware, self.seen[name])
-        link = self.hardware.link * pool.shape.num_devices
-        return EngineSpec(config, self.cost(name, pool.shape), pool.role, name, devices, cell, sent, link, _LINK_LATENCY_S)
+        return EngineSpec(
+            config,
+            self.cost(name, pool.shape),
+            pool.role,
+            name,
+            devices,
+            cell,
+            kv_token_bytes=self.sent_bytes[name],
+            state_bytes=self.models[name].state_bytes,
+            link=self.hardware.link * pool.shape.num_devices,
+            link_latency_s=_LINK_LATENCY_S,
+        )
 
 
 @dataclass(frozen=True)

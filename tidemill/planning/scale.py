@@ -78,7 +78,7 @@ class Scaled:
         case, on_host = self._case, self._case.hardware.on_host
         shapes = self._space.shapes(case, tuple(case.models), 1)
         most = case.num_devices // on_host
-        if not (self._space.disaggregated and shapes and most):
+        if not (self._space.disaggregated and shapes and most and on_host > 1):
             return {}
         of_host = Evaluator(replace(case, jobs=case.jobs[:: max(1, round(num_devices / on_host))]))
         strains = {}

@@ -28,7 +28,8 @@ class Space:
         """Those that these models can share, the smallest first."""
         stages = _SIZES if self.unbuilt or case.hardware.has_pipelines else (1,)
         found = [Shape(tensor, num) for tensor in _SIZES for num in stages if tensor * num <= min(most, case.hardware.on_engine)]
-        fitting = [shape for shape in found if case.fits(Pool(1, shape, models=tuple(models)))]
+        limits = Limits(token_budget=max(self.token_budgets))  # large steps hold more of what windows see
+        fitting = [shape for shape in found if case.fits(Pool(1, shape, limits=limits, models=tuple(models)))]
         return sorted(fitting, key=lambda shape: (shape.num_devices, shape.stages))
 
     def all_limits(self) -> list[Limits]:

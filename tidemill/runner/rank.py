@@ -15,13 +15,14 @@ from tidemill.layers.gathered import GatheredStreaming
 from tidemill.layers.phased import PhasedWeights
 from tidemill.layers.streamed import Streaming
 from tidemill.machine import Machine
-from tidemill.model_config import AttentionSpec, ModelConfig
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM, Model, ProgressFn
 from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import part_config
 from tidemill.parallel.layouts import DEVICES, Phase, engine_seconds
 from tidemill.parallel.shared import WEIGHTS_SUFFIX
-from tidemill.parallel.world import Stage, World
+from tidemill.parallel.stages import kv_layers
+from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
 from tidemill.runner.make import make_runner
 from tidemill.runner.stage_runner import StageRunner
@@ -65,12 +66,6 @@ def layout_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> tupl
 def world_of(options: EngineOptions | EngineConfig, model: ModelConfig, layers: Sequence[int]) -> World:
     """`layers`: how many each stage has."""
     return World(options.tensor_parallel, tuple(accumulate(layers)), *layout_of(options, model))
-
-
-def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
-    """Of the layers with keys and values, those of a stage."""
-    with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
-    return [number for number, layer in enumerate(with_kv) if layer in stage]
 
 
 def load_rank(

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tidemill.kv.manager import KVManager
 from tidemill.sched.placement import Placement
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sim.cost import CostModel
@@ -62,6 +63,7 @@ class EngineSpec:
     devices: str = ""
     cell: int = 0  # requests stay within one: prefill and decode engines of a host
     kv_token_bytes: float = 0.0  # sent of each token
+    state_bytes: float = 0.0  # sent of a request, at its end
     link: float = math.inf  # bytes a second
     link_latency_s: float = 0.0
 
@@ -321,12 +323,12 @@ class Cluster:
         spec, budget = source.spec, source.spec.config.token_budget
         chunks = [range(begin, min(begin + budget, num_tokens)) for begin in range(0, num_tokens, budget)]
         began_s = at_s - sum(spec.cost.step_s(_alone(chunk)) for chunk in chunks[1:])
-        token_s = spec.kv_token_bytes / spec.link
-        last_s = at_s + token_s * len(chunks[-1]) if chunks else at_s
-        all_s = max(began_s, source.link_free_s) + token_s * num_tokens
+        token_s, state_s = spec.kv_token_bytes / spec.link, spec.state_bytes / spec.link
+        last_s = at_s + token_s * len(chunks[-1]) + state_s if chunks else at_s
+        all_s = max(began_s, source.link_free_s) + token_s * num_tokens + state_s
         done_s = max(last_s, all_s) + spec.link_latency_s
         source.link_free_s = max(last_s, all_s)
-        busy_s = token_s * num_tokens + spec.link_latency_s
+        busy_s = token_s * num_tokens + state_s + spec.link_latency_s
         hidden = max(0.0, 1 - (done_s - at_s) / busy_s) if busy_s else 1.0
         self._push(done_s, _END, lambda now: self._deliver(target, _Sent(job, int(source.name), at_s, num_tokens, hidden), now))
 
@@ -351,14 +353,24 @@ class Cluster:
         prompt_ids = (*job.prompt_ids(), 0)
         num = (len(prompt_ids) - 1) // kv.page_size * kv.page_size
         if num:
-            if kv.admit(_IMPORT, num, kv.path(prompt_ids), reserve=len(node.live) + 1) is None:
+            if kv.admit(_IMPORT, num + 1, kv.path(prompt_ids), reserve=len(node.live) + 1) is None:
                 if node.live:
                     return False
             else:
-                kv.record(_IMPORT, prompt_ids, num)
-                kv.release(_IMPORT)
+                _import(kv, prompt_ids, num, node.spec.config.token_budget)
         self._submit(node, _Live(job, len(prompt_ids), job.num_output - 1, sent), prompt_ids, at_s)
         return True
+
+
+def _import(kv: KVManager, prompt_ids: tuple[int, ...], num: int, budget: int) -> None:
+    """As if a sequence had computed them, step by step: groups with a window keep no more than it sees."""
+    for end in (*range(budget, num, budget), num):
+        if kv.extend(_IMPORT, end) is None:
+            break  # the rest is computed
+        kv.record(_IMPORT, prompt_ids, end)
+        kv.trim(_IMPORT, end)
+        kv.begin_step()
+    kv.release(_IMPORT)
 
 
 def num_short(token_budget: int) -> int:

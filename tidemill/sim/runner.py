@@ -28,6 +28,7 @@ class SimDevice:
     """Steps run one after the other, whichever engine launched them."""
 
     free_s: float = 0.0  # when all that was launched is done
+    heat: Heat | None = None  # by whatever ran on it
 
 
 class SimRunner:
@@ -52,10 +53,12 @@ class SimRunner:
         self._rest_s: Callable[[StepShape], float] = getattr(cost, "rest_s", _nothing)
         heat: tuple[float, float, float] = getattr(cost, "heat", (0.0, 0.0, 0.0))
         decay_s, self._decode_rise, self._mixed_rise = heat
-        self._heat = Heat(decay_s) if decay_s else None
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
         self._lines: dict[int, tuple[float, float, float]] = {}  # by the number that decodes
         self.device, self._is_shared = shared or SimDevice(), shared is not None
+        if decay_s and self.device.heat is None:
+            self.device.heat = Heat(decay_s)
+        self._heat = self.device.heat if decay_s else None
         self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
 
     @property

@@ -1,5 +1,7 @@
 """Each family against Transformers in float32, on small random models; contexts go beyond every window."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -34,6 +36,9 @@ FAMILIES = {
         "final_logit_softcapping": 10.0,
     },
     "Gemma3": {"head_dim": 24, "sliding_window": 33, "layer_types": LAYERS, "query_pre_attn_scalar": 30},
+    "Gemma3 with vision": {
+        "head_dim": 16, "sliding_window": 33, "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}
+    },
     "Phi3": {"sliding_window": 40},
     "Phi3 with longrope": {
         "tie_word_embeddings": True, "original_max_position_embeddings": 256, "max_position_embeddings": 1024,
@@ -68,7 +73,10 @@ IN_GGUF = {
 # Of the tests that take long, these are in `make test`, the others in `make test-slow`.
 OFTEN = ("Phi3 with longrope", "GPT2", "Olmo2", "Granite")
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "GPT2": "GPT2Config"}
-MODELS = {"GPT2": "GPT2LMHeadModel"}
+MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3 with vision": "Gemma3ForConditionalGeneration"}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8
+}  # fmt: skip
 
 
 def make(family, **more):
@@ -77,8 +85,10 @@ def make(family, **more):
     name = family.split()[0]
     sizes = {"vocab_size": 256, "initializer_range": 0.2, "tie_word_embeddings": True} if name == "GPT2" else SIZES
     config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**sizes | FAMILIES[family] | more)
+    if family == "Gemma3 with vision":
+        config = transformers.Gemma3Config(text_config=config, vision_config=VISION, mm_tokens_per_image=4)
     torch.manual_seed(0)
-    reference = getattr(transformers, MODELS.get(name, f"{name}ForCausalLM"))(config).eval().float()
+    reference = getattr(transformers, MODELS.get(family, f"{name}ForCausalLM"))(config).eval().float()
     for weight_name, weight in reference.named_parameters():
         is_norm = weight_name.endswith("weight") and ("norm" in weight_name or ".ln_" in weight_name)
         if is_norm or weight_name.endswith("bias"):
@@ -262,6 +272,65 @@ def test_gpt2_files_without_the_prefix(tmp_path):
     assert torch.equal(prompt_logits(load_model(tmp_path), prompt), named)
 
 
+@pytest.mark.parametrize("folder", ["Gemma3 with vision"], indirect=True)
+def test_newer_files_name_the_text_model_differently(folder):
+    prompt = list(range(5, 65))
+    model = load_model(folder)
+    assert "vision tower" in model.config.notes[0]
+    text = make("Gemma3 with vision").model.language_model
+    assert sum(model.config.stored.values()) == sum(weight.numel() for weight in text.parameters())
+    older = prompt_logits(model, prompt)
+
+    def rename(weights):
+        for name in list(weights):
+            newer = name.replace("language_model.model.", "language_model.", 1)
+            weights[f"model.{newer}"] = weights.pop(name)
+
+    edit_weights(folder, rename)
+    assert torch.equal(prompt_logits(load_model(folder), prompt), older)
+
+
+@pytest.mark.parametrize("size", ["4b", "27b"])
+def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
+    import transformers
+
+    text = {
+        "4b": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "27b": {
+            "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+            "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+    }[size]  # fmt: skip
+    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    checkpoint = open_checkpoint(tmp_path)
+    ours, theirs = model_class(checkpoint).read_config(checkpoint), transformers.Gemma3TextConfig(**text)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (ours.vocab_size, ours.max_context, ours.norm_eps) == (262208, 131072, theirs.rms_norm_eps)
+    assert ours.head_dim == theirs.head_dim
+    assert ours.tie_embeddings
+    assert ours.act == "gelu_tanh"
+    for spec, kind in zip(ours.attention_layers, theirs.layer_types, strict=True):
+        rope = theirs.rope_parameters[kind]
+        assert spec.window == (1024 if kind == "sliding_attention" else 0)
+        assert spec.scale == theirs.query_pre_attn_scalar**-0.5
+        assert spec.rotation.theta == rope["rope_theta"]
+        assert (spec.rotation.scaling.factor if spec.rotation.scaling else None) == rope.get("factor")
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
+def test_older_files_do_not_say_which_layers_have_windows(family, tmp_path):
+    make(family, layer_types=None, num_hidden_layers=7).save_pretrained(tmp_path)
+    newer = load_model(tmp_path).config
+    assert {spec.window for spec in newer.attention_layers} == {0, FAMILIES[family]["sliding_window"]}
+    edit_config(tmp_path, layer_types=None, _sliding_window_pattern=None)
+    assert load_model(tmp_path).config == newer
+
+
 def pop(name):
     return lambda weights: weights.pop(name)
 
@@ -282,6 +351,10 @@ WRONG_WEIGHTS = {
     ("Olmo2", "tensor model.layers.0.post_feedforward_layernorm.weight is missing"): pop(
         "model.layers.0.post_feedforward_layernorm.weight"
     ),
+    ("Gemma3 with vision", "tensor model.layers.3.mlp.up_proj.weight is missing"): pop(
+        "language_model.model.layers.3.mlp.up_proj.weight"
+    ),
+    ("Gemma3 with vision", "audio_tower.x has no place"): lambda weights: weights.update({"audio_tower.x": torch.zeros(3)}),
     ("Granite", "model.layers.0.self_attn.q_norm.weight has no place"): lambda weights: weights.update(
         {"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)}
     ),
@@ -309,6 +382,8 @@ WRONG_CONFIGS = [
     ("GPT2", {"n_head": 0}, "0 heads do not divide"),
     ("GPT2", {"n_positions": 300}, "transformer.wpe.weight has shape [256, 64]"),
     ("GPT2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ("Gemma3 with vision", {"text_config": None}, "key text_config is missing"),
     ("Granite", {"residual_multiplier": 0.0}, "residual_multiplier is 0.0"),
     ("Granite", {"logits_scaling": "x"}, "key logits_scaling is 'x'"),
 ]

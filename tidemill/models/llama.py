@@ -68,8 +68,9 @@ class Llama(CausalLM):
         ("norm", "weight", "model.norm", "output_norm"),
         ("ropes.0", "factors", "", "rope_freqs"),
     ]
+    PREFIXES: ClassVar = ("model.", "")  # those of base models have none
     IGNORED: ClassVar[tuple[str, ...]] = (
-        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"rope_factors_(short|long)\.weight",
     )
 

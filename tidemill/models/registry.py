@@ -16,6 +16,7 @@ ARCHITECTURES = {
     ("hf", "Qwen2ForCausalLM"): "tidemill.models.qwen2:Qwen2",
     ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
     ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
+    ("hf", "Gemma3ForConditionalGeneration"): "tidemill.models.gemma:Gemma3Multimodal",
     ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
     ("hf", "Qwen3NextForCausalLM"): "tidemill.models.qwen3_next:Qwen3Next",
     ("hf", "MambaForCausalLM"): "tidemill.models.mamba:Mamba",

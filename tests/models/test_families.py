@@ -47,6 +47,7 @@ FAMILIES = {
             "long_factor": LONG, "original_max_position_embeddings": 256,
         },
     },
+    "Phi": {"layer_norm_eps": 1e-3},
     "GPT2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 100},
     "BitNet": {},
     "Olmo2": {},
@@ -67,15 +68,16 @@ FAMILIES = {
 # What GGUF files cannot say is as their readers have it: scales of scores, layers without rotation.
 IN_GGUF = {
     "Qwen2": {}, "Qwen3": {}, "Qwen3 tied": {}, "SmolLM3": {}, "Gemma2": {"query_pre_attn_scalar": 16},
-    "Gemma3": {"query_pre_attn_scalar": 24}, "Phi3": {}, "Phi3 with longrope": {}, "GPT2": {}, "Olmo2": {}, "Olmo3": {},
-    "Granite": {"attention_bias": False, "mlp_bias": False},
+    "Gemma3": {"query_pre_attn_scalar": 24}, "Phi": {}, "Phi3": {}, "Phi3 with longrope": {}, "GPT2": {}, "Olmo2": {},
+    "Olmo3": {}, "Granite": {"attention_bias": False, "mlp_bias": False},
 }  # fmt: skip
 # Of the tests that take long, these are in `make test`, the others in `make test-slow`.
-OFTEN = ("Phi3 with longrope", "GPT2", "Olmo2", "Granite")
+OFTEN = ("Phi", "Phi3 with longrope", "GPT2", "Olmo2", "Granite")
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "GPT2": "GPT2Config"}
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3 with vision": "Gemma3ForConditionalGeneration"}
 VISION = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
 }  # fmt: skip
 
 
@@ -258,6 +260,19 @@ def test_fused_matrices_stay_quantized(family, tmp_path):
     assert (one - other).norm() < 0.1 * other.norm()
 
 
+def test_first_ggufs_of_phi_hold_q_k_and_v_in_one_matrix(tmp_path):
+    reference = make("Phi", num_key_value_heads=4)
+    newer, fused = write_gguf(tmp_path / "new.gguf", reference), {}
+    parts = [f"blk.{layer}.attn_{part}.{kind}" for layer in range(4) for kind in ("weight", "bias") for part in "qkv"]
+    for i in range(0, len(parts), 3):
+        layer = reference.model.layers[i // 6].self_attn
+        some = [getattr(getattr(layer, f"{part}_proj"), parts[i].rpartition(".")[2]) for part in "qkv"]
+        fused[parts[i].replace("attn_q", "attn_qkv")] = torch.cat(some).detach().numpy()
+    older = write_gguf(tmp_path / "old.gguf", reference, drop=parts, extra=fused)
+    one, other = (prompt_logits(load_model(path), list(range(5, 65))) for path in (newer, older))
+    assert torch.equal(one, other)
+
+
 def test_gpt2_files_without_the_prefix(tmp_path):
     make("GPT2").save_pretrained(tmp_path)
     prompt = list(range(5, 65))
@@ -344,6 +359,8 @@ WRONG_WEIGHTS = {
     ("Phi3", "tensor model.layers.1.self_attn.qkv_proj.weight is missing"): pop(QKV),
     ("Phi3", "qkv_proj.weight has shape [127, 64]; the model's configuration asks for [128, 64]"): shorten(QKV),
     ("GPT2", "c_attn.weight has shape [192, 63]; the model's configuration asks for [192, 64]"): shorten(C_ATTN),
+    ("Phi", "tensor lm_head.bias is missing"): pop("lm_head.bias"),
+    ("Phi", "tensor model.layers.2.mlp.fc1.bias is missing"): pop("model.layers.2.mlp.fc1.bias"),
     ("GPT2", "tensor transformer.wpe.weight is missing"): pop("transformer.wpe.weight"),
     ("GPT2", "tensor transformer.h.0.ln_1.bias is missing"): pop("transformer.h.0.ln_1.bias"),
     ("GPT2", "transformer.x has no place"): lambda weights: weights.update({"x": torch.zeros(3)}),
@@ -377,6 +394,8 @@ WRONG_CONFIGS = [
     ("Phi3", {"rope_parameters": ROPE | {"long_factor": 3.0}}, "key long_factor is '3.0'"),
     ("Phi3", {"rope_parameters": ROPE | {"original_max_position_embeddings": 1}}, "original context"),
     ("Phi3", {"rope_parameters": ROPE | {"attention_factor": float("inf")}}, "attention_factor"),
+    ("Phi", {"qk_layernorm": True}, "qk_layernorm (norms of query and key heads) is not supported"),
+    ("Phi", {"tie_word_embeddings": True}, "lm_head.bias has no place"),
     ("GPT2", {"activation_function": "mish"}, "activation_function 'mish' is not supported"),
     ("GPT2", {"n_head": 5}, "5 heads do not divide 64 dimensions"),
     ("GPT2", {"n_head": 0}, "0 heads do not divide"),

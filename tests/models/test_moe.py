@@ -34,6 +34,9 @@ FAMILIES = {
         "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
         "decoder_sparse_step": 2,
     },
+    "Qwen3Moe top-1": {  # weighted by the probability of the one expert
+        "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": False,
+    },
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "GptOss": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 40, "max_position_embeddings": 512,
@@ -45,12 +48,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make(name: str, **more):
+def make(family: str, **more):
     """A random model. Routers with weights large enough to choose clearly."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[name] | more)
+    name = family.split()[0]
+    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[family] | more)
     reference = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
     for weight_name, weight in reference.named_parameters():
         if "norm" in weight_name:
@@ -156,6 +160,7 @@ def gguf_tensors(reference) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path, reference, family: str, quantize=None, drop=(), **metadata):
+    family = family.split()[0]
     c, arch = reference.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, arch)
     size = getattr(c, "moe_intermediate_size", c.intermediate_size)
@@ -195,7 +200,9 @@ def write_gguf(path, reference, family: str, quantize=None, drop=(), **metadata)
 
 
 # In GGUF files every layer has experts, and Qwen3's weights are renormalised.
-IN_GGUF = {"Qwen2Moe": {"mlp_only_layers": []}, "Qwen3Moe": {"decoder_sparse_step": 1}}
+IN_GGUF = {
+    "Qwen2Moe": {"mlp_only_layers": []}, "Qwen3Moe": {"decoder_sparse_step": 1}, "Qwen3Moe top-1": {"norm_topk_prob": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -374,6 +381,7 @@ def test_memory_counts_experts(qwen3):
 @pytest.mark.parametrize(
     "kind",
     ["Qwen2Moe float32", "GptOss float32", "Qwen2Moe Q4_1", "Qwen3Moe Q4_0", "Mixtral float32", "Olmoe float32"]
+    + ["Qwen3Moe top-1 float32", "Qwen3Moe top-1 Q4_0"]
     + [
         pytest.param(kind, marks=pytest.mark.slow)
         for kind in ("Qwen2Moe torch", "Mixtral Q4_0", "Qwen3Moe float32", "Olmoe Q8_0")
@@ -381,7 +389,7 @@ def test_memory_counts_experts(qwen3):
 )
 def test_tokens_do_not_depend_on_the_batch(kind, tmp_path, monkeypatch):
     """Alone, among others, in chunks, cached, preempted: the same bits."""
-    family, _, how = kind.partition(" ")
+    family, _, how = kind.rpartition(" ")
     if how == "torch":
         monkeypatch.setattr(native, "lib", None)
     elif native.lib is None:

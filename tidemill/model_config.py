@@ -235,6 +235,7 @@ class ModelConfig:
     conv_bias: bool = True  # of state layers
     gated_attention: bool = False  # by a sigmoid of another projection as wide as the queries'
     qk_norm: bool = False  # of each query and key head, before rotation
+    clip_qkv: float = 0.0  # queries, keys and values are cut off at this on both sides; 0: nowhere
     act: str = "silu"  # a name in kernels/glu.py
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
     is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)

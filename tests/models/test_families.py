@@ -50,6 +50,8 @@ FAMILIES = {
     "Phi": {"layer_norm_eps": 1e-3},
     "GPT2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 100},
     "BitNet": {},
+    "Olmo": {},
+    "Olmo with clipping": {"clip_qkv": 0.7, "tie_word_embeddings": True},
     "Olmo2": {},
     "Olmo3": {
         "sliding_window": 40, "layer_types": LAYERS,
@@ -69,10 +71,10 @@ FAMILIES = {
 IN_GGUF = {
     "Qwen2": {}, "Qwen3": {}, "Qwen3 tied": {}, "SmolLM3": {}, "Gemma2": {"query_pre_attn_scalar": 16},
     "Gemma3": {"query_pre_attn_scalar": 24}, "Phi": {}, "Phi3": {}, "Phi3 with longrope": {}, "GPT2": {}, "Olmo2": {},
-    "Olmo3": {}, "Granite": {"attention_bias": False, "mlp_bias": False},
+    "Olmo3": {}, "Olmo": {}, "Olmo with clipping": {}, "Granite": {"attention_bias": False, "mlp_bias": False},
 }  # fmt: skip
 # Of the tests that take long, these are in `make test`, the others in `make test-slow`.
-OFTEN = ("Phi", "Phi3 with longrope", "GPT2", "Olmo2", "Granite")
+OFTEN = ("Phi", "Olmo with clipping", "Phi3 with longrope", "GPT2", "Olmo2", "Granite")
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "GPT2": "GPT2Config"}
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3 with vision": "Gemma3ForConditionalGeneration"}
 VISION = {
@@ -115,6 +117,8 @@ def gguf_keys(config):
     if arch == "phi3":
         keys |= windows | {"phi3.rope.scaling.original_context_length": c.original_max_position_embeddings}
         keys |= {"phi3.rope.scaling.attn_factor": 1.118033988749895} if c.rope_parameters["rope_type"] == "longrope" else {}
+    if arch == "olmo" and c.clip_qkv:
+        keys["olmo.attention.clamp_kqv"] = c.clip_qkv
     if arch == "granite":
         keys |= {"granite.embedding_scale": c.embedding_multiplier, "granite.attention.scale": c.attention_multiplier}
         keys |= {"granite.residual_scale": c.residual_multiplier, "granite.logit_scale": c.logits_scaling}
@@ -364,6 +368,7 @@ WRONG_WEIGHTS = {
     ("GPT2", "tensor transformer.wpe.weight is missing"): pop("transformer.wpe.weight"),
     ("GPT2", "tensor transformer.h.0.ln_1.bias is missing"): pop("transformer.h.0.ln_1.bias"),
     ("GPT2", "transformer.x has no place"): lambda weights: weights.update({"x": torch.zeros(3)}),
+    ("Olmo", "model.norm.weight has no place"): lambda weights: weights.update({"model.norm.weight": torch.zeros(64)}),
     ("Olmo2", "self_attn.q_norm.weight has shape [63]"): shorten("model.layers.2.self_attn.q_norm.weight"),
     ("Olmo2", "tensor model.layers.0.post_feedforward_layernorm.weight is missing"): pop(
         "model.layers.0.post_feedforward_layernorm.weight"
@@ -396,6 +401,7 @@ WRONG_CONFIGS = [
     ("Phi3", {"rope_parameters": ROPE | {"attention_factor": float("inf")}}, "attention_factor"),
     ("Phi", {"qk_layernorm": True}, "qk_layernorm (norms of query and key heads) is not supported"),
     ("Phi", {"tie_word_embeddings": True}, "lm_head.bias has no place"),
+    ("Olmo", {"clip_qkv": -1.0}, "clip_qkv is -1.0, which cannot be used"),
     ("GPT2", {"activation_function": "mish"}, "activation_function 'mish' is not supported"),
     ("GPT2", {"n_head": 5}, "5 heads do not divide 64 dimensions"),
     ("GPT2", {"n_head": 0}, "0 heads do not divide"),

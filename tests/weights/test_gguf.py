@@ -19,7 +19,7 @@ TYPES = sorted(gguf.quants._type_traits, key=lambda t: t.name)
 
 
 ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "granite", "smollm3")  # rows of q and k
+PERMUTED = ("llama", "granite", "smollm3", "olmo")  # rows of q and k
 GEMMA = ("gemma2", "gemma3")
 
 
@@ -53,7 +53,7 @@ def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, 
         settings |= {"gpt2.feed_forward_length": c.n_inner}
     else:
         rope = c.rope_parameters.get("full_attention", c.rope_parameters)
-        eps = {"phi2": "layer_norm_epsilon"}.get(arch, "layer_norm_rms_epsilon")
+        eps = {"phi2": "layer_norm_epsilon", "olmo": "layer_norm_epsilon"}.get(arch, "layer_norm_rms_epsilon")
         reals = {f"{arch}.attention.{eps}": getattr(c, "layer_norm_eps", c.rms_norm_eps)}
         reals[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
         settings |= {

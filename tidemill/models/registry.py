@@ -50,9 +50,11 @@ ARCHITECTURES = {
     ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
     ("hf", "BloomForCausalLM"): "tidemill.models.bloom:Bloom",
     ("hf", "BloomModel"): "tidemill.models.bloom:Bloom",
+    ("hf", "OlmoForCausalLM"): "tidemill.models.olmo:Olmo",
     ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
     ("hf", "Olmo3ForCausalLM"): "tidemill.models.olmo2:Olmo3",
     ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",
+    ("hf", "GraniteMoeForCausalLM"): "tidemill.models.granite:GraniteMoE",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
@@ -67,8 +69,10 @@ ARCHITECTURES = {
     ("gguf", "phi2"): "tidemill.models.phi:Phi",
     ("gguf", "phi3"): "tidemill.models.phi3:Phi3",
     ("gguf", "gpt2"): "tidemill.models.gpt2:GPT2",
+    ("gguf", "olmo"): "tidemill.models.olmo:Olmo",
     ("gguf", "olmo2"): "tidemill.models.olmo2:Olmo2",
     ("gguf", "granite"): "tidemill.models.granite:Granite",
+    ("gguf", "granitemoe"): "tidemill.models.granite:GraniteMoE",
 }
 
 

@@ -173,6 +173,8 @@ def check_families() -> None:
         "Qwen3": {"head_dim": 128},
         "SmolLM3": {"no_rope_layers": [1, 1, 1, 0]},
         "Phi3": {"rope_parameters": longrope, "original_max_position_embeddings": 512, "pad_token_id": 0},
+        "Phi": {},
+        "Olmo": {"clip_qkv": 1.5},
         "Olmo2": {"pad_token_id": 0},
         "Granite": {
             "embedding_multiplier": 12.0,

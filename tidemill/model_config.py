@@ -235,6 +235,7 @@ class ModelConfig:
     conv_bias: bool = True  # of state layers
     gated_attention: bool = False  # by a sigmoid of another projection as wide as the queries'
     qk_norm: bool = False  # of each query and key head, before rotation
+    clip_qkv: float = 0.0  # queries, keys and values are cut off at this on both sides; 0: nowhere
     act: str = "silu"  # a name in kernels/glu.py
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
     is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
@@ -244,7 +245,9 @@ class ModelConfig:
     logits_scale: float = 1.0  # multiplies logits
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     num_token_types: int = 0  # learned, of the texts of a pair
-    pooler: Pooler | None = None  # an encoder has one; None: the model generates text
+    pooler: Pooler | None = None  # an encoder has one
+    has_head: bool = True  # False: of a decoder that makes embeddings alone
+    embeds_by: str | None = None  # a decoder's embeddings, if its folder says: mean or last
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     kv_bits: int = 0  # that the checkpoint asks for of keys and values; 0: it does not say
     num_ranks: int = 1  # this is the part of one of so many
@@ -294,7 +297,9 @@ class ModelConfig:
     @property
     def own_pooling(self) -> str | None:
         """What it does with a prompt: pool its hidden states, or (None) generate."""
-        return None if self.pooler is None else self.pooler.how
+        if self.pooler is not None:
+            return self.pooler.how
+        return None if self.has_head else self.embeds_by or "last"
 
     def check_pooling(self, pooling: str | None) -> None:
         """Raises unless the model can do it. None: generate."""
@@ -302,13 +307,14 @@ class ModelConfig:
         if pooling is None and own is not None:
             does = "scores pairs of texts" if own == "score" else "makes embeddings"
             fix = "Use /v1/score or /v1/rerank." if own == "score" else "Use /v1/embeddings, /v1/score or /v1/rerank."
-            raise InvalidRequest(f"This model is an encoder: it {does} and generates no text.", fix=fix, param="model")
+            is_one = "is an encoder" if self.pooler is not None else "has no output head"
+            raise InvalidRequest(f"This model {is_one}: it {does} and generates no text.", fix=fix, param="model")
         if pooling == "score" and own != "score":
             raise InvalidRequest("This model is not a cross-encoder: it has no scores.", fix="Use embeddings.", param="pooling")
         if pooling not in (None, "score") and own == "score":
             fix = "Use /v1/score or /v1/rerank, or serve an embedding model."
             raise InvalidRequest("This model is a cross-encoder: it has scores of pairs, no embeddings.", fix=fix, param="model")
-        if pooling == "cls" and own is None:
+        if pooling == "cls" and self.pooler is None:
             fix = "Use mean or last."
             raise InvalidRequest("The first token of a causal model knows nothing of the others.", fix=fix, param="pooling")
 

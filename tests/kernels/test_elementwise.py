@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tidemill.kernels import native
 from tidemill.kernels.argmax import argmax
+from tidemill.kernels.clip import clip
 from tidemill.kernels.glu import activate, glu
 from tidemill.kernels.noise import exponential_noise, gumbel_argmax, gumbel_argmax_reference, noise_keys
 from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm, qk_norm
@@ -48,6 +49,13 @@ def test_rms_norm(size, backend):
     scaled = residual + x * 0.3
     assert torch.allclose(add_rms_norm(x, residual, weight, 1e-5, 0.3), add_rms_norm(None, scaled, weight, 1e-5), atol=1e-5)
     assert torch.allclose(residual, scaled, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_are_cut_off(size, backend):
+    x = torch.randn(50, size) * 3
+    x[3, 0], x[4, 0], x[5, 0] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    assert torch.equal(clip(x.clone(), 1.5).nan_to_num(7.0), x.clamp(-1.5, 1.5).nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("size", SIZES)

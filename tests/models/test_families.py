@@ -1,5 +1,7 @@
 """Each family against Transformers in float32, on small random models; contexts go beyond every window."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -34,6 +36,9 @@ FAMILIES = {
         "final_logit_softcapping": 10.0,
     },
     "Gemma3": {"head_dim": 24, "sliding_window": 33, "layer_types": LAYERS, "query_pre_attn_scalar": 30},
+    "Gemma3 with vision": {
+        "head_dim": 16, "sliding_window": 33, "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}
+    },
     "Phi3": {"sliding_window": 40},
     "Phi3 with longrope": {
         "tie_word_embeddings": True, "original_max_position_embeddings": 256, "max_position_embeddings": 1024,
@@ -42,8 +47,11 @@ FAMILIES = {
             "long_factor": LONG, "original_max_position_embeddings": 256,
         },
     },
+    "Phi": {"layer_norm_eps": 1e-3},
     "GPT2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 100},
     "BitNet": {},
+    "Olmo": {},
+    "Olmo with clipping": {"clip_qkv": 0.7, "tie_word_embeddings": True},
     "Olmo2": {},
     "Olmo3": {
         "sliding_window": 40, "layer_types": LAYERS,
@@ -62,13 +70,17 @@ FAMILIES = {
 # What GGUF files cannot say is as their readers have it: scales of scores, layers without rotation.
 IN_GGUF = {
     "Qwen2": {}, "Qwen3": {}, "Qwen3 tied": {}, "SmolLM3": {}, "Gemma2": {"query_pre_attn_scalar": 16},
-    "Gemma3": {"query_pre_attn_scalar": 24}, "Phi3": {}, "Phi3 with longrope": {}, "GPT2": {}, "Olmo2": {}, "Olmo3": {},
-    "Granite": {"attention_bias": False, "mlp_bias": False},
+    "Gemma3": {"query_pre_attn_scalar": 24}, "Phi": {}, "Phi3": {}, "Phi3 with longrope": {}, "GPT2": {}, "Olmo2": {},
+    "Olmo3": {}, "Olmo": {}, "Olmo with clipping": {}, "Granite": {"attention_bias": False, "mlp_bias": False},
 }  # fmt: skip
 # Of the tests that take long, these are in `make test`, the others in `make test-slow`.
-OFTEN = ("Phi3 with longrope", "GPT2", "Olmo2", "Granite")
+OFTEN = ("Phi", "Olmo with clipping", "Phi3 with longrope", "GPT2", "Olmo2", "Granite")
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "GPT2": "GPT2Config"}
-MODELS = {"GPT2": "GPT2LMHeadModel"}
+MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3 with vision": "Gemma3ForConditionalGeneration"}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
 
 
 def make(family, **more):
@@ -77,8 +89,10 @@ def make(family, **more):
     name = family.split()[0]
     sizes = {"vocab_size": 256, "initializer_range": 0.2, "tie_word_embeddings": True} if name == "GPT2" else SIZES
     config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**sizes | FAMILIES[family] | more)
+    if family == "Gemma3 with vision":
+        config = transformers.Gemma3Config(text_config=config, vision_config=VISION, mm_tokens_per_image=4)
     torch.manual_seed(0)
-    reference = getattr(transformers, MODELS.get(name, f"{name}ForCausalLM"))(config).eval().float()
+    reference = getattr(transformers, MODELS.get(family, f"{name}ForCausalLM"))(config).eval().float()
     for weight_name, weight in reference.named_parameters():
         is_norm = weight_name.endswith("weight") and ("norm" in weight_name or ".ln_" in weight_name)
         if is_norm or weight_name.endswith("bias"):
@@ -103,6 +117,8 @@ def gguf_keys(config):
     if arch == "phi3":
         keys |= windows | {"phi3.rope.scaling.original_context_length": c.original_max_position_embeddings}
         keys |= {"phi3.rope.scaling.attn_factor": 1.118033988749895} if c.rope_parameters["rope_type"] == "longrope" else {}
+    if arch == "olmo" and c.clip_qkv:
+        keys["olmo.attention.clamp_kqv"] = c.clip_qkv
     if arch == "granite":
         keys |= {"granite.embedding_scale": c.embedding_multiplier, "granite.attention.scale": c.attention_multiplier}
         keys |= {"granite.residual_scale": c.residual_multiplier, "granite.logit_scale": c.logits_scaling}
@@ -248,6 +264,19 @@ def test_fused_matrices_stay_quantized(family, tmp_path):
     assert (one - other).norm() < 0.1 * other.norm()
 
 
+def test_first_ggufs_of_phi_hold_q_k_and_v_in_one_matrix(tmp_path):
+    reference = make("Phi", num_key_value_heads=4)
+    newer, fused = write_gguf(tmp_path / "new.gguf", reference), {}
+    parts = [f"blk.{layer}.attn_{part}.{kind}" for layer in range(4) for kind in ("weight", "bias") for part in "qkv"]
+    for i in range(0, len(parts), 3):
+        layer = reference.model.layers[i // 6].self_attn
+        some = [getattr(getattr(layer, f"{part}_proj"), parts[i].rpartition(".")[2]) for part in "qkv"]
+        fused[parts[i].replace("attn_q", "attn_qkv")] = torch.cat(some).detach().numpy()
+    older = write_gguf(tmp_path / "old.gguf", reference, drop=parts, extra=fused)
+    one, other = (prompt_logits(load_model(path), list(range(5, 65))) for path in (newer, older))
+    assert torch.equal(one, other)
+
+
 def test_gpt2_files_without_the_prefix(tmp_path):
     make("GPT2").save_pretrained(tmp_path)
     prompt = list(range(5, 65))
@@ -260,6 +289,65 @@ def test_gpt2_files_without_the_prefix(tmp_path):
 
     edit_weights(tmp_path, rename)
     assert torch.equal(prompt_logits(load_model(tmp_path), prompt), named)
+
+
+@pytest.mark.parametrize("folder", ["Gemma3 with vision"], indirect=True)
+def test_newer_files_name_the_text_model_differently(folder):
+    prompt = list(range(5, 65))
+    model = load_model(folder)
+    assert "vision tower" in model.config.notes[0]
+    text = make("Gemma3 with vision").model.language_model
+    assert sum(model.config.stored.values()) == sum(weight.numel() for weight in text.parameters())
+    older = prompt_logits(model, prompt)
+
+    def rename(weights):
+        for name in list(weights):
+            newer = name.replace("language_model.model.", "language_model.", 1)
+            weights[f"model.{newer}"] = weights.pop(name)
+
+    edit_weights(folder, rename)
+    assert torch.equal(prompt_logits(load_model(folder), prompt), older)
+
+
+@pytest.mark.parametrize("size", ["4b", "27b"])
+def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
+    import transformers
+
+    text = {
+        "4b": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "27b": {
+            "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+            "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+    }[size]  # fmt: skip
+    settings = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    checkpoint = open_checkpoint(tmp_path)
+    ours, theirs = model_class(checkpoint).read_config(checkpoint), transformers.Gemma3TextConfig(**text)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (ours.vocab_size, ours.max_context, ours.norm_eps) == (262208, 131072, theirs.rms_norm_eps)
+    assert ours.head_dim == theirs.head_dim
+    assert ours.tie_embeddings
+    assert ours.act == "gelu_tanh"
+    for spec, kind in zip(ours.attention_layers, theirs.layer_types, strict=True):
+        rope = theirs.rope_parameters[kind]
+        assert spec.window == (1024 if kind == "sliding_attention" else 0)
+        assert spec.scale == theirs.query_pre_attn_scalar**-0.5
+        assert spec.rotation.theta == rope["rope_theta"]
+        assert (spec.rotation.scaling.factor if spec.rotation.scaling else None) == rope.get("factor")
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
+def test_older_files_do_not_say_which_layers_have_windows(family, tmp_path):
+    make(family, layer_types=None, num_hidden_layers=7).save_pretrained(tmp_path)
+    newer = load_model(tmp_path).config
+    assert {spec.window for spec in newer.attention_layers} == {0, FAMILIES[family]["sliding_window"]}
+    edit_config(tmp_path, layer_types=None, _sliding_window_pattern=None)
+    assert load_model(tmp_path).config == newer
 
 
 def pop(name):
@@ -275,13 +363,20 @@ WRONG_WEIGHTS = {
     ("Phi3", "tensor model.layers.1.self_attn.qkv_proj.weight is missing"): pop(QKV),
     ("Phi3", "qkv_proj.weight has shape [127, 64]; the model's configuration asks for [128, 64]"): shorten(QKV),
     ("GPT2", "c_attn.weight has shape [192, 63]; the model's configuration asks for [192, 64]"): shorten(C_ATTN),
+    ("Phi", "tensor lm_head.bias is missing"): pop("lm_head.bias"),
+    ("Phi", "tensor model.layers.2.mlp.fc1.bias is missing"): pop("model.layers.2.mlp.fc1.bias"),
     ("GPT2", "tensor transformer.wpe.weight is missing"): pop("transformer.wpe.weight"),
     ("GPT2", "tensor transformer.h.0.ln_1.bias is missing"): pop("transformer.h.0.ln_1.bias"),
     ("GPT2", "transformer.x has no place"): lambda weights: weights.update({"x": torch.zeros(3)}),
+    ("Olmo", "model.norm.weight has no place"): lambda weights: weights.update({"model.norm.weight": torch.zeros(64)}),
     ("Olmo2", "self_attn.q_norm.weight has shape [63]"): shorten("model.layers.2.self_attn.q_norm.weight"),
     ("Olmo2", "tensor model.layers.0.post_feedforward_layernorm.weight is missing"): pop(
         "model.layers.0.post_feedforward_layernorm.weight"
     ),
+    ("Gemma3 with vision", "tensor model.layers.3.mlp.up_proj.weight is missing"): pop(
+        "language_model.model.layers.3.mlp.up_proj.weight"
+    ),
+    ("Gemma3 with vision", "audio_tower.x has no place"): lambda weights: weights.update({"audio_tower.x": torch.zeros(3)}),
     ("Granite", "model.layers.0.self_attn.q_norm.weight has no place"): lambda weights: weights.update(
         {"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)}
     ),
@@ -304,11 +399,16 @@ WRONG_CONFIGS = [
     ("Phi3", {"rope_parameters": ROPE | {"long_factor": 3.0}}, "key long_factor is '3.0'"),
     ("Phi3", {"rope_parameters": ROPE | {"original_max_position_embeddings": 1}}, "original context"),
     ("Phi3", {"rope_parameters": ROPE | {"attention_factor": float("inf")}}, "attention_factor"),
+    ("Phi", {"qk_layernorm": True}, "qk_layernorm (norms of query and key heads) is not supported"),
+    ("Phi", {"tie_word_embeddings": True}, "lm_head.bias has no place"),
+    ("Olmo", {"clip_qkv": -1.0}, "clip_qkv is -1.0, which cannot be used"),
     ("GPT2", {"activation_function": "mish"}, "activation_function 'mish' is not supported"),
     ("GPT2", {"n_head": 5}, "5 heads do not divide 64 dimensions"),
     ("GPT2", {"n_head": 0}, "0 heads do not divide"),
     ("GPT2", {"n_positions": 300}, "transformer.wpe.weight has shape [256, 64]"),
     ("GPT2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ("Gemma3 with vision", {"text_config": None}, "key text_config is missing"),
     ("Granite", {"residual_multiplier": 0.0}, "residual_multiplier is 0.0"),
     ("Granite", {"logits_scaling": "x"}, "key logits_scaling is 'x'"),
 ]

@@ -34,7 +34,14 @@ FAMILIES = {
         "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
         "decoder_sparse_step": 2,
     },
+    "Qwen3Moe top-1": {  # weighted by the probability of the one expert
+        "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": False,
+    },
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "GraniteMoe": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4, "logits_scaling": 3.0,
+    },
     "GptOss": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 40, "max_position_embeddings": 512,
         "rope_parameters": {
@@ -45,12 +52,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make(name: str, **more):
+def make(family: str, **more):
     """A random model. Routers with weights large enough to choose clearly."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[name] | more)
+    name = family.split()[0]
+    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[family] | more)
     reference = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
     for weight_name, weight in reference.named_parameters():
         if "norm" in weight_name:
@@ -105,12 +113,16 @@ def test_a_forward_pass_is_recorded(saved):
 
 # ---- GGUF
 
-ARCHITECTURES = {"Mixtral": "llama", "Qwen2Moe": "qwen2moe", "Qwen3Moe": "qwen3moe", "Olmoe": "olmoe", "GptOss": "gpt-oss"}
+ARCHITECTURES = {
+    "Mixtral": "llama", "Qwen2Moe": "qwen2moe", "Qwen3Moe": "qwen3moe", "Olmoe": "olmoe", "GraniteMoe": "granitemoe",
+    "GptOss": "gpt-oss",
+}  # fmt: skip
 LAYER_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    "self_attn.k_norm": "attn_k_norm", "block_sparse_moe.router": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
@@ -124,7 +136,7 @@ def gguf_tensors(reference) -> dict[str, np.ndarray]:
         "lm_head.weight": "output.weight",
     }
     c, tensors = reference.config, {}
-    is_oss, is_mixtral = c.model_type == "gpt_oss", c.model_type == "mixtral"
+    is_oss, is_permuted = c.model_type == "gpt_oss", c.model_type in ("mixtral", "granitemoe")
     for name, weight in reference.state_dict().items():
         if name in name_of:
             tensors[name_of[name]] = weight
@@ -145,7 +157,7 @@ def gguf_tensors(reference) -> dict[str, np.ndarray]:
             tensors[f"blk.{layer}.attn_sinks.weight"] = weight
             continue
         stem, _, ending = rest.rpartition(".")
-        if is_mixtral and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+        if is_permuted and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = c.num_attention_heads if "q_proj" in stem else c.num_key_value_heads
             weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
         short = LAYER_NAMES[stem]
@@ -156,6 +168,7 @@ def gguf_tensors(reference) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path, reference, family: str, quantize=None, drop=(), **metadata):
+    family = family.split()[0]
     c, arch = reference.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, arch)
     size = getattr(c, "moe_intermediate_size", c.intermediate_size)
@@ -170,6 +183,9 @@ def write_gguf(path, reference, family: str, quantize=None, drop=(), **metadata)
         settings["expert_feed_forward_length"] = size
     if family == "Qwen2Moe":
         settings["expert_shared_feed_forward_length"] = c.shared_expert_intermediate_size
+    if family == "GraniteMoe":
+        settings |= {"embedding_scale": c.embedding_multiplier, "attention.scale": c.attention_multiplier}
+        settings |= {"residual_scale": c.residual_multiplier, "logit_scale": c.logits_scaling}
     if family in ("Qwen3Moe", "GptOss"):
         settings["attention.key_length"] = c.head_dim
     if family == "GptOss":
@@ -195,7 +211,9 @@ def write_gguf(path, reference, family: str, quantize=None, drop=(), **metadata)
 
 
 # In GGUF files every layer has experts, and Qwen3's weights are renormalised.
-IN_GGUF = {"Qwen2Moe": {"mlp_only_layers": []}, "Qwen3Moe": {"decoder_sparse_step": 1}}
+IN_GGUF = {
+    "Qwen2Moe": {"mlp_only_layers": []}, "Qwen3Moe": {"decoder_sparse_step": 1}, "Qwen3Moe top-1": {"norm_topk_prob": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -373,7 +391,16 @@ def test_memory_counts_experts(qwen3):
 
 @pytest.mark.parametrize(
     "kind",
-    ["Qwen2Moe float32", "GptOss float32", "Qwen2Moe Q4_1", "Qwen3Moe Q4_0", "Mixtral float32", "Olmoe float32"]
+    [
+        "Qwen2Moe float32",
+        "GptOss float32",
+        "Qwen2Moe Q4_1",
+        "Qwen3Moe Q4_0",
+        "Mixtral float32",
+        "Olmoe float32",
+        "GraniteMoe float32",
+    ]
+    + ["Qwen3Moe top-1 float32", "Qwen3Moe top-1 Q4_0"]
     + [
         pytest.param(kind, marks=pytest.mark.slow)
         for kind in ("Qwen2Moe torch", "Mixtral Q4_0", "Qwen3Moe float32", "Olmoe Q8_0")
@@ -381,7 +408,7 @@ def test_memory_counts_experts(qwen3):
 )
 def test_tokens_do_not_depend_on_the_batch(kind, tmp_path, monkeypatch):
     """Alone, among others, in chunks, cached, preempted: the same bits."""
-    family, _, how = kind.partition(" ")
+    family, _, how = kind.rpartition(" ")
     if how == "torch":
         monkeypatch.setattr(native, "lib", None)
     elif native.lib is None:

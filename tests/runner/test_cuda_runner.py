@@ -269,7 +269,12 @@ IN_TRITON = [
 
 
 @pytest.mark.parametrize(
-    "family", ["GPT2", "Olmo2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Phi3 with longrope", "Granite"))]
+    "family",
+    ["GPT2", "Olmo2", "Phi"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("Phi3 with longrope", "Granite", "Gemma3 with vision", "Olmo with clipping")
+    ],
 )
 def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
     """With the norms and activations in Triton, too."""
@@ -282,7 +287,9 @@ def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["Qwen3Moe", "GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mixtral", "Qwen2Moe", "Olmoe"))]
+    "family",
+    ["Qwen3Moe", "GptOss"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("Mixtral", "Qwen2Moe", "Olmoe", "Qwen3Moe top-1", "GraniteMoe")],
 )
 def test_families_with_experts(family, on_gpu, monkeypatch, tmp_path):
     """Few tokens, which take a way of their own through the experts, and more. The last layer's count tokens that it computes."""

@@ -51,7 +51,7 @@ def test_on_a_cpu(folder, monkeypatch):  # noqa: F811
     assert_same_bits(core, whole, REQUESTS)
 
 
-@pytest.mark.parametrize("family", ["Gemma3", "GPT2", "BitNet", "Olmo2"])
+@pytest.mark.parametrize("family", ["Gemma3", "GPT2", "Phi", "Olmo", "BitNet", "Olmo2"])
 def test_families(family, tmp_path, monkeypatch):
     """OLMo 2 has no norm before its attention: all of its tokens go through the last layer."""
     make_family(family).save_pretrained(tmp_path)

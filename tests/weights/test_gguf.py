@@ -19,12 +19,12 @@ TYPES = sorted(gguf.quants._type_traits, key=lambda t: t.name)
 
 
 ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "granite", "smollm3")  # rows of q and k
+PERMUTED = ("llama", "granite", "smollm3", "olmo")  # rows of q and k
 GEMMA = ("gemma2", "gemma3")
 
 
 def arch_of(config):
-    return {"gemma3_text": "gemma3", "olmo3": "olmo2"}.get(config.model_type, config.model_type)
+    return {"gemma3_text": "gemma3", "olmo3": "olmo2", "phi": "phi2"}.get(config.model_type, config.model_type)
 
 
 def converted(arch, name, values, config):
@@ -53,7 +53,9 @@ def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, 
         settings |= {"gpt2.feed_forward_length": c.n_inner}
     else:
         rope = c.rope_parameters.get("full_attention", c.rope_parameters)
-        reals = {f"{arch}.attention.layer_norm_rms_epsilon": c.rms_norm_eps, f"{arch}.rope.freq_base": float(rope["rope_theta"])}
+        eps = {"phi2": "layer_norm_epsilon", "olmo": "layer_norm_epsilon"}.get(arch, "layer_norm_rms_epsilon")
+        reals = {f"{arch}.attention.{eps}": getattr(c, "layer_norm_eps", c.rms_norm_eps)}
+        reals[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
         settings |= {
             f"{arch}.feed_forward_length": c.intermediate_size, f"{arch}.attention.head_count_kv": c.num_key_value_heads,
             f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),

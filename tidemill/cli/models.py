@@ -123,7 +123,7 @@ def _positions(config: ModelConfig) -> str:
 def _pooling(config: ModelConfig) -> str:
     pooler = config.pooler
     if pooler is None:
-        return "mean or last"
+        return f"{config.embeds_by} by default" if config.embeds_by else "mean or last"
     if pooler.how == "score":
         return f"scores of pairs, {pooler.num_labels} label{'s' if pooler.num_labels > 1 else ''}, {pooler.activation}"
     return pooler.how + (", normalized" if pooler.is_normalized else "")

@@ -184,7 +184,8 @@ class LLM:
         if pooling == "none":
             raise InvalidRequest("embed makes one vector of a prompt.", fix="Ask a server's /pooling for one of each token.")
         batch, is_list = prompt_list(prompts)
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self.model_config.own_pooling or "mean")
+        by_default = self.model_config.own_pooling or self.model_config.embeds_by or "mean"
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or by_default)
         self.model_config.check_pooling("mean" if params.pooling == "score" else params.pooling)
         encode = partial(self._encode_cut, num=self._num_kept(truncate_prompt_tokens))
         made = self._run(batch, is_list, encode, params, wants_bar(progress, use_tqdm), 0, None)

@@ -54,9 +54,9 @@ class Embedding(Linear):
 class Head(Linear):
     """Logits from a table of its own."""
 
-    def __init__(self, size: int, num_tokens: int, weights: WeightPlan = PLAIN) -> None:
+    def __init__(self, size: int, num_tokens: int, weights: WeightPlan = PLAIN, *, bias: bool = False) -> None:
         weights = weights.of_tables
-        super().__init__(size, {"head": _rows(num_tokens, weights.shard)}, weights=weights)
+        super().__init__(size, {"head": _rows(num_tokens, weights.shard)}, bias=bias, weights=weights)
         self.table = Table(num_tokens, weights.shard)
 
     def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

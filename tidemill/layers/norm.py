@@ -1,4 +1,4 @@
-"""RMSNorm with its learned scale; LayerNorm with scale and bias."""
+"""RMSNorm with its learned scale; LayerNorm with scale and bias, or without."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__({"weight": (size,), "weight.bias": (size,)})
-        self.weight, self.bias = (nn.Parameter(torch.empty(size), requires_grad=False) for _ in range(2))
+    def __init__(self, size: int, eps: float, is_learned: bool = True) -> None:
+        super().__init__({"weight": (size,), "weight.bias": (size,)} if is_learned else {})
+        device = None if is_learned else "cpu"  # there is nothing to load
+        self.weight = nn.Parameter(torch.ones(size, device=device), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
         self.eps = eps
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:

@@ -47,7 +47,7 @@ class Model(nn.Module, ABC):
     # a part, and a second time in names, an expert's. ".weight" or ".bias" is added to names unless they begin with "=".
     # A tensor that several lines name is cut by rows, in their order; or each takes the rows of its `row_order`.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
-    PREFIX: ClassVar[str] = ""  # that some files of Hugging Face put before these names, and others do not
+    PREFIXES: ClassVar[tuple[str, ...]] = ("",)  # how names begin in files of Hugging Face: here like the first
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
     blocks: nn.ModuleList
@@ -252,7 +252,10 @@ class Model(nn.Module, ABC):
         self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], found: set[tuple[Layer, str]]
     ) -> None:
         """`found`: parts that are there, but not loaded. Experts may be stored in several ways, which only loading settles."""
-        stored_as = {place: name for name, places in targets.items() for place in places}
+        stored_as: dict[tuple[Layer, str], str] = {}
+        for name, places in targets.items():
+            for place in places:
+                stored_as.setdefault(place, name)
         for module in self.modules():
             if not isinstance(module, Layer) or (found and isinstance(module, Experts)):
                 continue
@@ -311,14 +314,15 @@ class Model(nn.Module, ABC):
             stored = hf_name if checkpoint_format == "hf" else gguf_name
             if not stored:
                 continue
-            prefixes = {self.PREFIX, ""} if checkpoint_format == "hf" else {""}
+            usual, *others = self.PREFIXES if checkpoint_format == "hf" else ("",)
             for i, layer in _layers_at(path, modules, self.config.num_layers):
                 for number in range(getattr(layer, "num_experts", 1)) if "{}" in part else (0,):
                     for suffix, our_part in _stored_parts(stored, part.format(number)):
                         if our_part in layer.parts:
                             name = stored.removeprefix("=").format(i, number) + suffix
-                            for prefix in prefixes:
-                                targets.setdefault(prefix + name, []).append((layer, our_part))
+                            targets.setdefault(name, []).append((layer, our_part))
+                            for prefix in others if name.startswith(usual) else ():
+                                targets.setdefault(prefix + name.removeprefix(usual), []).append((layer, our_part))
         return targets
 
     def take_expert_counts(self) -> dict[int, list[int]]:

@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Bert(Model):
-    PREFIX: ClassVar = "bert."
+    PREFIXES: ClassVar = ("", "bert.")
     NAMES: ClassVar = [
         ("embed", "weight", "embeddings.word_embeddings", ""),
         ("positions", "weight", "embeddings.position_embeddings", ""),

@@ -21,7 +21,7 @@ _CONTEXT = 2048  # of the published models, some of which do not say
 
 class Bloom(Llama):
     block: ClassVar = Block
-    PREFIX: ClassVar = "transformer."
+    PREFIXES: ClassVar = ("", "transformer.")
     NAMES: ClassVar = [
         ("embed", "weight", "word_embeddings", ""),
         ("embed_norm", "weight", "word_embeddings_layernorm", ""),

@@ -1,6 +1,6 @@
 """Gemma 2 and the text models of Gemma 3: norms before and after attention and feed-forward, windows in most layers, embeddings
 scaled by the square root of their size. Gemma 2 caps its scores and logits; Gemma 3 norms queries and keys, and rotates windowed
-layers by angles of their own."""
+layers by angles of their own. Of Gemma 3 with vision, the text model is read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from tidemill.errors import CheckpointError
 from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama, gguf_windows, hf_scaling
+from tidemill.models.llama import Llama, gguf_windows, hf_scaling, windows
 from tidemill.quant import WeightPlan
-from tidemill.weights.checkpoint import Checkpoint
+from tidemill.weights.checkpoint import Checkpoint, PartOf
 
 _LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers, in files that do not say
-_PATTERN = {"gemma2": 2, "gemma3": 6}  # in GGUF files: every so many layers, one is without a window
 _WIDE = (46, 62)  # layers of the 27B models, whose scores are scaled by the size of a head as if hidden_size were cut into heads
+_GEMMA3 = {  # what the configuration of a text model leaves out, above all within that of a model that also sees
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+_VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 
 class Block(nn.Module):
@@ -42,6 +48,7 @@ class Block(nn.Module):
 
 class Gemma2(Llama):
     block: ClassVar = Block
+    every: ClassVar = 2  # layers, the last of which is without a window, in files that do not say
     NAMES: ClassVar = [
         *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
         ("blocks.{}.post_attn_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
@@ -77,9 +84,16 @@ class Gemma2(Llama):
         data, source = checkpoint.metadata, checkpoint.path / "config.json"
         scalar = optional(data, "query_pre_attn_scalar", float, float(config.head_dim), source)
         softcap = optional(data, "attn_logit_softcapping", float, None, source) or 0.0
+        every = optional(data, "sliding_window_pattern", int, None, source) or cls.every
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(config.num_layers)]
+        sizes = windows(data | {"layer_types": data.get("layer_types") or kinds}, config.num_layers, source)
+        layers = (
+            replace(spec, scale=scalar**-0.5, softcap=softcap, window=window)
+            for spec, window in zip(config.attention_layers, sizes, strict=True)
+        )
         return replace(
             config,
-            layers=tuple(replace(spec, scale=scalar**-0.5, softcap=softcap) for spec in config.attention_layers),
+            layers=tuple(layers),
             logits_softcap=optional(data, "final_logit_softcapping", float, None, source) or 0.0,
             tie_embeddings=bool(data.get("tie_word_embeddings", True)),
         )
@@ -87,13 +101,13 @@ class Gemma2(Llama):
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
-        windows = gguf_windows(checkpoint, config.num_layers, _PATTERN[arch])
+        sizes = gguf_windows(checkpoint, config.num_layers, cls.every)
         wide = config.num_layers in _WIDE
         scalar = config.hidden_size / config.num_heads if wide else config.head_dim
         softcap = optional(data, f"{arch}.attn_logit_softcapping", float, 0.0, source)
         layers = [
             replace(spec, scale=scalar**-0.5, softcap=softcap, window=window)
-            for spec, window in zip(config.attention_layers, windows, strict=True)
+            for spec, window in zip(config.attention_layers, sizes, strict=True)
         ]
         return replace(
             config,
@@ -104,6 +118,7 @@ class Gemma2(Llama):
 
 
 class Gemma3(Gemma2):
+    every: ClassVar = 6
     NAMES: ClassVar = [
         *Gemma2.NAMES,
         ("blocks.{}.attn.q_norm", "weight", "model.layers.{}.self_attn.q_norm", "blk.{}.attn_q_norm"),
@@ -111,22 +126,28 @@ class Gemma3(Gemma2):
     ]
 
     @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        if checkpoint.format == "gguf":
+            return super().read_config(checkpoint)
+        if checkpoint.metadata.get("use_bidirectional_attention"):
+            raise CheckpointError(f"{checkpoint.path / 'config.json'}: use_bidirectional_attention is not supported.")
+        return super().read_config(PartOf(checkpoint, _GEMMA3 | checkpoint.metadata))
+
+    @classmethod
     def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         data, source = checkpoint.metadata, checkpoint.path / "config.json"
         rope = optional(data, "rope_parameters", dict, {}, source)
-        kinds: dict[str, dict[str, Any]] = {kind: rope[kind] for kind in ("sliding_attention", "full_attention") if kind in rope}
-        if not kinds:  # older files
-            scaled = optional(data, "rope_scaling", dict, None, source) or {}
-            kinds = {
-                "sliding_attention": {"rope_theta": optional(data, "rope_local_base_freq", float, _LOCAL_THETA, source)},
-                "full_attention": {"rope_theta": optional(data, "rope_theta", float, 1e6, source), **scaled},
-            }
+        scaled = optional(data, "rope_scaling", dict, {}, source)  # as older files say it, beside the two thetas
+
+        def rotation(kind: str, older: dict[str, Any], key: str, theta: float) -> tuple[float, RopeScaling | None]:
+            given = optional(rope, kind, dict, None, source) or older
+            theta = optional(given, "rope_theta", float, optional(data, key, float, theta, source), source)
+            return theta, hf_scaling(given, config.max_context, source)
+
         return cls._with_rotations(
             super()._of_hf(config, checkpoint),
-            *(
-                (required(kinds[kind], "rope_theta", float, source), hf_scaling(kinds[kind], config.max_context, source))
-                for kind in ("sliding_attention", "full_attention")
-            ),
+            rotation("sliding_attention", {}, "rope_local_base_freq", _LOCAL_THETA),
+            rotation("full_attention", scaled, "rope_theta", 1e6),
         )
 
     @classmethod
@@ -145,3 +166,19 @@ class Gemma3(Gemma2):
         rotations = [Rotation(num_dims=dim, theta=theta, scaling=scaling) for theta, scaling in (local, whole)]
         layers = (replace(spec, rotation=rotations[0 if spec.window else 1]) for spec in config.attention_layers)
         return replace(config, layers=tuple(layers), qk_norm=True)
+
+
+class Gemma3Multimodal(Gemma3):
+    """The text model of Gemma 3 that also sees. Its tensors are under one of two names, by the age of the file."""
+
+    PREFIXES: ClassVar = ("model.", "language_model.model.", "model.language_model.")
+    IGNORED: ClassVar = (*Gemma3.IGNORED, _VISION, r"language_model\.lm_head\.weight")
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        data = checkpoint.metadata
+        text = required(data, "text_config", dict, checkpoint.path / "config.json")
+        outer = {key: data[key] for key in ("tie_word_embeddings", "quantization_config") if key in data}
+        config = super().read_config(PartOf(checkpoint, outer | text, _VISION))
+        note = "The vision tower and its projector are not read: the model takes and gives text."
+        return replace(config, notes=(*config.notes, note))

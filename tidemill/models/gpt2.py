@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer, weights)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
+        self.mlp: nn.Module = MLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""

@@ -20,6 +20,7 @@ from tidemill.models.base import CausalLM, optional, required, stored_kv_bits, s
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
+from tidemill.weights.sentence_transformers import decoder_pooling
 
 _SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
 _SCALINGS = ("linear", "llama3", "yarn", "longrope")
@@ -68,8 +69,9 @@ class Llama(CausalLM):
         ("norm", "weight", "model.norm", "output_norm"),
         ("ropes.0", "factors", "", "rope_freqs"),
     ]
+    PREFIXES: ClassVar[tuple[str, ...]] = ("model.", "")  # those of base models have none
     IGNORED: ClassVar[tuple[str, ...]] = (
-        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"rope_factors_(short|long)\.weight",
     )
 
@@ -242,6 +244,10 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
     for layer, is_rotated in enumerate(optional(data, "no_rope_layers", list, None, source) or []):
         if not is_rotated and layer < num_layers:
             layers[layer] = replace(layers[layer], rotation=None)
+    if data.get("is_causal") is False:
+        raise CheckpointError(f"{source}: is_causal is false: a decoder that sees the whole text is not supported.")
+    is_tied = bool(data.get("tie_word_embeddings", False))
+    has_head = is_tied or not _is_base(checkpoint)
     return ModelConfig(
         architecture=checkpoint.architecture,
         vocab_size=need("vocab_size"),
@@ -251,13 +257,22 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         max_context=trained,
         norm_eps=need("rms_norm_eps", float),
         act=ACTS[act],
-        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+        tie_embeddings=is_tied or not has_head,  # for trials alone
+        has_head=has_head,
+        embeds_by=decoder_pooling(checkpoint.path),
         attention_bias=bool(data.get("attention_bias", False)),
         attention_out_bias=bool(data.get("attention_bias", False)),
         mlp_bias=bool(data.get("mlp_bias", False)),
         stored=stored_values(checkpoint),
         kv_bits=stored_kv_bits(checkpoint),
     )
+
+
+def _is_base(checkpoint: Checkpoint) -> bool:
+    """Whether it is a model without its head, as those that make embeddings are saved."""
+    if not checkpoint.has_weights:
+        return checkpoint.architecture.endswith("Model")
+    return any(tensor.name.startswith("layers.") for tensor in checkpoint.tensors())
 
 
 def windows(data: dict[str, Any], num_layers: int, source: object) -> list[int]:

@@ -41,7 +41,7 @@ def _buckets(distances: torch.Tensor) -> torch.Tensor:
 
 
 class MPNet(Roberta):
-    PREFIX: ClassVar = "mpnet."
+    PREFIXES: ClassVar = ("", "mpnet.")
     NAMES: ClassVar = [
         *(line for line in Roberta.NAMES if ".attn" not in line[0]),
         ("blocks.{}.attn.qkv", "q", "encoder.layer.{}.attention.attn.q", ""),

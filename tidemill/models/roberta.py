@@ -8,7 +8,7 @@ from tidemill.models.bert import Bert, BertCrossEncoder
 
 
 class Roberta(Bert):
-    PREFIX: ClassVar = "roberta."
+    PREFIXES: ClassVar = ("", "roberta.")
     first_position: ClassVar = 2  # after that of padding, which is 1
 
 

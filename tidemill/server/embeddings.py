@@ -83,7 +83,8 @@ async def _pooled_in_turn(
 def pooling_of(service: Service, asked: str | None = None) -> str:
     """What is asked for, or how the server or the model makes an embedding of a text."""
     own, set_to = service.ready.model.own_pooling, service.manner.pooling
-    return asked or (set_to if own != "score" and set_to != "none" else None) or own or "mean"
+    by_default = own or service.ready.model.embeds_by or "mean"
+    return asked or (set_to if own != "score" and set_to != "none" else None) or by_default
 
 
 @dataclass(frozen=True, slots=True)

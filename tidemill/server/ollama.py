@@ -466,7 +466,7 @@ def _shown(service: Service) -> dict[str, Any]:
         "insert": infill_tokens(tokenizer) is not None,
     }
     capabilities = [name for name, is_there in can.items() if is_there]
-    if model.pooler is not None:  # an encoder
+    if model.own_pooling is not None:  # it generates nothing
         capabilities = [] if model.own_pooling == "score" else ["embedding"]
     template = tokenizer.chat_template.source if tokenizer.chat_template else ""
     return {

@@ -289,7 +289,7 @@ def _of_encoders(models: Models, names: dict[str, msgspec.Raw]) -> str:
     """The route that a body of /invocations asks for, if it is not one that generates; else empty."""
     if "messages" in names:
         model = msgspec.json.decode(names.get("model", b"null"))
-        return "/v1/embeddings" if models.of(model if isinstance(model, str) else None).ready.model.pooler else ""
+        return "/v1/embeddings" if models.of(model if isinstance(model, str) else None).ready.model.own_pooling else ""
     routes = {"input": "embeddings", "text_1": "score", "queries": "score", "data_1": "score", "documents": "rerank"}
     return next((f"/v1/{route}" for name, route in routes.items() if name in names), "")
 

@@ -191,9 +191,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     def check_chat(self) -> None:
-        """Raises for an encoder, which has no use for a conversation."""
-        if self.ready.model.pooler is not None:
-            self.ready.model.check_pooling(None)
+        """Raises for a model that generates nothing, which has no use for a conversation."""
+        self.ready.model.check_pooling(None)
 
     def _with_template(self, work: Callable[..., T], *given: Any, template: str | None = None, **how: Any) -> T:
         """`template`: of the request. It gets a worker process of its own."""

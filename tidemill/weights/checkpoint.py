@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -106,6 +107,25 @@ class Checkpoint(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def tensors(self) -> Iterator[WeightTensor]: ...
+
+
+class PartOf:
+    """A checkpoint read by another configuration than its own, without the tensors whose names match `left_out`."""
+
+    def __init__(self, whole: Checkpoint, metadata: dict[str, Any], left_out: str = "") -> None:
+        self.path, self.format, self.architecture = whole.path, whole.format, whole.architecture
+        self.metadata, self._whole, self._left_out = metadata, whole, left_out
+
+    @property
+    def has_weights(self) -> bool:
+        return self._whole.has_weights
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[WeightTensor]:
+        return (tensor for tensor in self._whole.tensors() if not re.fullmatch(self._left_out, tensor.name))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

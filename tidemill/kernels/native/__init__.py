@@ -187,6 +187,9 @@ class Library(StreamCalls, ExchangeCalls):
         self._add = lib.tm_add
         self._add.argtypes = [_POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._add.restype = None
+        self._clip = lib.tm_clip
+        self._clip.argtypes = [_POINTER, _FLOAT, _LONG, _LONG]
+        self._clip.restype = None
         self._all_reduce = lib.tm_all_reduce
         self._all_reduce.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
         self._all_gather = lib.tm_all_gather
@@ -340,6 +343,14 @@ class Library(StreamCalls, ExchangeCalls):
         self._add(x_TH.data_ptr(), scale, residual_TH.data_ptr(), *x_TH.shape)
         if self._recording:
             self._recording.note("add", None, x_TH, residual_TH, width=x_TH.shape[1], scale=scale)
+
+    def clip(self, x_TC: torch.Tensor, limit: float) -> torch.Tensor:
+        """In place."""
+        _check(x_TC)
+        self._clip(x_TC.data_ptr(), limit, *x_TC.shape)
+        if self._recording:
+            self._recording.note("clip", None, None, x_TC, width=x_TC.shape[1], scale=limit)
+        return x_TC
 
     def concat(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Two or three matrices side by side."""

@@ -165,6 +165,11 @@ static int run_add(const tm_op *o, const tm_buffers *at) {
     return 0;
 }
 
+static int run_clip(const tm_op *o, const tm_buffers *at) {
+    clip_op(at->in_out, o->scale, at->num_rows, o->width);
+    return 0;
+}
+
 static int run_concat(const tm_op *o, const tm_buffers *at) {
     const float *const parts[3] = {at->in, at->in_2, at->in_3};
     const long widths[3] = {o->width, o->kind, o->num_out - o->width - o->kind};
@@ -211,6 +216,7 @@ static const struct {
     {"moe", run_moe, NULL},
     {"lora", run_lora, NULL},
     {"add", run_add, NULL},
+    {"clip", run_clip, NULL},
     {"all_reduce", run_all_reduce, NULL},
     {"all_gather", run_all_gather, NULL},
     {"stream", run_stream, NULL},

@@ -80,6 +80,26 @@ TM_API void tm_add(const float *x, float scale, float *residual, long num_rows, 
     tm_unlock();
 }
 
+/* ---- values cut off at a limit, in place; what is no number stays none */
+
+static void clip_row(void *arg, long row, int thread) {
+    (void)thread;
+    const norm_job *j = arg;
+    float *x = j->residual + row * j->width;
+    for (long i = 0; i < j->width; i++) x[i] = x[i] > j->scale ? j->scale : x[i] < -j->scale ? -j->scale : x[i];
+}
+
+void clip_op(float *x, float limit, long num_rows, long width) {
+    norm_job j = {.residual = x, .scale = limit, .width = width};
+    for_rows(num_rows, width, clip_row, &j);
+}
+
+TM_API void tm_clip(float *x, float limit, long num_rows, long width) {
+    tm_lock();
+    clip_op(x, limit, num_rows, width);
+    tm_unlock();
+}
+
 /* ---- side by side */
 
 typedef struct {

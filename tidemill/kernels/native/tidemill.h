@@ -327,6 +327,8 @@ void kvquant_take(const tm_layer *l, long head, long first, long num, const char
 void concat_op(const float *const parts[3], const long widths[3], long num_rows, float *out);
 /* residual += scale * x */
 void add_op(const float *x, float scale, float *residual, long num_rows, long width);
+/* x within -limit .. limit */
+void clip_op(float *x, float limit, long num_rows, long width);
 void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,

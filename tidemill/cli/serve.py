@@ -45,6 +45,7 @@ def serve(
         return
     from tidemill.server.call import RequestLog
     from tidemill.server.guard import SHORT_KEY, Access
+    from tidemill.server.recording import TraceFile
     from tidemill.server.run import Sharing, data_folder
     from tidemill.server.run import serve as run_server
     from tidemill.server.service import Manner
@@ -70,6 +71,8 @@ def serve(
     served = _served(settings)
     for one in served:
         locate(one.engine.model, fetch=True)
+    trace_path = _path(settings["record-trace"])
+    trace_file = TraceFile(trace_path) if trace_path else None
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
     bar = Progress(*_COLUMNS, console=console, transient=True)
     task = bar.add_task("Loading weights", total=None)
@@ -81,6 +84,8 @@ def serve(
     def on_ready(models: Models, port: int) -> None:
         bar.stop()
         print_ready(models, listen, port, bool(access.keys or access.admin_keys), settings["ui"])
+        if trace_path:
+            console.print(f"The load is recorded in {trace_path}: lengths, times, shared prefixes, no text.", style="dim")
         if settings["disaggregate"] == "auto" and not served[0].engine.has_roles:
             told = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
             console.print(f"Disaggregation: {told}.", style="dim")
@@ -118,6 +123,7 @@ def serve(
                     sharing=sharing,
                     fleet=fleet,
                     advises=settings["disaggregate"] == "auto",
+                    trace_file=trace_file,
                 )
             )
     finally:

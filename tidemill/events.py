@@ -148,7 +148,7 @@ class RecordingStopped(_Event, frozen=True):
     """The load of the server is not recorded any more; it is served as before."""
 
     reason: str
-    num_requests: int  # that are in the file
+    num_requests: int  # that were recorded until then
 
 
 class LayoutAdvised(_Event, frozen=True):

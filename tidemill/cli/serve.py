@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tidemill.ray.serving import RayFleet
     from tidemill.server.listen import Listen
     from tidemill.server.models import Models, Served
+    from tidemill.server.recording import TraceFile
 
 console = Console(stderr=True, highlight=False)
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
@@ -45,7 +46,6 @@ def serve(
         return
     from tidemill.server.call import RequestLog
     from tidemill.server.guard import SHORT_KEY, Access
-    from tidemill.server.recording import TraceFile
     from tidemill.server.run import Sharing, data_folder
     from tidemill.server.run import serve as run_server
     from tidemill.server.service import Manner
@@ -72,7 +72,7 @@ def serve(
     for one in served:
         locate(one.engine.model, fetch=True)
     trace_path = _path(settings["record-trace"])
-    trace_file = TraceFile(trace_path) if trace_path else None
+    trace_file = _trace_file(trace_path) if trace_path else None
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
     bar = Progress(*_COLUMNS, console=console, transient=True)
     task = bar.add_task("Loading weights", total=None)
@@ -153,6 +153,12 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
     except BaseException:
         cluster.close()
         raise
+
+
+def _trace_file(path: Path) -> TraceFile:
+    from tidemill.server.recording import TraceFile  # loads the simulator's formats, which a server has no other use for
+
+    return TraceFile(path)
 
 
 def _path(text: str | None) -> Path | None:

@@ -144,6 +144,13 @@ class TakenOver(_Event, frozen=True):
     waited_s: float  # since its first token
 
 
+class RecordingStopped(_Event, frozen=True):
+    """The load of the server is not recorded any more; it is served as before."""
+
+    reason: str
+    num_requests: int  # that were recorded until then
+
+
 class LayoutAdvised(_Event, frozen=True):
     """Whether prefill and decode engines are expected to be better than engines for both, by the load that was measured."""
 
@@ -403,6 +410,7 @@ Event: TypeAlias = (
     | Placed
     | TakenOver
     | LayoutAdvised
+    | RecordingStopped
     | Preempted
     | TokensEvicted
     | Forked

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.sim.trace import MOONCAKE_BLOCK, read_rows
+from tidemill.sim.trace import read_rows
 
 _FIRST_ID = 100  # below it many vocabularies have special tokens
 
@@ -62,17 +62,17 @@ def read_trace(
     vocab: int = 30_000,
     seed: int = 0,
 ) -> list[Item]:
-    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp in ms, lengths, a
-    hash per 512 tokens, so that shared prefixes stay shared). Times and lengths are multiplied by the scales; a request that
-    does not fit `max_context` is cut to it."""
+    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), or JSONL of Mooncake or of a server of ours
+    (timestamp in ms, lengths, a number for each block of tokens, so that shared prefixes stay shared). Times and lengths are
+    multiplied by the scales; a request that does not fit `max_context` is cut to it."""
     rows = read_rows(path, limit)
     rng = random.Random(seed)
-    block_len = max(1, round(MOONCAKE_BLOCK * length_scale))
     items = []
     for row in rows:
         output = max(1, min(round(row.num_output * length_scale), max_context // 2))
         length = max(1, min(round(row.num_prompt * length_scale), max_context - output))
         ids: list[int] = []
+        block_len = max(1, round(row.block_len * length_scale))
         for block in row.blocks[: -(-length // block_len)]:
             ids += _ids(random.Random(f"block {block}"), block_len, vocab)
         ids = (ids + _ids(rng, max(0, length - len(ids)), vocab))[:length]

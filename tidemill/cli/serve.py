@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tidemill.ray.serving import RayFleet
     from tidemill.server.listen import Listen
     from tidemill.server.models import Models, Served
+    from tidemill.server.recording import TraceFile
 
 console = Console(stderr=True, highlight=False)
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
@@ -70,6 +71,8 @@ def serve(
     served = _served(settings)
     for one in served:
         locate(one.engine.model, fetch=True)
+    trace_path = _path(settings["record-trace"])
+    trace_file = _trace_file(trace_path) if trace_path else None
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
     bar = Progress(*_COLUMNS, console=console, transient=True)
     task = bar.add_task("Loading weights", total=None)
@@ -81,6 +84,8 @@ def serve(
     def on_ready(models: Models, port: int) -> None:
         bar.stop()
         print_ready(models, listen, port, bool(access.keys or access.admin_keys), settings["ui"])
+        if trace_path:
+            console.print(f"The load is recorded in {trace_path}: lengths, times, shared prefixes, no text.", style="dim")
         if settings["disaggregate"] == "auto" and not served[0].engine.has_roles:
             told = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
             console.print(f"Disaggregation: {told}.", style="dim")
@@ -118,6 +123,7 @@ def serve(
                     sharing=sharing,
                     fleet=fleet,
                     advises=settings["disaggregate"] == "auto",
+                    trace_file=trace_file,
                 )
             )
     finally:
@@ -147,6 +153,12 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
     except BaseException:
         cluster.close()
         raise
+
+
+def _trace_file(path: Path) -> TraceFile:
+    from tidemill.server.recording import TraceFile  # loads the simulator's formats, which a server has no other use for
+
+    return TraceFile(path)
 
 
 def _path(text: str | None) -> Path | None:

@@ -23,7 +23,7 @@ from tidemill.errors import ConfigError
 from tidemill.sim.drafter import Speculation
 from tidemill.sim.profile import MOST_ROWS, Profile
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimTiers
-from tidemill.sim.trace import MAX_REQUESTS, coming, num_cut, read_rows
+from tidemill.sim.trace import MAX_REQUESTS, Row, coming, num_cut, read_rows
 
 _OPTIONS = (
     "policy", "max-context", "max-requests", "token-budget", "kv-memory", "kv-host-memory", "page-size", "prefix-caching",
@@ -35,7 +35,9 @@ _MOST_PAGES = 2**24  # some hundred bytes of memory each
 @takes(*_OPTIONS)
 def simulate(
     settings: Settings,
-    trace: Annotated[Path, typer.Argument(help="Recorded traffic: Azure's LLM trace (CSV) or Mooncake's (JSONL).")],
+    trace: Annotated[
+        Path, typer.Argument(help="Recorded traffic: of `serve --record-trace`, Azure's LLM trace (CSV) or Mooncake's (JSONL).")
+    ],
     profile: Annotated[
         str, typer.Option(help="What steps cost: a file that `tidemill calibrate` has written, or the name of a shipped one.")
     ] = "h200-llama8b",
@@ -75,11 +77,14 @@ def simulate(
     engine, made = run(coming(rows, time_scale=time_scale, **lengths), config, cost)
     took = time.perf_counter() - begin
     records = records_of(made, engine)
-    slos = (None if ms is None else ms / 1000 for ms in (slo_ttft_ms, slo_tpot_ms))
-    figures = summarize(records, **dict(zip(("slo_ttft_s", "slo_tpot_s"), slos, strict=True)))
+    limits = zip(("slo_ttft_s", "slo_tpot_s"), (slo_ttft_ms, slo_tpot_ms), strict=True)
+    slos = {name: None if ms is None else ms / 1000 for name, ms in limits}
+    figures = summarize(records, **slos)
     figures |= about(engine) | {"profile": cost.model.name, "machine": cost.machine, "is_estimated": cost.is_estimated}
     figures |= {"engine": asdict(config), "simulation_s": took, "times_real_time": engine.clock.now() / took if took else 0.0}
     figures["cut_requests"] = num_cut(rows, **lengths)
+    if recorded := recorded_of(rows):
+        figures["recorded"] = summarize(recorded, **slos)
     if as_json:
         print(json.dumps(figures, indent=1))
     else:
@@ -160,6 +165,16 @@ def records_of(made: list[Arrival], engine: SimEngine) -> list[Record]:
     return records
 
 
+def recorded_of(rows: Iterable[Row]) -> list[Record]:
+    """Of each sample, as the server that recorded the trace measured its request."""
+    records = []
+    for row in rows:
+        if row.ttft_s is not None and row.e2e_s is not None:
+            first_s, end_s = row.at_s + row.ttft_s, row.at_s + row.e2e_s
+            records += [Record(row.at_s, row.at_s, None, [first_s], end_s, row.num_prompt, 0, max(row.num_output, 1))] * row.n
+    return records
+
+
 def about(engine: SimEngine) -> dict[str, Any]:
     """Beside what requests saw."""
     tally, end_s = engine.tally, engine.clock.now()
@@ -178,18 +193,21 @@ def about(engine: SimEngine) -> dict[str, Any]:
 
 def _show(figures: dict[str, Any], profile: Profile, config: SimConfig, trace: Path) -> None:
     what = f"{profile.model.name} on {profile.machine}{' (estimated)' if profile.is_estimated else ''}, simulated"
-    table = Table("", f"{config.policy}, {config.num_rows} slots", title=f"{trace.name}: {what}", title_justify="left")
+    both = [figures, *([figures["recorded"]] if "recorded" in figures else [])]
+    columns = [f"{config.policy}, {config.num_rows} slots", "as recorded"][: len(both)]
+    table = Table("", *columns, title=f"{trace.name}: {what}", title_justify="left")
     table.caption = "p50 / p90 / p99 of: TTFT time to first token, TPOT time per output token after it, ITL gap between tokens"
-    table.add_row("requests", f"{figures['requests']:,}")
+    table.add_row("requests", *(f"{one['requests']:,}" for one in both))
     if num := figures["cut_requests"]:
         table.add_row("cut to the context", f"{num:,} requests, to {config.max_context:,} tokens")
-    table.add_row("duration", f"{figures['duration_s']:,.1f} s")
-    table.add_row("output tokens/s", f"{figures['output_tokens_per_s']:,.1f}")
-    table.add_row("input tokens/s", f"{figures['input_tokens_per_s']:,.1f}")
+    table.add_row("duration", *(f"{one['duration_s']:,.1f} s" for one in both))
+    table.add_row("output tokens/s", *(f"{one['output_tokens_per_s']:,.1f}" for one in both))
+    table.add_row("input tokens/s", *(f"{one['input_tokens_per_s']:,.1f}" for one in both))
     for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("end to end", "e2e_s")):
-        table.add_row(label, _percentiles(figures[key]))
+        table.add_row(label, *(_percentiles(one[key]) for one in both))
     if "slo_met" in figures:
-        table.add_row("goodput, requests/s", f"{figures['goodput_requests_per_s']:.2f} ({figures['slo_met']:.0%} within SLO)")
+        goodput = (f"{one['goodput_requests_per_s']:.2f} ({one['slo_met']:.0%} within SLO)" for one in both)
+        table.add_row("goodput, requests/s", *goodput)
     table.add_row("prefix hits", f"{figures['prefix_hit_rate']:.1%} of prompt tokens")
     table.add_row("preemptions", f"{figures['preemptions']:,}")
     table.add_row("most requests queued", f"{figures['most_waiting']:,}")

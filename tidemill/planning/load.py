@@ -55,7 +55,7 @@ def read_trace(path: Path, model: str = "", limit: int = MAX_REQUESTS, speed: fl
     if most > _MOST:
         raise ConfigError(f"{path} cannot be read as a trace: a request has {most:,} tokens.", fix=f"At most {_MOST:,} are.")
     return [
-        Job(number, row.at_s / speed, max(row.num_prompt, 1), max(row.num_output, 1), row.blocks, model)
+        Job(number, row.at_s / speed, max(row.num_prompt, 1), max(row.num_output, 1), row.long_blocks, model)
         for number, row in enumerate(rows)
     ]
 

@@ -28,11 +28,11 @@ def hash_of(*parts: bytes) -> int:
     return int.from_bytes(sha256(b"\0".join(parts)).digest()[:8], "little")
 
 
-def prefix_keys(root: bytes, prompt: bytes, block_bytes: int) -> list[int]:
-    """A key for each whole block of a prompt: of the block and all before it. `root`: what prompts must have in common to share a
-    cache, such as the model and the tenant."""
+def prefix_keys(root: bytes, prompt: bytes, block_bytes: int, most: int = MAX_BLOCKS) -> list[int]:
+    """A key for each whole block of a prompt: of the block and all before it; of the first `most`. `root`: what prompts must have
+    in common to share a cache, such as the model and the tenant."""
     hashed, blocks, keys = sha256(b"%d\0" % len(root) + root), memoryview(prompt), []
-    for start in range(0, min(len(prompt) // block_bytes, MAX_BLOCKS) * block_bytes, block_bytes):
+    for start in range(0, min(len(prompt) // block_bytes, most) * block_bytes, block_bytes):
         hashed.update(blocks[start : start + block_bytes])
         keys.append(int.from_bytes(hashed.digest()[:8], "little"))
     return keys

@@ -267,6 +267,8 @@ def _words(event: Event) -> str | None:
             return event.reason
         case events.LayoutAdvised():
             return in_words(event)
+        case events.RecordingStopped():
+            return f"the load is not recorded any more, after {event.num_requests} requests: {event.reason}"
         case events.Placed():
             return f"{event.part}: {event.reason}"
         case events.TakenOver():

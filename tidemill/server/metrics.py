@@ -40,6 +40,7 @@ class Metrics:
         self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
         self.placed = self._counter("requests_placed", "Parts of requests, where engines have roles", ("part",))
         self.taken_over = self._counter("taken_over_tokens", "Tokens of requests that another engine began", ("kv",))
+        self.recordings_stopped = self._counter("recordings_stopped", "Recordings of the load that could not be continued")
         self.advised = self._gauge("disaggregation_advised", "1 if prefill and decode engines are expected to be better")
         self.advised_gain = self._gauge("disaggregation_gain", "Expected gain of them in p99 inter-token latency; 0: not known")
         self.hand_over_s = self._histogram("hand_over_seconds", "First token to the start in the decode engine", _LATENCY_S)
@@ -122,6 +123,8 @@ class Metrics:
                 self.taken_over.labels("found").inc(event.num_found)
                 self.taken_over.labels("computed").inc(event.num_computed)
                 self.hand_over_s.observe(event.waited_s)
+            case events.RecordingStopped():
+                self.recordings_stopped.inc()
             case events.LayoutAdvised():
                 self.advised.set(event.disaggregate)
                 self.advised_gain.set(event.gain)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import uvicorn
@@ -47,6 +47,9 @@ from tidemill.server.storage import Storage
 from tidemill.server.tracing import Tracing
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Pages, Ready
+
+if TYPE_CHECKING:
+    from tidemill.server.recording import Recording, TraceFile
 
 DATA_QUOTA_BYTES = 10 * 2**30
 _GRACE_S = 5  # for connections to close when nothing is under way any more
@@ -99,6 +102,7 @@ class ModelEngine:
         parsers: tuple[str, str, int | None],
         fleet: Fleet | None = None,
         advises: bool = False,
+        recording: Recording | None = None,
     ) -> None:
         """`parsers`: of tool calls and of reasoning, and the budget of the latter. `fleet`: what makes the engines, if that is
         not this process. `advises`: on engines with roles, also if there are none."""
@@ -122,6 +126,7 @@ class ModelEngine:
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
         self.pooled: Pooled | None = None
+        self.recording = recording
         self._advisor = Advisor(served.engine) if advises or served.engine.has_roles else None
 
     def _take_pages(self, pages: Pages) -> None:
@@ -130,6 +135,8 @@ class ModelEngine:
     def take(self, batch: list[Event]) -> None:
         if self._advisor is not None:
             batch = [*batch, *self._advisor.take(batch)]
+        if self.recording is not None:
+            batch = [*batch, *self.recording.take(batch)]
         self.metrics.take(batch)
         self.explainer.take(batch)
         self.pins.take(batch)
@@ -163,7 +170,7 @@ class ModelEngine:
 
         return Service(
             self.client, tokenizer, served.name, self.metrics, self.explainer, self.live, served.aliases, self.pooled,
-            defaults_of, self._tracing, *self._parsers, self.pins,
+            defaults_of, self._tracing, *self._parsers, self.pins, self.recording,
         )  # fmt: skip
 
 
@@ -186,10 +193,12 @@ async def serve(
     manner: Manner = Manner(),
     fleet: Fleet | None = None,
     advises: bool = False,
+    trace_file: TraceFile | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
-    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine."""
+    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine. `trace_file`: gets
+    the load, and is closed at the end."""
     access = access or Access()
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
@@ -211,7 +220,9 @@ async def serve(
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
     how = stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser, thinking_budget), fleet, advises
-    engines = [ModelEngine(one, *how) for one in served]
+    names = [one.name if len(served) > 1 else "" for one in served]
+    recordings = [None if trace_file is None else trace_file.recording(name) for name in names]
+    engines = [ModelEngine(one, *how, recording) for one, recording in zip(served, recordings, strict=True)]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
@@ -268,6 +279,11 @@ async def serve(
             await pool.close()
         await link.close()
         await asyncio.gather(*(engine.client.close() for engine in engines))
+        if trace_file is not None:
+            for engine in engines:
+                if engine.recording is not None:
+                    engine.recording.close()
+            await asyncio.to_thread(trace_file.close)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
         data.close()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.engine.client import PROBE
 from tidemill.engine.pool import Pooled
@@ -30,6 +30,9 @@ from tidemill.server.metrics import AnyMetrics
 from tidemill.server.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Hold, Ready, Submit
+
+if TYPE_CHECKING:
+    from tidemill.server.recording import Recording
 
 T = TypeVar("T")
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
@@ -70,6 +73,7 @@ class Service:
         reasoning_parser: str = "auto",
         thinking_budget: int | None = None,
         pins: Pins | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters. `thinking_budget`: tokens
         of reasoning if a request does not say. `pins`: reads the events."""
@@ -83,7 +87,7 @@ class Service:
         self.aliases = aliases
         self._pooled = pooled
         self._defaults_of = defaults_of
-        self.tracing = tracing
+        self.tracing, self.recording = tracing, recording
         self.created_s = int(time.time())
         self.is_draining = False
         self.allows_templates = False  # of requests
@@ -329,6 +333,7 @@ class Service:
         texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn
+        num_output = 0
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
         salt = f"{self.cache_generation}\0\0{salt}" if self.cache_generation else salt
@@ -347,8 +352,11 @@ class Service:
         if self.tracing is not None:
             self.tracing.begin(request_id, call)
         try:
+            if self.recording is not None:
+                await self.recording.begin(request)
             async with aclosing(self.client.submit(request, timeout_s, True, tells_progress)) as deltas:
                 async for joined in deltas:
+                    num_output += len(joined.token_ids)
                     for delta in in_pieces(joined, one_by_one):
                         if delta.index in ended:
                             break
@@ -376,6 +384,8 @@ class Service:
                 call.error = "client_left"
             if self.tracing is not None:
                 self.tracing.end(request_id)
+            if self.recording is not None:
+                self.recording.end(request_id, num_output, is_whole=len(ended) == params.n)
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)

@@ -1,4 +1,4 @@
-"""Recorded traffic: Azure's CSV and Mooncake's JSONL, as rows and as arrivals of a simulation."""
+"""Recorded traffic: Azure's CSV and Mooncake's JSONL, as rows and as arrivals of a simulation; and a row as a line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -36,12 +36,23 @@ class Row:
     tenant: str = ""
     n: int = 1
     abort_s: float | None = None  # after its arrival
+    block_len: int = MOONCAKE_BLOCK  # tokens that a number of `blocks` stands for: a part of MOONCAKE_BLOCK
+    ttft_s: float | None = None  # as it was when it was recorded
+    e2e_s: float | None = None
+    model: str = ""  # where several were recorded
+
+    @property
+    def long_blocks(self) -> tuple[int, ...]:
+        """Numbers of MOONCAKE_BLOCK tokens each. A number stands for all blocks before it as well: the last is taken."""
+        num = MOONCAKE_BLOCK // self.block_len
+        return self.blocks[num - 1 :: num]
 
 
 def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
     """In the order of time, the first at 0. A CSV has the columns TIMESTAMP, ContextTokens and GeneratedTokens. A line of a JSONL
-    has timestamp (ms), input_length and output_length, and may have hash_ids (one for 512 tokens), priority, tenant, n and
-    abort_ms (after its arrival)."""
+    has timestamp (ms), input_length and output_length, and may have hash_ids (one for block_size tokens, or 512), priority,
+    tenant, n, abort_ms (after its arrival), and ttft_ms and e2e_ms, as measured. Other fields are ignored, and so is a last line
+    that was not written in full."""
     read = _azure_rows if path.suffix.lower() == ".csv" else _json_rows
     lines = _Lines()
     try:
@@ -56,7 +67,27 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
         raise ConfigError(f"{path} holds no request.", param="trace")
     rows.sort(key=lambda row: row.at_s)
     start = rows[0].at_s
-    return [_moved(row, start) for row in rows]
+    return [replace(row, at_s=row.at_s - start) for row in rows]
+
+
+def line_of(row: Row) -> bytes:
+    """Of a JSONL, ASCII. `at_s` may be any time of day."""
+    fields: dict[str, Any] = {
+        "timestamp": round(1000 * row.at_s, 1),
+        "input_length": row.num_prompt,
+        "output_length": row.num_output,
+        "block_size": row.block_len,
+        "hash_ids": row.blocks,
+        "priority": row.priority,
+        "tenant": row.tenant,
+        "model": row.model,
+    }
+    fields = {name: value for name, value in fields.items() if value or name not in ("priority", "tenant", "model")}
+    fields |= {"n": row.n} if row.n > 1 else {}
+    for name, seconds in (("abort_ms", row.abort_s), ("ttft_ms", row.ttft_s), ("e2e_ms", row.e2e_s)):
+        if seconds is not None:
+            fields[name] = round(1000 * seconds, 1)
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def arrivals(
@@ -72,7 +103,7 @@ def coming(
     """As `arrivals`, one by one: prompts of a long trace take more memory than all else."""
     for number, row in enumerate(rows):
         length, output = _cut(row, length_scale, max_context)
-        prompt = prompt_of(row.blocks, length, number, max(1, round(MOONCAKE_BLOCK * length_scale))) if row.blocks else ()
+        prompt = prompt_of(row.blocks, length, number, max(1, round(row.block_len * length_scale))) if row.blocks else ()
         at_s = row.at_s * time_scale
         abort_s = None if row.abort_s is None else at_s + row.abort_s
         yield Arrival(f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s)
@@ -130,10 +161,6 @@ def _reason(error: Exception) -> str:
     return ascii(str(error)[:_MAX_REASON])[1:-1]
 
 
-def _moved(row: Row, start: float) -> Row:
-    return Row(row.at_s - start, row.num_prompt, row.num_output, row.blocks, row.priority, row.tenant, row.n, row.abort_s)
-
-
 def _azure_rows(lines: Iterable[str]) -> Iterator[Row]:
     for row in csv.DictReader(lines):
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # seven digits of a second: one too many for Python
@@ -141,12 +168,18 @@ def _azure_rows(lines: Iterable[str]) -> Iterator[Row]:
 
 
 def _json_rows(lines: Iterable[str]) -> Iterator[Row]:
+    is_first = True
     for line in lines:
         if not line.strip():
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if is_first or line.endswith("\n"):
+                raise
+            return  # it was being written when the server or its machine stopped
+        is_first = False
         blocks = tuple(_number(block) for block in row.get("hash_ids") or ())
-        abort = row.get("abort_ms")
         yield Row(
             _real(row["timestamp"]) / 1000,
             _number(row["input_length"]),
@@ -155,7 +188,11 @@ def _json_rows(lines: Iterable[str]) -> Iterator[Row]:
             int(row.get("priority") or 0),
             str(row.get("tenant") or ""),
             _samples(row.get("n") or 1),
-            None if abort is None else _real(abort) / 1000,
+            _seconds(row.get("abort_ms")),
+            _block_len(row.get("block_size") or MOONCAKE_BLOCK),
+            _seconds(row.get("ttft_ms")),
+            _seconds(row.get("e2e_ms")),
+            str(row.get("model") or ""),
         )
 
 
@@ -171,6 +208,17 @@ def _samples(value: Any) -> int:
     if not 1 <= number <= MAX_N:
         raise ValueError(f"n is {number}, not 1 to {MAX_N}")
     return number
+
+
+def _block_len(value: Any) -> int:
+    number = int(value)
+    if number < 1 or MOONCAKE_BLOCK % number:
+        raise ValueError(f"block_size is {number}, which does not divide {MOONCAKE_BLOCK}")
+    return number
+
+
+def _seconds(ms: Any) -> float | None:
+    return None if ms is None else _real(ms) / 1000
 
 
 def _real(value: Any) -> float:

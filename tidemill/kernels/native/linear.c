@@ -28,6 +28,7 @@ row do not depend on the rest of the batch. Integer sums within a group of 32 ar
 #include <stddef.h>
 
 #include "linear.h"
+#include "tiles.h"
 
 #define FLOAT_ROWS 8  /* of a tile of float kinds */
 
@@ -167,7 +168,8 @@ static wide_room make_room(const linear_job *j, long num_panels, int thread) {
     const linear_kind *how = j->how;
     long fours = j->num_in / GROUP, num_groups = (fours + j->group - 1) / j->group;
     wide_room room = {.num_panels = how->span, .code_bytes = fours * 256, .num_scales = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0};
-    if (j->num_rows < how->wide_rows || (!how->unpack && !room.num_scales)) return room;
+    long least = how->pair && !has_tiles ? PAIR_WIDE_ROWS : how->wide_rows;
+    if (j->num_rows < least || (!how->unpack && !room.num_scales)) return room;
     if (how->pair) {
         room.num_panels = 2;
     } else if (how->span == 1 && !how->is_token) {
@@ -224,7 +226,8 @@ void run_panels(void *arg, long task, int thread) {
         if (j->num_rows == 1) {
             how->single(j, panel, codes, scales);
         } else if (!room.scales) {
-            how->packed(j, panel, codes, scales);
+            if (how->two && end - panel >= 2) num = 2;
+            (num == 2 && how->two ? how->two : how->packed)(j, panel, codes, scales);
         } else {
             if (num == 1) num = end - panel < room.num_panels ? end - panel : room.num_panels;
             wide_panels(j, &room, panel, num, codes, scales);

@@ -18,6 +18,7 @@ enum { F32 = 0, F16, BF16, Q8, Q8M, Q4, MX4, S4, G8, G8M, G4, GS4, GT4, W8, T2 }
 #define LANES 8
 #define ROWS 4        /* of a tile of quantized kinds */
 #define WIDE_ROWS 16  /* from so many rows on, a panel is unpacked once instead of once a tile */
+#define PAIR_WIDE_ROWS 64 /* the same, of two panels by vectors of 512 bits, where a tile has twice as many rows and unpacks twice as fast */
 
 typedef struct { int32_t place; float value; } sparse_value; /* of a panel: column * 8 + row */
 typedef struct linear_kind linear_kind;
@@ -61,6 +62,7 @@ struct linear_kind {
     int span;               /* panels whose codes share bytes, which a function computes together; the last of them may be missing */
     int wide_rows;          /* from so many on, unpacked */
     panel_function pair;    /* as wide, of two panels whose vectors of codes and of scales take turns; NULL: there is none */
+    panel_function two;     /* as packed, of two panels; where there is a pair */
     int has_starts;         /* where the sums of a row's groups start is told by `starts` */
 };
 

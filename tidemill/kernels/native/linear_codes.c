@@ -368,47 +368,83 @@ PANEL_OF(panel_gt4, tile_g, GT4, 0)
 PANEL_OF(wide_g4, tile_g, G4, 1)
 
 #if defined(HAS_PAIRS)
-/* A group of 32: the sums of `n` rows. */
-#define PAIR_START for (int r = 0; r < n; r++) dot[r] = i32x16_set(is_signed(kind) ? starts[r * num_groups + g].raised : 0);
-#define PAIR_BYTES(at, half, f)                                                                 \
-    {                                                                                           \
-        u8x64 w = u8x64_load(codes + at * 64);                                                  \
-        if (is_signed(kind)) w = u8x64_flip_top(w);                                             \
-        for (int r = 0; r < n; r++) dot[r] = i32x16_dot_unsigned(dot[r], w, half[r], f);        \
-    }
-#define PAIR_GROUP                                                                                                                       \
-    i32x16 dot[PAIR_ROWS];                                                                                                               \
-    i8x16 first[PAIR_ROWS], second[PAIR_ROWS];                                                                                           \
-    PAIR_START                                                                                                                           \
-    for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);                \
-    PAIR_BYTES(0, first, 0) PAIR_BYTES(1, first, 1) PAIR_BYTES(2, first, 2) PAIR_BYTES(3, first, 3)                                      \
-    PAIR_BYTES(4, second, 0) PAIR_BYTES(5, second, 1) PAIR_BYTES(6, second, 2) PAIR_BYTES(7, second, 3)
+/* Two panels at once. Signed codes are multiplied 128 larger here, and the sums start from what that adds.
+   wide: unpacked, and the panels' vectors take turns; else both lie in memory as they are, `other` bytes apart. */
 
-/* As tile_q, unpacked, of two panels. */
-TM_INLINE void tile_pair(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
-    long num_groups = j->num_in / GROUP;
+/* Two codes of each byte, as they are multiplied. */
+TM_INLINE void split_pair(int kind, u8x64 table, u8x64 both, u8x64 *low, u8x64 *high) {
+    if (kind == GS4) {
+        *low = u8x64_flip_top(u8x64_mask(u8x64_shift_left_4(both), 0xf0)), *high = u8x64_flip_top(u8x64_mask(both, 0xf0));
+        return;
+    }
+    *low = u8x64_mask(both, 15), *high = u8x64_mask(u8x64_shift_right_4(both), 15);
+    if (kind == MX4 || kind == GT4) *low = u8x64_look_up(table, *low), *high = u8x64_look_up(table, *high);
+}
+
+#define PAIR_DOTS_OF(w, half, f) \
+    for (int r = 0; r < n; r++) dot[r] = i32x16_dot_unsigned(dot[r], w, half[r], f);
+#define PAIR_FOUR(f)                                                                                       \
+    {                                                                                                      \
+        u8x64 low, high;                                                                                   \
+        split_pair(kind, table, u8x64_of(codes + (f) * 32, codes + other + (f) * 32), &low, &high);        \
+        PAIR_DOTS_OF(low, first, f)                                                                        \
+        PAIR_DOTS_OF(high, second, f)                                                                      \
+    }
+#define PAIR_BYTES(at, half, f)                                                                            \
+    {                                                                                                      \
+        u8x64 w = wide ? u8x64_load(codes + (at) * 64) : u8x64_of(codes + (at) * 32, codes + other + (at) * 32); \
+        if (is_signed(kind)) w = u8x64_flip_top(w);                                                        \
+        PAIR_DOTS_OF(w, half, f)                                                                           \
+    }
+/* A group of 32: the sums of `n` rows. */
+#define PAIR_GROUP                                                                                                                  \
+    i32x16 dot[PAIR_ROWS];                                                                                                          \
+    i8x16 first[PAIR_ROWS], second[PAIR_ROWS];                                                                                      \
+    for (int r = 0; r < n; r++) dot[r] = i32x16_set(is_signed(kind) ? starts[r * num_groups + g].raised : 0);                       \
+    for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);           \
+    if (is_packed(kind) && !wide) {                                                                                                 \
+        PAIR_FOUR(0) PAIR_FOUR(1) PAIR_FOUR(2) PAIR_FOUR(3)                                                                         \
+    } else {                                                                                                                        \
+        PAIR_BYTES(0, first, 0) PAIR_BYTES(1, first, 1) PAIR_BYTES(2, first, 2) PAIR_BYTES(3, first, 3)                             \
+        PAIR_BYTES(4, second, 0) PAIR_BYTES(5, second, 1) PAIR_BYTES(6, second, 2) PAIR_BYTES(7, second, 3)                         \
+    }                                                                                                                               \
+    codes += wide ? 512 : is_packed(kind) ? 128 : 256;
+
+TM_INLINE long other_codes(const linear_job *j, int kind) { return j->num_in / GROUP * (is_packed(kind) ? 128 : 256); }
+TM_INLINE u8x64 pair_table(const linear_job *j, int kind) { return u8x64_flip_top(u8x64_table(kind == GT4 ? j->table : MX4_CODES)); }
+
+TM_INLINE f32x16 pair_scale(const void *scales, long at, long other, int wide) {
+    return wide ? f32x16_load((const float *)scales + 2 * at) : f32x16_load_f16((const uint16_t *)scales + at, (const uint16_t *)scales + other + at);
+}
+
+/* As tile_q. */
+TM_INLINE void tile_pair(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f32x16 *out) {
+    long num_groups = j->num_in / GROUP, other = other_codes(j, kind), num = scale_halves(kind);
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
     const halves_start *starts = j->starts + row * num_groups;
+    u8x64 table = pair_table(j, kind);
     f32x16 acc[PAIR_ROWS];
     for (int r = 0; r < n; r++) acc[r] = f32x16_set(0);
-    for (long g = 0; g < num_groups; g++, x += GROUP, codes += 512, scales += 2 * scale_halves(kind)) {
+    for (long g = 0; g < num_groups; g++, x += GROUP) {
         PAIR_GROUP
-        f32x16 d = f32x16_load(scales);
+        f32x16 d = pair_scale(scales, g * num, num_groups * num, wide);
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], f32x16_mul1(i32x16_to_f32x16(dot[r]), xd[r * num_groups + g]), d);
         if (!has_offsets(kind)) continue;
-        f32x16 m = f32x16_load(scales + 2 * LANES);
+        f32x16 m = pair_scale(scales, g * num + LANES, num_groups * num, wide);
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma1(acc[r], m, xs[r * num_groups + g]);
     }
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
 
-/* As tile_g, unpacked, of two panels, whose scales lie one panel's after the other's. */
-TM_INLINE void tile_pair_g(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
-    long num_groups = j->num_in / GROUP, other = (num_groups + j->group - 1) / j->group * (has_offsets(kind) ? 2 * LANES : LANES);
+/* As tile_g: scales lie one panel's after the other's. */
+TM_INLINE void tile_pair_g(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *from, long row, int n, f32x16 *out) {
+    long num_groups = j->num_in / GROUP, other = other_codes(j, kind);
+    const float *scales = from, *others = scales + (num_groups + j->group - 1) / j->group * scale_halves(kind);
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
     const halves_start *starts = j->starts + row * num_groups;
+    u8x64 table = pair_table(j, kind);
     f32x16 acc[PAIR_ROWS];
     for (int r = 0; r < n; r++) acc[r] = f32x16_set(0);
     for (long g = 0; g < num_groups;) {
@@ -416,18 +452,18 @@ TM_INLINE void tile_pair_g(const linear_job *j, int kind, const uint8_t *codes, 
         f32x16 part[PAIR_ROWS];
         float sum[PAIR_ROWS];
         for (int r = 0; r < n; r++) part[r] = f32x16_set(0), sum[r] = 0;
-        for (; g < end; g++, x += GROUP, codes += 512) {
+        for (; g < end; g++, x += GROUP) {
             PAIR_GROUP
             for (int r = 0; r < n; r++) part[r] = f32x16_fma1(part[r], i32x16_to_f32x16(dot[r]), xd[r * num_groups + g]);
             if (has_offsets(kind)) for (int r = 0; r < n; r++) sum[r] += xs[r * num_groups + g];
         }
-        f32x16 d = f32x16_of(f32x8_load(scales), f32x8_load(scales + other));
+        f32x16 d = f32x16_of(f32x8_load(scales), f32x8_load(others));
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma(acc[r], part[r], d);
-        scales += LANES;
+        scales += LANES, others += LANES;
         if (!has_offsets(kind)) continue;
-        f32x16 m = f32x16_of(f32x8_load(scales), f32x8_load(scales + other));
+        f32x16 m = f32x16_of(f32x8_load(scales), f32x8_load(others));
         for (int r = 0; r < n; r++) acc[r] = f32x16_fma1(acc[r], m, sum[r]);
-        scales += LANES;
+        scales += LANES, others += LANES;
     }
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
@@ -495,16 +531,16 @@ static void store_pair(const linear_job *j, long panel, long row, int n, const f
     }
 }
 
-TM_INLINE void any_pair(const linear_job *j, int kind, const uint8_t *codes, const float *scales, long row, int n, f32x16 *out) {
-    if (kind < G8) tile_pair(j, kind, codes, scales, row, n, out);
-    else tile_pair_g(j, kind, codes, scales, row, n, out);
+TM_INLINE void any_pair(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f32x16 *out) {
+    if (kind < G8) tile_pair(j, kind, wide, codes, scales, row, n, out);
+    else tile_pair_g(j, kind, wide, codes, scales, row, n, out);
 }
 
-TM_INLINE void rows_by_pair(const linear_job *j, int kind, long panel, const uint8_t *codes, const void *scales) {
+TM_INLINE void rows_by_pair(const linear_job *j, int kind, int wide, long panel, const uint8_t *codes, const void *scales) {
     f32x16 values[TILE_ROWS];
     long row = 0;
 #if defined(HAS_TILES)
-    if (has_tiles && kind < G8) {
+    if (wide && has_tiles && kind < G8) {
         tiles_begin(&PAIR_SHAPES);
         for (; row + TILE_ROWS <= j->num_rows; row += TILE_ROWS) {
             prefetch_pair(j, panel, row, TILE_ROWS);
@@ -516,38 +552,42 @@ TM_INLINE void rows_by_pair(const linear_job *j, int kind, long panel, const uin
 #endif
     for (long n; row < j->num_rows; row += n) {
         long left = j->num_rows - row;
-        if (left >= PAIR_ROWS) any_pair(j, kind, codes, scales, row, n = PAIR_ROWS, values);
-        else if (left >= 4) any_pair(j, kind, codes, scales, row, n = 4, values);
-        else if (left >= 2) any_pair(j, kind, codes, scales, row, n = 2, values);
-        else any_pair(j, kind, codes, scales, row, n = 1, values);
+        if (left >= PAIR_ROWS) any_pair(j, kind, wide, codes, scales, row, n = PAIR_ROWS, values);
+        else if (left >= 6) any_pair(j, kind, wide, codes, scales, row, n = 6, values);
+        else if (left >= 4) any_pair(j, kind, wide, codes, scales, row, n = 4, values);
+        else if (left >= 3) any_pair(j, kind, wide, codes, scales, row, n = 3, values);
+        else if (left >= 2) any_pair(j, kind, wide, codes, scales, row, n = 2, values);
+        else any_pair(j, kind, wide, codes, scales, row, n = 1, values);
         store_pair(j, panel, row, (int)n, values);
     }
 }
 
-#define PAIR_OF(name, kind) \
-    static void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) { rows_by_pair(j, kind, panel, codes, scales); }
-PAIR_OF(pair_q4, Q4)
-PAIR_OF(pair_q8, Q8)
-PAIR_OF(pair_q8m, Q8M)
-PAIR_OF(pair_g4, G4)
-PAIR_OF(pair_g8, G8)
-PAIR_OF(pair_g8m, G8M)
-
-#define RAISED 1 /* signed codes are multiplied 128 larger */
+#define PAIR_OF(name, kind, wide) \
+    static void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) { rows_by_pair(j, kind, wide, panel, codes, scales); }
+PAIR_OF(pair_q4, Q4, 1)
+PAIR_OF(pair_q8, Q8, 1)
+PAIR_OF(pair_q8m, Q8M, 1)
+PAIR_OF(pair_g4, G4, 1)
+PAIR_OF(pair_g8, G8, 1)
+PAIR_OF(pair_g8m, G8M, 1)
+PAIR_OF(two_q4, Q4, 0)
+PAIR_OF(two_q8, Q8, 0)
+PAIR_OF(two_q8m, Q8M, 0)
+PAIR_OF(two_mx4, MX4, 0)
+PAIR_OF(two_g4, G4, 0)
+PAIR_OF(two_g8, G8, 0)
+PAIR_OF(two_g8m, G8M, 0)
+PAIR_OF(two_gs4, GS4, 0)
+PAIR_OF(two_gt4, GT4, 0)
+#define PAIR(pair, two, is_raised) pair, two, is_raised
 
 /* Bytes stay bytes: only two panels' vectors come to take turns. */
 static void copy_codes(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) {
     for (long at = 0; at < j->num_in / 4; at++) u8x32_store(to + at * stride, u8x32_load(codes + at * 32));
 }
 #else
-#define pair_q4 NULL
-#define pair_q8 NULL
-#define pair_q8m NULL
-#define pair_g4 NULL
-#define pair_g8 NULL
-#define pair_g8m NULL
 #define copy_codes NULL
-#define RAISED 0
+#define PAIR(pair, two, is_raised) NULL, NULL, 0
 #endif
 
 TM_INLINE void unpack_codes(const linear_job *j, int kind, const uint8_t *codes, uint8_t *to, long stride) {
@@ -566,16 +606,16 @@ static void unpack_gs4(const linear_job *j, const uint8_t *codes, uint8_t *to, l
 static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to, long stride) { unpack_codes(j, GT4, codes, to, stride); }
 
 const linear_kind linear_codes[] = {
-    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, copy_codes, 256, 16, 1, 0, 0, 1, WIDE_ROWS, pair_q8, RAISED},
-    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, copy_codes, 256, 32, 1, 0, 0, 1, WIDE_ROWS, pair_q8m, RAISED},
-    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1, WIDE_ROWS, pair_q4},
-    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1, WIDE_ROWS, pair_q8, RAISED},
-    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_s4, unpack_s4, 128, 32, 0, 0, 0, 1, WIDE_ROWS + 1, NULL, 1},
-    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, copy_codes, 256, 32, 0, 0, 0, 1, WIDE_ROWS, pair_g8, RAISED},
-    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, copy_codes, 256, 64, 0, 0, 0, 1, WIDE_ROWS, pair_g8m, RAISED},
-    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1, WIDE_ROWS, pair_g4},
-    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_gs4, 128, 32, 0, 0, 0, 1, WIDE_ROWS, pair_g8, RAISED},
-    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1, WIDE_ROWS, pair_g8, RAISED},
+    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, copy_codes, 256, 16, 1, 0, 0, 1, WIDE_ROWS, PAIR(pair_q8, two_q8, 1)},
+    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, copy_codes, 256, 32, 1, 0, 0, 1, WIDE_ROWS, PAIR(pair_q8m, two_q8m, 1)},
+    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1, WIDE_ROWS, PAIR(pair_q4, two_q4, 0)},
+    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1, WIDE_ROWS, PAIR(pair_q8, two_mx4, 1)},
+    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_s4, unpack_s4, 128, 32, 0, 0, 0, 1, WIDE_ROWS + 1, NULL, NULL, 1},
+    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, copy_codes, 256, 32, 0, 0, 0, 1, WIDE_ROWS, PAIR(pair_g8, two_g8, 1)},
+    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, copy_codes, 256, 64, 0, 0, 0, 1, WIDE_ROWS, PAIR(pair_g8m, two_g8m, 1)},
+    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1, WIDE_ROWS, PAIR(pair_g4, two_g4, 0)},
+    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_gs4, 128, 32, 0, 0, 0, 1, WIDE_ROWS, PAIR(pair_g8, two_gs4, 1)},
+    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1, WIDE_ROWS, PAIR(pair_g8, two_gt4, 1)},
 };
 
 /* ---- rows of a matrix as floats, as tables of embeddings give them: of the kinds to S4 */

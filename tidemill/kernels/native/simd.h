@@ -464,12 +464,23 @@ TM_INLINE u8x64 u8x64_load(const void *p) { return _mm512_loadu_si512(p); }
 TM_INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
 TM_INLINE i32x16 i32x16_set(int32_t x) { return _mm512_set1_epi32(x); }
 TM_INLINE u8x64 u8x64_flip_top(u8x64 x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
+TM_INLINE u8x64 u8x64_of(const void *low, const void *high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(low)), _mm256_loadu_si256(high), 1);
+}
+TM_INLINE u8x64 u8x64_mask(u8x64 x, int bits) { return _mm512_and_si512(x, _mm512_set1_epi8((char)bits)); }
+TM_INLINE u8x64 u8x64_shift_left_4(u8x64 x) { return _mm512_slli_epi16(x, 4); } /* with bits of the byte before, which a mask takes off */
+TM_INLINE u8x64 u8x64_shift_right_4(u8x64 x) { return _mm512_srli_epi16(x, 4); }
+TM_INLINE u8x64 u8x64_table(const int8_t table[16]) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)); }
+TM_INLINE u8x64 u8x64_look_up(u8x64 table, u8x64 x) { return _mm512_shuffle_epi8(table, x); } /* of indices 0 .. 15 */
 TM_INLINE i32x16 i32x16_dot_unsigned(i32x16 acc, u8x64 w, i8x16 x, int f) {
     int32_t four;
     memcpy(&four, x + 4 * f, 4);
     return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
 }
 TM_INLINE f32x16 i32x16_to_f32x16(i32x16 x) { return _mm512_cvtepi32_ps(x); }
+TM_INLINE f32x16 f32x16_load_f16(const uint16_t *low, const uint16_t *high) {
+    return _mm512_cvtph_ps(_mm256_set_m128i(_mm_loadu_si128((const __m128i *)high), _mm_loadu_si128((const __m128i *)low)));
+}
 TM_INLINE f32x16 f32x16_of(f32x8 low, f32x8 high) {
     return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
 }

@@ -1,7 +1,7 @@
 """What each way of quantizing costs in quality: bits a weight, perplexity, KL divergence from the original and agreement of the
 likeliest token, on held-out text.
 
-    .venv/bin/python -m bench.compression --tokens 20480
+    python -m bench.compression --tokens 20480
 
 The default model's weights already lie on a grid of 4 bits and groups of 32, so methods are compared on its dequantized weights,
 with groups and bits that do not coincide with it. Calibration text and held-out text are different parts of Python's

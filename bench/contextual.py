@@ -1,9 +1,9 @@
 """Contextual sparsity: what predictors of neurons and heads cost in quality and save in time, against the same weights without.
 
-    .venv/bin/python -m bench.contextual                                 the default model
-    .venv/bin/python -m bench.small relu --act relu --steps 600          a small model of bytes with ReLUs
-    .venv/bin/python -m bench.contextual --model relu
-    .venv/bin/python -m bench.contextual --kernel                        the feed-forward alone, by the share that is computed
+    python -m bench.contextual                                 the default model
+    python -m bench.small relu --act relu --steps 600          a small model of bytes with ReLUs
+    python -m bench.contextual --model relu
+    python -m bench.contextual --kernel                        the feed-forward alone, by the share that is computed
 
 Predictors learn from the begin of Python's documentation; quality is measured on its end by the engine's own logits. Weights are
 float32. Speed: one thread, decoding one request, time of the process, models in turn.
@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +34,7 @@ from tidemill.weights.predictors import read_settings
 
 def load(model: str, predictors: Path | None, context: int) -> LLM:
     path = None if predictors is None else str(predictors)
-    sizes = {"device": "cpu", "dtype": "float32", "max_requests": 2, "max_context": context, "threads": 1}
+    sizes: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_requests": 2, "max_context": context, "threads": 1}
     return LLM(model, progress=False, contextual_sparsity=path, **sizes)
 
 
@@ -52,7 +53,7 @@ def decode_s(llm: LLM, num: int) -> float:
 
 def chosen_share(llm: LLM, windows: list[list[int]]) -> float:
     """Of neurons, on the text that quality is measured on."""
-    layers = [block.mlp.neurons for block in llm.core.runner.model.blocks]
+    layers: list[Any] = [block.mlp.neurons for block in cast(Any, llm.core.runner).model.blocks]
     if not isinstance(layers[0], ChosenNeurons):
         return 1.0
     before = [int(one.num_chosen) for one in layers]

@@ -1,9 +1,9 @@
 """Prefill and decode engines against one engine that does both, on the same cores: a mixed load on both in turn.
 
-.venv/bin/python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
-.venv/bin/python -m bench.disaggregation --seconds 120 --rounds 3
-.venv/bin/python -m bench.disaggregation --load heavy         twice of both: prompts and decoding meet often
-.venv/bin/python -m bench.disaggregation --simulate FILE      the same in the simulator, with a profile of one thread
+python -m bench.disaggregation              one engine of 2 threads, then 1 prefill + 1 decode engine of 1 thread each
+python -m bench.disaggregation --seconds 120 --rounds 3
+python -m bench.disaggregation --load heavy         twice of both: prompts and decoding meet often
+python -m bench.disaggregation --simulate FILE      the same in the simulator, with a profile of one thread
 
 FILE is of `tidemill calibrate smollm2 --threads 1 --max-context 1024 [--clock cpu]`. Two threads are taken to be `--speedup`
 times as fast as one.
@@ -22,6 +22,7 @@ import statistics
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -146,7 +147,7 @@ def show_transfer(seen: list[Event]) -> None:
 def simulate(given: argparse.Namespace) -> None:
     profile = Profile.load(given.simulate)
     config, one = replace(SimConfig.measured(profile.engine), max_context=2048), profile.cost
-    sent = {"kv_token_bytes": profile.model.kv_bytes_per_token, "link": _COPY_RATE}
+    sent: dict[str, Any] = {"kv_token_bytes": profile.model.kv_bytes_per_token, "link": _COPY_RATE}
     layouts = {
         "one engine": [EngineSpec(config, _faster(one, given.speedup))],
         "1 prefill + 1 decode": [EngineSpec(config, one, PREFILL, **sent), EngineSpec(config, one, DECODE, **sent)],
@@ -171,7 +172,9 @@ def _faster(cost: FittedCost, times: float) -> FittedCost:
 
 async def main(given: argparse.Namespace) -> None:
     seen: list[Event] = []
-    shared = {"model": given.model, "max_context": given.max_context, "speculate": "off", "token_budget": given.token_budget}
+    shared: dict[str, Any] = {
+        "model": given.model, "max_context": given.max_context, "speculate": "off", "token_budget": given.token_budget,
+    }  # fmt: skip
     together, apart = EngineClient(), Replicas(2, seen.extend, routing=Roles(1, 1))
     asked = load(given)
     num_documents = sum(len(one.prompt) > 0.75 * given.document_prompt - 1 for one in asked)
@@ -185,7 +188,8 @@ async def main(given: argparse.Namespace) -> None:
         await apart.start(EngineOptions(**shared, threads=given.threads // 2, prefill_engines=1, decode_engines=1))
         runs: dict[str, list[Run]] = {"one engine": [], "1 prefill + 1 decode": []}
         for number in range(given.rounds):
-            for name, client in zip(runs, (together, apart), strict=True):
+            clients: tuple[Client, Client] = together, apart
+            for name, client in zip(runs, clients, strict=True):
                 runs[name].append(await run(client, f"{name}-{number}", asked, int(0.75 * given.document_prompt) - 1))
                 print(f"round {number + 1}: ", end="")
                 show(name, runs[name][-1:])

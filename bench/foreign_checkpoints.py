@@ -1,7 +1,7 @@
 """Folders that other libraries quantized, loaded here: their values, logits and greedy tokens beside those of the same weights
 as that library dequantizes them, in float32.
 
-    PYTHONPATH=PACKAGES .venv/bin/python -m bench.foreign_checkpoints [--only gptq] [--results FILE.json]
+    PYTHONPATH=PACKAGES python -m bench.foreign_checkpoints [--only gptq] [--results FILE.json]
 
 PACKAGES has what is to be tried of llmcompressor, compressed-tensors, gptqmodel, autoawq and bitsandbytes;
 COMPRESSED_0_12 in the environment names a folder with compressed-tensors 0.12. Each row is a process of its own, as the
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 258, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.08, "head_dim": 32,
@@ -69,7 +69,7 @@ def llm_compressor(scheme: str, method: str = "rtn", **weights: Any) -> Callable
         recipe = chosen(config_groups={"group_0": how}, ignore=["lm_head", "re:.*mlp.gate$"])
         model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
         rows = [{"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids)).long()} for ids in texts()]
-        data = torch.utils.data.DataLoader(rows, batch_size=1)
+        data: Any = torch.utils.data.DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
         oneshot(model=model, tokenizer=AutoTokenizer.from_pretrained(plain), recipe=recipe, dataset=data)
         model.save_pretrained(out, save_compressed=True)
         return read_compressed(out)

@@ -21,7 +21,7 @@ from dataclasses import astuple
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.gemm import BY_ROLES, CHOICES, LIBRARY, MANY, Tile, choose_tile, gemm, keep_library_in_order, matmul
 from tidemill.kernels.cuda.launch import capturing
 from tidemill.kernels.cuda.tuning import time_us
+from tidemill.runner.cuda_runner import CudaRunner
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -78,12 +79,13 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                 if not is_head:
                     seen[LIBRARY] = time_us([partial(matmul, x, w, None, act, True, LIBRARY) for w in weights], 5)
                 best = min(seen, key=lambda tile: seen[tile])
-                tile = [] if best is LIBRARY else list(astuple(best))
+                chosen = [] if best is LIBRARY else list(astuple(best))
                 own = min((us for tile, us in seen.items() if tile is not LIBRARY), default=math.nan)
-                line = {"model": model, "shape": f"{num_out}x{num_in}", "name": name, "rows": num_rows, "tile": tile}
+                line = {"model": model, "shape": f"{num_out}x{num_in}", "name": name, "rows": num_rows, "tile": chosen}
                 lines.append(line | {"us": own, "library_us": seen.get(LIBRARY)})
                 other = seen.get(LIBRARY, math.nan)
-                print(f"{model} {name:8} M={num_rows:5} own {own:8.1f} us, library {other:8.1f}  {tile or 'library'}", flush=True)
+                what = f"{model} {name:8} M={num_rows:5}"
+                print(f"{what} own {own:8.1f} us, library {other:8.1f}  {chosen or 'library'}", flush=True)
             del weights
     return lines
 
@@ -155,11 +157,11 @@ def time_attention() -> list[dict[str, Any]]:
         ("qwen06b", 256, 384, 16, 8, 0),
     ):
         scene = Scene([length] * batch, heads, kv_heads, 128, tuple(range(batch)) if common else (), common)
-        _, lists = scene.prepare([(i, length - 1, 1) for i in range(batch)])
+        work, lists = scene.prepare([(i, length - 1, 1) for i in range(batch)])
         lists.alone = batch == 1
         out = torch.empty(batch, heads * 128, device="cuda", dtype=torch.bfloat16)
-        call = partial(attend, scene.qkv[:batch], scene.cache)
-        us = time_us([partial(call, layer, scene.table, lists, out, heads) for layer in (0, 1)])
+        given = scene.table, lists, out, scene.spec, torch.from_numpy(work.positions).cuda()
+        us = time_us([partial(attend, scene.qkv[:batch], scene.cache, layer, *given) for layer in (0, 1)])
         rate = batch * length * kv_heads * 128 * 2 * 2 / us / 1e6
         lines.append({"model": label, "batch": batch, "length": length, "common": common, "us": us, "TB/s": rate})
         print(f"decode attention {label} B={batch} L={length} common {common}: {us:.1f} us, {rate:.2f} TB/s", flush=True)
@@ -167,8 +169,9 @@ def time_attention() -> list[dict[str, Any]]:
         scene = Scene([length] * batch, heads, 8, 128)
         out = torch.empty(batch * length, heads * 128, device="cuda", dtype=torch.bfloat16)
         for by_flash in (False, True) if has_flash() else (False,):
-            _, lists = scene.prepare([(i, 0, length) for i in range(batch)], by_flash=by_flash)
-            us = time_us([partial(attend, scene.qkv, scene.cache, 0, scene.table, lists, out, heads)], 3)
+            work, lists = scene.prepare([(i, 0, length) for i in range(batch)], by_flash=by_flash)
+            positions = torch.from_numpy(work.positions).cuda()
+            us = time_us([partial(attend, scene.qkv, scene.cache, 0, scene.table, lists, out, scene.spec, positions)], 3)
             rate = batch * length * length / 2 * heads * 128 * 4 / us / 1e6
             lines.append({"model": label, "prefill": length, "batch": batch, "flash": by_flash, "us": us, "TFLOP/s": rate})
             whose = "flash-attn-4" if by_flash else "ours"
@@ -179,9 +182,10 @@ def time_attention() -> list[dict[str, Any]]:
 def time_sampling(core: EngineCore, model: str) -> list[dict[str, Any]]:
     """What top-k with top-p adds to a decode step of so many sequences, in microseconds of the GPU's time."""
     lines = []
+    kinds: tuple[dict[str, Any], ...] = ({}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"typical_p": 0.9})
     for num in (1, 64, min(256, core.config.max_requests)):
         spent = []
-        for more in ({}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"typical_p": 0.9}):
+        for more in kinds:
             for i in range(num):
                 params = SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, **more)
                 core.submit(Submit(f"s{i}", [(7 * i + j) % 1000 + 10 for j in range(64)], params))
@@ -202,6 +206,7 @@ def time_sampling(core: EngineCore, model: str) -> list[dict[str, Any]]:
 
 def busy_us(core: EngineCore, num_steps: int) -> float:
     """Kernels' time in a step."""
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -209,7 +214,7 @@ def busy_us(core: EngineCore, num_steps: int) -> float:
         for _ in range(num_steps):
             core.step()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     return sum(event.time_range.elapsed_us() for event in events) / num_steps
 
 
@@ -265,6 +270,7 @@ def prompt_timeline(core: EngineCore, model: str, mode: str) -> dict[str, Any]:
 
 def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any]:
     """Microseconds a step by kernel, matmuls by layer."""
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -274,7 +280,7 @@ def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any
             core.step()
         torch.cuda.synchronize()
         wall = (time.perf_counter() - begin) / num_steps * 1e6
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     linears = ("qkv", "out", "router") if core.model_config.experts else ("qkv", "out", "gate_up", "down")
     spent, num_matmuls = defaultdict[str, float](float), 0
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -365,7 +371,7 @@ def time_workloads(
     started = time.perf_counter() - begin
     print(
         f"{model} {mode}: ready in {started:.1f} s; {core.config.num_kv_tokens:,} KV tokens; "
-        f"flash-attn-4: {core.runner.flash.why}",
+        f"flash-attn-4: {cast(CudaRunner, core.runner).flash.why}",
         flush=True,
     )
     run_workload(core, [([5] * 600, 8)] * 4)

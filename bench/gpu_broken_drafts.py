@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +25,7 @@ BROKEN = 7
 class Poison(Guesser):
     """Now and then the broken token, with more drafts after it."""
 
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def propose(self, asks: Sequence[Ask]) -> list[Any]:
         nums = [len(one.tokens) for one in asks]
         return [
             [*right[: n % 3], BROKEN, *right] if n % 4 else right for n, right in zip(nums, super().propose(asks), strict=True)
@@ -59,4 +61,5 @@ def check_broken_drafts() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     check_broken_drafts()

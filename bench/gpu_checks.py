@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,18 +71,19 @@ def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     """Those that few models have."""
     bias = torch.randn_like(weight)
     qkv = torch.cat([x, residual[:, :256], residual[:, :256]], 1)
-    for ours, reference, given in (
+    kinds: tuple[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], tuple[Any, ...]], ...] = (
         (elementwise.add_rms_norm, add_rms_norm_reference, (x, residual, weight, 1e-5, 0.22)),
         (elementwise.add_layer_norm, add_layer_norm_reference, (x, residual, weight, bias, 1e-5)),
         (elementwise.post_norm, post_norm_reference, (x, residual, weight, 1e-5)),
         (elementwise.qk_norm, qk_norm_reference, (qkv, weight, bias[:256], 1e-5)),
-    ):
+    )
+    for ours, reference, given in kinds:
         exact = [one.float() if isinstance(one, torch.Tensor) else one for one in given]
         lone = [one[7:8].clone() if isinstance(one, torch.Tensor) and one.dim() == 2 else one for one in given]
         alone, expected = ours(*lone).clone(), reference(*exact)
         out = ours(*(one.clone() if isinstance(one, torch.Tensor) else one for one in given))
-        assert (out.float() - expected).abs().max() <= 2**-6 * expected.abs().max(), ours.__name__
-        assert torch.equal(alone, out[7:8]), ours.__name__
+        assert (out.float() - expected).abs().max() <= 2**-6 * expected.abs().max(), ours
+        assert torch.equal(alone, out[7:8]), ours
 
 
 def check_gemm() -> None:
@@ -154,7 +156,7 @@ class Scene:
         **more: Any,
     ) -> None:
         torch.manual_seed(0)
-        given = {"scale": dim**-0.5} | more
+        given: dict[str, Any] = {"scale": dim**-0.5} | more
         self.spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotation=None, **given)
         self.sinks = torch.randn(heads, device="cuda") if self.spec.has_sinks else None
         page = BLOCK
@@ -200,21 +202,22 @@ class Scene:
         room = self.copies.shape[0] if self.copies is not None else 0
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile, room=room)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
-        programs = tuple(-(-num // extra) if extra else num for num in lens)
+        singles, shared, prompts = (-(-num // extra) if extra else num for num in lens)
         if by_flash:
-            programs = (*programs[:2], flash.MOST_PROMPTS)
+            prompts = flash.MOST_PROMPTS
         elif not extra and len(work.prompts):
-            programs = (*programs[:2], num_prompt_programs(len(work.prompts), self.kv_heads, roles))
+            prompts = num_prompt_programs(len(work.prompts), self.kv_heads, roles)
+        programs = singles, shared, prompts
         words = np.zeros(2**22, np.int32)
         size = work.rows.size
-        work.write(words, size, 0, programs)  # type: ignore[arg-type]
+        work.write(words, size, 0, programs)
         device = torch.from_numpy(words).cuda()
         num_parts = size * int(work.positions.max() // SPLIT + 1)
         partial = torch.full((num_parts, self.heads, self.dim + 2), float("nan"), device="cuda")
         done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
-        prompts = flash.Prompts.of(device, self.table) if by_flash else None
+        others = flash.Prompts.of(device, self.table) if by_flash else None
         return work, Lists(
-            device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles, copies=self.copies
+            device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, others, roles, copies=self.copies
         )
 
     def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False, alone: bool = False) -> torch.Tensor:
@@ -230,7 +233,7 @@ class Scene:
 
 
 def check_attention() -> None:
-    everything = {"window": 600, "softcap": 5.0, "has_sinks": True}
+    everything: dict[str, Any] = {"window": 600, "softcap": 5.0, "has_sinks": True}
     kinds: list[tuple[int, int, int, dict[str, Any]]] = [
         (32, 8, 128, {}), (32, 8, 128, {"scale": 1.0}), (16, 8, 128, {}), (9, 3, 64, {}), (64, 8, 64, everything),
         (8, 4, 256, {"window": 512, "softcap": 50.0}),
@@ -252,10 +255,11 @@ def check_attention() -> None:
         assert torch.equal(every, torch.cat(whole)), "token by token"
         last, expected = [(row, length - 1, 1) for row, length in enumerate(lengths)], torch.stack([out[-1] for out in whole])
         assert torch.equal(scene.run(last), expected), "last tokens"
-        for alone in (False, True):
-            assert torch.equal(torch.cat([scene.run([one], alone=alone) for one in last]), expected), "one by one"
+        for is_alone in (False, True):
+            assert torch.equal(torch.cat([scene.run([one], alone=is_alone) for one in last]), expected), "one by one"
     lengths = [1100] * 40 + [700, 2000, 1500]
-    for more in ({}, everything):
+    plain: dict[str, Any] = {}
+    for more in (plain, everything):
         scene = Scene(lengths, 32, 8, 128, family=(*range(40), 41), common=1024, **more)
         items = [(row, length - 1, 1) for row, length in enumerate(lengths)]
         work, _ = scene.prepare(items)

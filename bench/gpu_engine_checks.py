@@ -165,7 +165,7 @@ def check_families() -> None:
         "long_factor": factors, "original_max_position_embeddings": 512,
     }  # fmt: skip
     draw = random.Random(1)
-    for name, more in {
+    families: dict[str, dict[str, Any]] = {
         "Qwen2": {},
         "Mistral": {"sliding_window": 300, "head_dim": 128},
         "Gemma2": {"sliding_window": 300, "head_dim": 128, "query_pre_attn_scalar": 100, "layer_types": kinds},
@@ -187,7 +187,8 @@ def check_families() -> None:
         # By FlexAttention:
         "Bloom with heads of 96": {"hidden_size": 384, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "initializer_range": 0.05},
         "Mistral with heads of 96": {"sliding_window": 300, "head_dim": 96},
-    }.items():
+    }
+    for name, more in families.items():
         family = name.split()[0]
         torch.manual_seed(0)
         sizes = more if family in ("GPT2", "Bloom") else common | more
@@ -238,7 +239,7 @@ def check_moe() -> None:
     }  # fmt: skip
     shared = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 320, "mlp_only_layers": [1]}
     draw = random.Random(2)
-    for name, more in {
+    families: dict[str, dict[str, Any]] = {
         "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
         "Qwen2Moe": {"num_experts": 12, "num_experts_per_tok": 3} | shared,
         "Qwen3Moe": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192, "norm_topk_prob": True},
@@ -249,7 +250,8 @@ def check_moe() -> None:
             "sliding_window": 128,
             "rope_parameters": yarn,
         },
-    }.items():
+    }
+    for name, more in families.items():
         torch.manual_seed(0)
         made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**common | more))
         for weight_name, weight in made.named_parameters():

@@ -77,7 +77,7 @@ def write(path: Path, num_layers: int) -> None:
         draw, cached = np.random.default_rng(0), dict[tuple[int, tuple[int, ...]], np.ndarray]()
         for _, kind, shape in tensors:  # matrices of a shape are the same in all layers
             if kind != F32 and (kind, shape) not in cached:
-                cached[kind, shape] = blocks(kind, *shape, draw)  # type: ignore[call-arg]
+                cached[kind, shape] = blocks(kind, shape[0], shape[1], draw)
             file.write((np.ones(shape, np.float32) if kind == F32 else cached[kind, shape]).data)
             fill_up(file)
 

@@ -45,7 +45,7 @@ def prompt(seed: int, num: int) -> list[int]:
 
 def requests(num_out: int = 48) -> dict[str, Any]:
     """Two of them go over the end of a split of 512 while trees are verified."""
-    sampled = {"temperature": 0.9, "max_tokens": num_out, "ignore_eos": True}
+    sampled: dict[str, Any] = {"temperature": 0.9, "max_tokens": num_out, "ignore_eos": True}
     greedy = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, logprobs=2)
     return {
         "greedy": (prompt(1, 90), greedy),
@@ -79,7 +79,7 @@ def write_heads(folder: Path, core: EngineCore, num_ids: int) -> None:
 
 def make_core(folder: Path, name: str, **options: Any) -> EngineCore:
     heads = str(folder / "heads" / name.partition("-")[0]) if name in HEADS else None
-    given = {"max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30, "load_format": "dummy"} | options
+    given: dict[str, Any] = {"max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30, "load_format": "dummy"} | options
     return load_core(
         EngineOptions(model=str(folder), speculate=name, draft_heads=heads, adaptive_drafts=False, max_drafts=6, **given)
     )

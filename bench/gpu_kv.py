@@ -388,8 +388,8 @@ def check_engine() -> None:
     for name in (*NAMES, "bfloat16"):
 
         def core(name: str = name, **options: Any) -> EngineCore:
-            given = {"kv_memory_bytes": 2**28, "max_requests": 256, "kv_dtype": name, "speculate": "off"} | options
-            return load_core(EngineOptions(model=str(folder), **given))
+            given: dict[str, Any] = {"kv_memory_bytes": 2**28, "max_requests": 256, "speculate": "off"} | options
+            return load_core(EngineOptions(model=str(folder), kv_dtype=name, **given))
 
         x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
         y = {"x": (prompt, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=2, seed=3))}
@@ -530,7 +530,8 @@ def without_roles() -> None:
     def by_roles(specs: Any, has_scales: bool = False) -> bool:
         return not has_scales and of_plain(specs)
 
-    attention_lists.by_roles = cuda_runner.by_roles = by_roles  # type: ignore[assignment]
+    attention_lists.by_roles = by_roles  # type: ignore[assignment]
+    cuda_runner.by_roles = by_roles  # type: ignore[attr-defined, assignment]
 
 
 def run_part(label: str, turns: int, roles: bool) -> None:

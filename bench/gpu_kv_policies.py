@@ -112,7 +112,7 @@ def check_engine(kinds: list[str]) -> None:
         return [draw.randrange(2000) for _ in range(num)]
 
     def core(**options: Any) -> EngineCore:
-        given = {"kv_memory_bytes": 2**27, "max_requests": 64, "speculate": "off", "max_context": 2048} | options
+        given: dict[str, Any] = {"kv_memory_bytes": 2**27, "max_requests": 64, "speculate": "off", "max_context": 2048} | options
         return load_core(EngineOptions(model=str(folder), kv_policy="full", **given))
 
     prompt, plain = ids(PROMPT), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)

@@ -55,7 +55,7 @@ def check_kernels() -> None:
     for num_in, outs, act in (*SHAPES, (576, {"q": 576, "k": 192, "v": 192}, "")):
         lists = _Lists(num_slots, 512)
         made = CudaLora(num_in, outs, lists, num_slots, 256, act, device, torch.bfloat16)
-        adapters = []
+        adapters = list[dict[str, LoraPair]]()
         for rank in (16, 8, 1, 64, 256, 33, 16, 16):
             pairs = {
                 name: LoraPair(

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda import compile_server, launch, moe
+from tidemill.kernels.cuda import compile_server, launch, moe, moe_direct
 from tidemill.kernels.cuda.gemm import Tile, gemm
 from tidemill.kernels.cuda.tuning import time_us
 
@@ -191,11 +191,13 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
     weights = [all_weights()[i % 2] for i in range(len(given))]
     both = list(zip(given, weights, strict=True))
     if direct:
-        middle = [moe.multiply_gated_directly(x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both]
+        gated: list[Callable[[], Any]] = [
+            partial(moe_direct.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both
+        ]
+        middle = [call() for call in gated]
         return {
-            "up": ([partial(moe.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both],
-                   floor_us(num, given, 2)),
-            "down": ([partial(moe.multiply_directly, rows, logits, shares, w[1], down, TOP_K)
+            "up": (gated, floor_us(num, given, 2)),
+            "down": ([partial(moe_direct.multiply_directly, rows, logits, shares, w[1], down, TOP_K)
                       for (rows, shares), ((_, logits), w) in zip(middle, both, strict=True)], floor_us(num, given, 1)),
         }  # fmt: skip
     routings = [moe.route(logits, TOP_K, False, up.rows, down.rows) for _, logits in given]
@@ -216,7 +218,7 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
 def chosen(num: int) -> tuple[Tile, Tile]:
     return (
         moe.choose_tile(num, TOP_K, EXPERTS, 2 * INNER, HIDDEN),
-        moe.choose_tile(num, TOP_K, EXPERTS, HIDDEN, INNER, adds=moe.is_direct(num, TOP_K, EXPERTS)),
+        moe.choose_tile(num, TOP_K, EXPERTS, HIDDEN, INNER, adds=moe_direct.is_direct(num, TOP_K, EXPERTS)),
     )
 
 
@@ -225,9 +227,9 @@ def time_all() -> None:
     print("microseconds of a layer, from a graph of calls that touch other experts; in brackets the least possible", flush=True)
     for num in (1, 2, 4, 8, 16, 37, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         up, down = chosen(num)
-        for direct in (True, False) if num <= moe.MOST_DIRECT else (False,):
+        for direct in (True, False) if num <= moe_direct.MOST_DIRECT else (False,):
             line = []
-            tiles = (up, down) if direct or num > moe.MOST_DIRECT else chosen(16)
+            tiles = (up, down) if direct or num > moe_direct.MOST_DIRECT else chosen(16)
             for name, (calls, least) in stages(num, *tiles, direct).items():
                 line.append(f"{name} {time_us(calls, 5):.1f} ({least:.1f})")
             print(f"time T={num}{' direct' if direct else ''}: {', '.join(line)}", flush=True)
@@ -252,7 +254,7 @@ def time_overlap() -> None:
     for num in (1, 2, 4, 64, 128, 256, 512):
         calls = [partial(layer, x, all_weights()[i % 2]) for i, (x, _) in enumerate(inputs(num))]
         expected = None
-        few = num <= moe.MOST_DIRECT
+        few = num <= moe_direct.MOST_DIRECT
         for lets_in, fetched in ((1, 0), (level, 0)) if few else [(level, n << 20) for n in (0, 8, 16, 24, 32)]:
             launch.EARLY["AHEAD"], moe.FETCHED = lets_in, fetched
             out = calls[0]()
@@ -309,7 +311,7 @@ def search(until: float, tokens: list[int]) -> None:
     """The fastest tile of each product by tokens. Any must give the same bits: one that does not is named and left out."""
     found: dict[str, dict[str, list[int]]] = {f"{EXPERTS}x{2 * INNER}x{HIDDEN}": {}, f"{EXPERTS}x{HIDDEN}x{INNER}": {}}
     for num in tokens:
-        candidates, direct = CANDIDATES[num], moe.is_direct(num, TOP_K, EXPERTS)
+        candidates, direct = CANDIDATES[num], moe_direct.is_direct(num, TOP_K, EXPERTS)
         for place, stage in enumerate(("up", "down")):
             seen: dict[Tile, float] = {}
             expected = None
@@ -348,7 +350,7 @@ def _jobs(tokens: list[int]) -> list[tuple[str, tuple[int, ...], int]]:
     made: dict[tuple[str, tuple[int, ...], int], None] = {}
     for num in tokens:
         for place, stage in enumerate(("up", "down")):
-            kind = 1 if num <= moe.MOST_DIRECT else 16 if num <= launch.FEW else 32
+            kind = 1 if num <= moe_direct.MOST_DIRECT else 16 if num <= launch.FEW else 32
             for tile in (*CANDIDATES[num][place], tuple(astuple(chosen(num)[place]))):
                 made[stage, tile + (0,) * (7 - len(tile)), kind] = None
     return list(made)
@@ -366,9 +368,9 @@ def compile_share(number: int, of: int, tokens: list[int]) -> None:
         tile, x, logits, rows = Tile(*numbers), every_x[:num], every_logits[:num], every_row[: num * TOP_K]
         try:
             if num == 1 and stage == "up":
-                moe.multiply_gated_directly(x, logits, pair[0], tile, TOP_K, False, "silu")
+                moe_direct.multiply_gated_directly(x, logits, pair[0], tile, TOP_K, False, "silu")
             elif num == 1:
-                moe.multiply_directly(rows, logits, shares, pair[1], tile, TOP_K)
+                moe_direct.multiply_directly(rows, logits, shares, pair[1], tile, TOP_K)
             else:
                 routing = moe.route(logits, TOP_K, False, tile.rows, tile.rows)
                 if stage == "up":

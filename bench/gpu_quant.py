@@ -56,7 +56,7 @@ def new_scaled(num_out: int, num_in: int, dtype: torch.dtype = FP8, blocks: bool
     return Scaled((values if dtype.is_floating_point else values.round()).to(dtype), scales)
 
 
-FORMATS = {
+FORMATS: dict[str, tuple[Any, ...]] = {
     "w4 g128": (4, "middle", 128),
     "w4 g128 zeros": (4, "zeros", 128),
     "w4 g128 planes of 32": (4, "zeros", 128, 32),
@@ -147,7 +147,10 @@ PACKED: dict[int, list[tuple[int, ...]]] = {
         (128, 128, 2, 8, 1, 1), (128, 64, 2, 4, 1, 1),
     ],
 }  # fmt: skip
-FEW = {1: [(8, 32, 4, 2, 0, 1), (8, 64, 3, 4, 0, 1)], 256: [(128, 128, 2, 8, 1), (128, 128, 2, 8, 1, 0, 1)]}
+FEW: dict[int, list[tuple[int, ...]]] = {
+    1: [(8, 32, 4, 2, 0, 1), (8, 64, 3, 4, 0, 1)],
+    256: [(128, 128, 2, 8, 1), (128, 128, 2, 8, 1, 0, 1)],
+}
 CHUNKED = [(128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 2, 8), (256, 128, 64, 3, 16), (128, 256, 64, 3, 16)]
 
 
@@ -246,10 +249,10 @@ def check() -> None:
     weight = new_scaled(4096, 4096)
     given = quantize_rows(torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16), FP8, 4096)
     for act in ("", "silu"):  # many rows are multiplied by roles
-        one, other = (
+        ours, other = (
             gemm_scaled(given, weight, torch.bfloat16, tile, act=act) for tile in (None, ScaledTile(128, 128, 128, 3, 4))
         )
-        same = torch.equal(one, other)
+        same = torch.equal(ours, other)
         print(f"check fp8 by roles {act}: the other's bits: {same}{'' if same else '   <<< WRONG'}", flush=True)
 
 
@@ -578,7 +581,7 @@ def check_engines(schemes: list[str]) -> None:
     for scheme in schemes:
 
         def core(scheme: str = scheme, **options: Any) -> Any:
-            given = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
+            given: dict[str, Any] = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
             return load_core(EngineOptions(model=str(folder), **given))
 
         whole = core()
@@ -598,7 +601,7 @@ def summary() -> None:
         for rows in sorted({one["rows"] for one in RESULT["times"] if one["kind"] == kind}):
             line = [times.get((kind, name, rows)) for name in SHAPES]
             cells = ["-" if one is None else f"{one['us']:.1f} ({one['floor']:.1f}) {list(one['tile'])}" for one in line]
-            whole = f"{sum(one['us'] for one in line) * LAYERS / 1000:.2f}" if None not in line else "-"
+            whole = f"{sum(one['us'] for one in line if one is not None) * LAYERS / 1000:.2f}" if None not in line else "-"
             print(f"{kind:24} M={rows:5} | {' | '.join(cells)} | {whole}", flush=True)
 
 

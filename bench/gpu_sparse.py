@@ -58,7 +58,10 @@ def cutlass(weight: torch.Tensor) -> Call:
     from torch.sparse import SparseSemiStructuredTensorCUTLASS as Sparse
 
     made = Sparse.from_dense(weight)
-    return padded(lambda x: torch._sparse_semi_structured_mm(made.packed, made.meta, x.t()).t())
+    packed, meta = made.packed, made.meta
+    assert packed is not None
+    assert meta is not None
+    return padded(lambda x: torch._sparse_semi_structured_mm(packed, meta, x.t()).t())
 
 
 def bits(call: Call, x: torch.Tensor, whole: torch.Tensor) -> list[int]:

@@ -165,7 +165,7 @@ def check_draft_model() -> None:
     folder = Path(tempfile.mkdtemp())
     small = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
     (folder / "config.json").write_text(json.dumps(MODELS["llama8b"] | small | {"num_key_value_heads": 2, "head_dim": 128}))
-    options = {"load_format": "dummy", "max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30}
+    options: dict[str, Any] = {"load_format": "dummy", "max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30}
     core = load_core(EngineOptions(model=str(folder), draft_model=str(folder), max_drafts=4, adaptive_drafts=False, **options))
     drafting, draw = core.drafting, random.Random(2)
     prompts = [[draw.randrange(10, 1000) for _ in range(20 + 150 * i)] for i in range(6)]
@@ -230,6 +230,7 @@ def time_waiting(core: EngineCore, draw: random.Random) -> list[dict[str, Any]]:
 
 
 def _idle(core: EngineCore, prompts: list[list[int]], num_steps: int = 12) -> dict[str, float]:
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     core.scheduler.kv.clear_prefixes()
@@ -242,7 +243,7 @@ def _idle(core: EngineCore, prompts: list[list[int]], num_steps: int = 12) -> di
             core.step()
     while core.has_work:
         core.step()
-    found = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
     spans = sorted((one.start, one.end) for one in found)
     idle, until = list[float](), spans[0][1]
     for start, end in spans:

@@ -125,7 +125,8 @@ class Layer:
         here = Layer(self.spec, 1, num, "cpu")
         here.inputs = [values[:1, :num].cpu().float() for values in self.inputs]
         learned = {f.name: getattr(self.learned, f.name) for f in dataclasses.fields(StateWeights)}
-        moved = StateWeights(**{name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in learned.items()})
+        here_too: dict[str, Any] = {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in learned.items()}
+        moved = StateWeights(**here_too)
         step = TorchStates(here.paged).plan(np.array([0]), np.array([0]), np.array([num]))
         projected, *more = here.take([(0, 0, num)])
         return step.scan(0, ScanInputs(step.convolve(0, projected, moved), projected, *more), moved)
@@ -172,7 +173,7 @@ def check_families() -> None:
     common = {"vocab_size": 2000, "hidden_size": 512, "num_hidden_layers": 4, "pad_token_id": 0, "initializer_range": 0.05}
     kinds = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
     groups = 2 if Version(transformers.__version__) >= Version("5.23") else 1  # before, it normed all groups together
-    for name, more in {
+    families: dict[str, dict[str, Any]] = {
         "Mamba": {"state_size": 16, "conv_kernel": 4, "intermediate_size": 1024, "use_associative_scan": False},
         "Mamba2": {"num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": groups, "conv_kernel": 4, "chunk_size": 64},
         "Qwen3Next": {
@@ -182,7 +183,8 @@ def check_families() -> None:
             "shared_expert_intermediate_size": 192, "max_position_embeddings": 2048, "layer_types": kinds,
             "experts_implementation": "eager",
         },
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, more in families.items():
         torch.manual_seed(0)
         made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**common | more))
         for weight_name, weight in made.named_parameters():
@@ -236,6 +238,7 @@ def page_bytes(core: Any) -> int:
 
 def profile_steps(core: Any, label: str, num: int, length: int, skip: int, num_steps: int) -> dict[str, Any]:
     """Microseconds a step by kernel, after `skip` steps of so many requests."""
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     core.scheduler.kv.clear_prefixes()
@@ -251,7 +254,7 @@ def profile_steps(core: Any, label: str, num: int, length: int, skip: int, num_s
         torch.cuda.synchronize()
     spent = defaultdict[str, float](float)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             spent[event.name[:60]] += event.time_range.elapsed_us() / num_steps
     ranked = dict(sorted(spent.items(), key=lambda item: -item[1])[:10])
     print(f"{label}: kernels {sum(spent.values()):,.0f} us a step", flush=True)

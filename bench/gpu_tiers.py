@@ -6,6 +6,7 @@ python -m bench.gpu_tiers            (figures: python -m bench.kv_tiers --device
 
 from __future__ import annotations
 
+import argparse
 import random
 import tempfile
 from pathlib import Path
@@ -98,6 +99,7 @@ def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
     random_llama(folder)
     check_answers(folder, draw)

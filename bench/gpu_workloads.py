@@ -6,10 +6,11 @@ The numbers are drawn in one order from one seed, so that every engine that draw
 from __future__ import annotations
 
 import random
+from typing import Any
 
 Request = tuple[list[int], int]
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama8b": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,

@@ -1,7 +1,7 @@
 """What the formats of the KV cache cost and save: quality on the same text, memory, and the speed of decoding, on a CPU.
 
-    .venv/bin/python bench/kv_formats.py --windows 20
-    .venv/bin/python bench/kv_formats.py --only speed
+    python -m bench.kv_formats --windows 20
+    python -m bench.kv_formats --only speed
 
 Quality: perplexity, mean KL divergence from the first format's next-token distributions, how often both choose the same token.
 Text: bench/perplexity.py's. Speed: steps of `--requests` sequences of `--context` tokens in pages of their own, formats in turn.
@@ -21,7 +21,7 @@ import torch
 from bench.perplexity import text_ids
 from tidemill.config import EngineOptions, resolve
 from tidemill.draft.states import hidden_states
-from tidemill.engine.load import inspect
+from tidemill.engine.load import inspect, weight_plan
 from tidemill.kernels import machine
 from tidemill.kernels.kv_cache import copy_pages
 from tidemill.kv_format import SHORT_NAMES
@@ -115,7 +115,7 @@ def main() -> None:
     given = parser.parse_args()
     checkpoint, architecture, shape = inspect(given.model)
     names = [SHORT_NAMES.get(name, name) for name in given.formats.split(",")]
-    num_tokens = (given.requests + 1) * given.context if given.only != "quality" else 2 * WINDOW
+    num_tokens = max((given.requests + 1) * given.context if given.only != "quality" else 0, 2 * WINDOW)
     configs = {
         name: resolve(
             EngineOptions(
@@ -128,7 +128,7 @@ def main() -> None:
     }  # fmt: skip
     first = configs[names[0]]
     machine.set_threads(first.threads)
-    model = architecture.load(checkpoint, shape, first.dtype, None, "cpu", False)
+    model = architecture.load(checkpoint, shape, weight_plan(first, first.scheme))
     runners = {name: CpuRunner(model, config) for name, config in configs.items()}
     ids = text_ids(given.model, max(given.windows * WINDOW, given.context))
     print(f"{given.model}, {first.dtype}, {first.threads} threads")

@@ -1,8 +1,8 @@
 """What KV policies cost and save: perplexity, pages held and speed on the default model.
 
-    .venv/bin/python bench/kv_policies.py streaming --tokens 32768
-    .venv/bin/python bench/kv_policies.py h2o --tokens 4096 --texts 4
-    .venv/bin/python bench/kv_policies.py quest --tokens 4096
+    python -m bench.kv_policies streaming --tokens 32768
+    python -m bench.kv_policies h2o --tokens 4096 --texts 4
+    python -m bench.kv_policies quest --tokens 4096
 
 The text is that of bench/perplexity.py. Requests that are compared run in one engine, side by side; for speed, in turn.
 """
@@ -19,6 +19,7 @@ from bench.perplexity import text_ids
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.kv_policy import read_policy
 from tidemill.runner.base import StepResult
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.sampling import SamplingParams
@@ -37,7 +38,7 @@ def logprobs(core: EngineCore, texts: dict[str, tuple[list[int], Policy]]) -> tu
     found: dict[str, list[float]] = {name: [] for name in texts}
     pages = dict.fromkeys(texts, 0)
     for name, (ids, policy) in texts.items():
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, kv_policy=policy)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, kv_policy=read_policy(policy))
         core.submit(Submit(name, ids, params))
     while core.has_work:
         for delta in core.step()[0].deltas:
@@ -53,7 +54,7 @@ def perplexity(values: list[float]) -> float:
 
 def tokens_of(core: EngineCore, ids: list[int], num: int, policy: Policy) -> tuple[list[int], float]:
     """Greedy tokens, and the median time of a step that computes one."""
-    core.submit(Submit("x", ids, SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True, kv_policy=policy)))
+    core.submit(Submit("x", ids, SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True, kv_policy=read_policy(policy))))
     tokens, times = list[int](), list[float]()
     while core.has_work:
         began = time.perf_counter()
@@ -76,7 +77,7 @@ def streaming(core: EngineCore, model: str, num_tokens: int, _: int) -> None:
         values: list[float] = []
         observers = cast(CpuRunner, core.runner).observers
         observers[:] = [lambda plan, hidden, result, name=name, values=values: _print_blocks(name, values, result)]
-        _, pages = logprobs(core, {name: (ids, policy)})
+        pages = logprobs(core, {name: (ids, policy)})[1]
         print(
             f"{name}: perplexity {perplexity(values):.2f} on {num_tokens:,} tokens, {pages[name]} pages held at most", flush=True
         )

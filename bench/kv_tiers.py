@@ -77,6 +77,8 @@ class Engine:
         for page in list(kv.cached_pages()):
             kv._forget(page)
         if host:
+            assert kv.tiers is not None
+            assert kv.tiers.host is not None
             for key in list(kv.tiers.host._at):
                 kv.tiers.host.drop(key)
 
@@ -101,6 +103,7 @@ def measure(engine: Engine, num_tokens: int, rounds: int) -> dict[str, float]:
             times[tier].append(seconds)
             rates[tier].append(sum(one.num_bytes for one in moved) / sum(one.seconds for one in moved))
             if tier == "host":
+                assert engine.core.runner.mover is not None
                 rates["copy"].append(engine.core.runner.mover.copy_rate(sum(one.num_pages for one in moved)))
     best, rate = ({name: statistics.median(each) if each else math.nan for name, each in one.items()} for one in (times, rates))
     return {
@@ -138,6 +141,7 @@ def others(engine: Engine, num_tokens: int, rounds: int, num_streams: int = 4, n
                 began, started = time.perf_counter(), done
                 if restores:
                     engine.submit(prompt, 1)
+        assert began is not None
         took[restores].append((time.perf_counter() - began) / (done - started))
         engine.run()
     return {"others_slower": statistics.median(took[True]) / statistics.median(took[False]) - 1}

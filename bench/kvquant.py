@@ -1,7 +1,7 @@
 """What KVQuant costs in quality and speed beside other formats of the KV cache: bytes a token, perplexity, KL divergence from a
 float32 cache, agreement of the likeliest token, and decode steps.
 
-    .venv/bin/python -m bench.kvquant --windows 8
+    python -m bench.kvquant --windows 8
 
 It calibrates on text that the model writes (or on --data), and measures on bench/perplexity.py's. "after rotation" is KVQuant
 with keys quantized after rotation, simulated in torch over a float32 cache. Speed: as in bench/kv_formats.py.

@@ -1,6 +1,6 @@
 """What adapters cost on a CPU: decode steps without them, with memory for them, and with one for every request; in turns.
 
-.venv/bin/python bench/lora.py --requests 8 --adapters 8 --rank 16
+python -m bench.lora --requests 8 --adapters 8 --rank 16
 """
 
 from __future__ import annotations

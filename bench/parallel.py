@@ -1,7 +1,7 @@
 """What it costs that several processes compute one model: all-reduces by size and transport, steps by layout, bytes by rank.
 
-.venv/bin/python bench/parallel.py --model smollm2 --layouts 1x1 2x1 1x2
-.venv/bin/python bench/parallel.py --random dense --threads 8 --layouts 1x1 2x1 2x1:gathered 4x1 4x1:2d 1x2 2x2
+python -m bench.parallel --model smollm2 --layouts 1x1 2x1 1x2
+python -m bench.parallel --random dense --threads 8 --layouts 1x1 2x1 2x1:gathered 4x1 4x1:2d 1x2 2x2
 
 A layout is TENSORxSTAGES, or TENSORx1:gathered, TENSORx1:phased, TENSORx1:2d, TENSORxSTAGES:experts, or with the layers of each
 stage, like 1x2:12,18. Every layout has as many threads in all as

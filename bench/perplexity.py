@@ -1,6 +1,6 @@
 """What quantized matmuls cost in quality: perplexity of the same GGUF on the same text, in float32 and quantized.
 
-    .venv/bin/python bench/perplexity.py --tokens 20480
+    python -m bench.perplexity --tokens 20480
 
 The text is Python's own documentation as the standard library carries it (pydoc_data), so anyone has it.
 """

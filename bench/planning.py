@@ -1,9 +1,9 @@
 """Clusters in the simulator: prefill and decode engines against colocated ones, 1,000 GPUs for an hour of a trace, and a plan
 to 1,000 GPUs.
 
-    .venv/bin/python -m bench.planning mixed [--plot docs/images/disaggregation-simulated.svg]
-    .venv/bin/python -m bench.planning hour --trace mooncake_conversation.jsonl [--times 1]
-    .venv/bin/python -m bench.planning plan --trace mooncake_conversation.jsonl [--plot docs/images/plan-1000.svg]
+    python -m bench.planning mixed [--plot docs/images/disaggregation-simulated.svg]
+    python -m bench.planning hour --trace mooncake_conversation.jsonl [--times 1]
+    python -m bench.planning plan --trace mooncake_conversation.jsonl [--plot docs/images/plan-1000.svg]
 
 All figures but the times are simulated, with costs of an H200 that are estimated from the model's shape, or measured
 (`--profile`). Times are of the process (CPU seconds of one core), so that others on the machine matter little.

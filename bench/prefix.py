@@ -1,7 +1,7 @@
 """Prefix hits and planning time of both prefix indexes and both orders of the queue: scheduler and KV manager only, no model.
 
-.venv/bin/python bench/prefix.py                                             questions about documents, more than fit the cache
-.venv/bin/python bench/prefix.py --trace mooncake_conversation.jsonl         a recorded hour of conversations
+python -m bench.prefix                                             questions about documents, more than fit the cache
+python -m bench.prefix --trace mooncake_conversation.jsonl         a recorded hour of conversations
 """
 
 from __future__ import annotations

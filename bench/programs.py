@@ -1,6 +1,6 @@
 """Branches of a program with a shared prefix, against the same calls without sharing, in turns: computed tokens and time.
 
-.venv/bin/python -m bench.programs --branches 32 --prefix 2048
+python -m bench.programs --branches 32 --prefix 2048
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORDS = ("tide", "mill", "pond", "wheel", "sluice", "gate", "moon", "stone", "g
 
 def prefix_of(llm: LLM, num_tokens: int) -> str:
     """A text without repeated pages."""
-    lines, num = [], 0
+    lines, num = list[str](), 0
     while num < num_tokens:
         words = (_WORDS[(len(lines) * k + k) % len(_WORDS)] for k in (1, 3, 7))
         line = f"{len(lines) + 1}. The {' and the '.join(words)} were there.\n"

@@ -1,8 +1,8 @@
 """What pruning, low rank, distillation and fewer KV heads cost in quality.
 
-    .venv/bin/python -m bench.small small --steps 1000            a small model of bytes, trained here
-    .venv/bin/python -m bench.pruning --model small               all rows
-    .venv/bin/python -m bench.pruning --only sparsegpt            rows of the default model whose name contains this
+    python -m bench.small small --steps 1000            a small model of bytes, trained here
+    python -m bench.pruning --model small               all rows
+    python -m bench.pruning --only sparsegpt            rows of the default model whose name contains this
 
 Calibration and training text is the begin of Python's documentation as the standard library carries it, held-out text its end.
 What is compared is written to folders, read back, and computed in float32 as in bench.compression, many sequences at once

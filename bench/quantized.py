@@ -1,7 +1,7 @@
 """Decode speed of quantized checkpoints on this CPU, each layout beside llama.cpp's nearest type: same shape, interleaved.
 
-    .venv/bin/python bench/quantized.py --llama VENV [--threads 2] [--rounds 5] [--layouts gptq,nf4]
-    .venv/bin/python bench/quantized.py --kernels [--rounds 60]      one matrix by one row, our formats among themselves
+    python -m bench.quantized --llama VENV [--threads 2] [--rounds 5] [--layouts gptq,nf4]
+    python -m bench.quantized --kernels [--rounds 60]      one matrix by one row, our formats among themselves
 
 The models are random Llamas of one shape (4 layers of 2048, feed-forward 5632): their codes are drawn, not quantized, as only
 speed is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds of turns.
@@ -209,7 +209,7 @@ def kernels(rounds: int) -> None:
     num_out = INNER * COPIES
     groups = num_out * HIDDEN // 32
     head = np.zeros(8, np.float32)  # of ternary matrices: activations have no scale of their own and no threshold
-    made = {
+    made: dict[str, tuple[str, int, np.ndarray]] = {
         "Q4_0": ("S4", 2, np.full(groups, SCALE, np.float32)),
         "Q4_1": ("Q4", 2, np.full(2 * groups, SCALE, np.float16)),
         "ternary": ("T2", 4, np.concatenate([head, np.full(num_out, SCALE, np.float32)])),
@@ -218,7 +218,8 @@ def kernels(rounds: int) -> None:
         name: (native.KINDS[kind], RNG.integers(0, 256, num_out * HIDDEN // per_byte, dtype=np.uint8), scales)
         for name, (kind, per_byte, scales) in made.items()
     }
-    x_TK, seen = torch.randn(1, HIDDEN), {name: [] for name in weights}
+    x_TK = torch.randn(1, HIDDEN)
+    seen: dict[str, list[float]] = {name: [] for name in weights}
     out = torch.zeros(num_out)  # once: fresh memory would cost a fault a page
     for _ in range(rounds):
         for name, (kind, codes, scales) in weights.items():

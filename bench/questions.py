@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from typing import Any
 from urllib.error import URLError
 
 from tidemill import LLM, SamplingParams
@@ -34,7 +35,7 @@ QUESTIONS = (
     "Give me a recipe for pancakes.",
     "Tell me a short story about a dog.",
 )
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "neutral (temperature 1)": {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0},
     "llama.cpp's (temperature 0.8, top-k 40, top-p 0.95, min-p 0.05)": {
         "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0,

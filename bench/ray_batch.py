@@ -1,6 +1,6 @@
 """A batch on a Ray cluster of two local nodes, with a worker and, if asked for, a node that are killed on the way.
 
-    python bench/ray_batch.py --lines 10000 --kill-node
+    python -m bench.ray_batch --lines 10000 --kill-node
 
 Checks that each line has one result, and that equal prompts have equal greedy answers: those of an engine in this process. The
 model is a tiny random one, unless --model names another.

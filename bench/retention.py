@@ -1,6 +1,6 @@
 """Agents among one-shot traffic: how much of their prompts is found in the KV cache, with and without retention.
 
-    .venv/bin/python -m bench.retention
+    python -m bench.retention
 
 A session asks, calls a tool, and comes back with the result some time later, with all that was said so far. One-shot prompts are
 never asked again, but begin with one of a few system prompts. The real scheduler and KV manager run on the virtual clock.

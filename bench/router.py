@@ -1,7 +1,7 @@
 """The router: what it adds to a request, how many it forwards a second, and whether replicas find prefixes as one server does.
 
-.venv/bin/python bench/router.py overhead                                          against a stub server, direct and through it
-.venv/bin/python bench/router.py hits --trace mooncake_conversation.jsonl          the policy over simulated engines
+python -m bench.router overhead                                          against a stub server, direct and through it
+python -m bench.router hits --trace mooncake_conversation.jsonl          the policy over simulated engines
 """
 
 from __future__ import annotations

@@ -19,8 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidemill.config import EngineConfig
+    from tidemill.events import Event
+    from tidemill.models.base import Model
+    from tidemill.sched.plan import StepPlan
+    from tidemill.wire import Pages
 
 PORT = 8437
 
@@ -29,21 +39,38 @@ def serve(folder: str) -> None:
     """The API process, over an engine process that runs `bench.server engine`."""
     from tidemill.cli.serve import run_loop
     from tidemill.config import EngineOptions
-    from tidemill.engine import client
+    from tidemill.engine.client import EngineClient
     from tidemill.engine.link import EngineLink
     from tidemill.server.call import RequestLog
+    from tidemill.server.listen import Listen
+    from tidemill.server.models import Served
     from tidemill.server.run import serve as run
+    from tidemill.server.storage import Storage
 
     class StubLink(EngineLink):
         module = "bench.server"
 
-    client.EngineLink = StubLink  # type: ignore[misc]
-    options = EngineOptions(model=folder, served_name="stub", max_requests=256, token_budget=4096, max_context=2048)
-    run_loop(run(options, "127.0.0.1", PORT, log=RequestLog(Path(folder) / "requests.log")))
+    class StubFleet:
+        num_at_most = 1
+
+        def client(
+            self,
+            on_events: Callable[[list[Event]], None],
+            stall_s: float,
+            on_pages: Callable[[Pages], None],
+            start_s: float,
+        ) -> EngineClient:
+            return EngineClient(on_events, stall_s, on_pages, start_s, StubLink)
+
+    options = EngineOptions(
+        model=folder, served_name="stub", max_requests=256, token_budget=4096, max_context=2048, speculate="off"
+    )
+    log, data = RequestLog(Path(folder) / "requests.log"), Storage(Path(folder) / "data", 2**30)
+    run_loop(run([Served(options)], Listen(port=PORT), data=data, log=log, fleet=StubFleet()))
 
 
 def engine() -> None:
-    from tidemill.engine import core, process
+    from tidemill.engine import load, process
     from tidemill.runner.base import StepResult
 
     step_s = float(os.environ.get("STEP_MS", "0")) / 1000
@@ -51,19 +78,27 @@ def engine() -> None:
     class StubRunner:
         steps_ahead = 0
         fallback = ""
+        mover = loras = None
 
-        def __init__(self, model: Any, config: Any) -> None:
+        def __init__(self, model: Model, config: EngineConfig) -> None:
             self._next_s = 0.0
 
-        def launch(self, plan: Any) -> StepResult:
+        @property
+        def cache(self) -> torch.Tensor:
+            raise NotImplementedError("nothing is stored")
+
+        def launch(self, plan: StepPlan) -> StepResult:
             self._next_s = max(self._next_s + step_s, time.monotonic())
             time.sleep(max(self._next_s - time.monotonic(), 0.0))
             return StepResult({item.row: [97] for item in plan.items if item.samples})
 
+        def change_pages(self, plan: StepPlan) -> None:
+            """Nothing is stored."""
+
         def collect(self, launched: StepResult) -> StepResult:
             return launched
 
-    core.make_runner = StubRunner  # type: ignore[assignment]
+    load.make_runner = StubRunner  # type: ignore[attr-defined, assignment]
     process.main()
 
 

@@ -34,8 +34,8 @@ def drawn(rate: float, num: int, prompt: int, output: int) -> list[Arrival]:
     draw, at, made = random.Random(1), 0.0, []
     for i in range(num):
         at += draw.expovariate(rate)
-        lengths = (draw.randint(length // 2, length * 3 // 2) for length in (prompt, output))
-        made.append(Arrival(f"r{i}", at, *lengths))
+        num_prompt, num_output = (draw.randint(length // 2, length * 3 // 2) for length in (prompt, output))
+        made.append(Arrival(f"r{i}", at, num_prompt, num_output))
     return made
 
 

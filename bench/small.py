@@ -1,7 +1,7 @@
 """A small language model of bytes, trained here in minutes: comparisons need weights that were learned, and the default
 model's lie on a grid of 4 bits already.
 
-    .venv/bin/python -m bench.small FOLDER --steps 1000
+    python -m bench.small FOLDER --steps 1000
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What speculation saves on the CPU at hand: the same requests without it and with it, in turns; every token is compared.
 
-    .venv/bin/python -m bench.speculation [--speculate auto] [--turns 3] [--requests 1] [--model smollm2]
+    python -m bench.speculation [--speculate auto] [--turns 3] [--requests 1] [--model smollm2]
 
 Prompts of two kinds: what follows copies from the prompt (code, JSON records, a text that is quoted), or it does not. Each is
 asked with a salt of its own, so that no earlier output helps, and then once more with the same salt.

@@ -1,6 +1,6 @@
 """Cold start and memory of the server: seconds from the command to the first token, and resident memory under load.
 
-    .venv/bin/python bench/start.py --requests 16
+    python -m bench.start --requests 16
 
 The server is started three times as a user would (`tidemill serve`); the last one then serves all requests at once. Memory is
 the high-water mark of the server and of its engine process.

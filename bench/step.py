@@ -1,6 +1,6 @@
 """Where the milliseconds of a decoding step go: layers, head, and everything else, for so many requests at once.
 
-.venv/bin/python bench/step.py --requests 64 --temperature 0.8
+python -m bench.step --requests 64 --temperature 0.8
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def main() -> None:
     decoding: set[str] = set()
     while len(decoding) < given.requests:
         decoding |= {delta.request_id for delta in core.step()[0].deltas}
-    layers, head = Stopwatch(core.runner.forward), Stopwatch(core.runner.model.logits)
-    core.runner.forward, core.runner.model.logits = layers, head
+    runner: Any = core.runner
+    layers, head = Stopwatch(runner.forward), Stopwatch(runner.model.logits)
+    runner.forward, runner.model.logits = layers, head
     begin = time.perf_counter()
     for _ in range(NUM_STEPS):
         core.step()

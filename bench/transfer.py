@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def _rate(num_bytes: int, make: Callable[[], object]) -> Rate:
 # ---- what is hidden
 
 
-def options(given: argparse.Namespace, **own: str) -> EngineOptions:
+def options(given: argparse.Namespace, **own: Any) -> EngineOptions:
     return EngineOptions(
         model=given.model,
         max_context=given.tokens + 64,
@@ -158,6 +158,7 @@ class _Ask:
 
     @property
     def has_answered(self) -> bool:
+        assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> str:

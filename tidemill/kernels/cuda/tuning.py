@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ _CANDIDATES = {
 _UNCACHED = 2**28  # bytes of weight in turn: more than a GPU's cache holds
 
 
-def time_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
+def time_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     """Of one call, from a graph of all of them: they should touch different memory, more of it than the cache holds."""
     for call in calls:
         call()

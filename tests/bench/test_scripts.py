@@ -1,0 +1,52 @@
+"""Every script of bench/ starts and answers --help. What they call is checked by mypy, which reads bench/, too."""
+
+import contextlib
+import io
+import pkgutil
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bench
+from tests.helpers import LONG_S
+
+ROOT = Path(__file__).parents[2]
+NAMES = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.ispkg]
+SHARED = {"gpu_checks", "gpu_engine_checks", "gpu_workloads", "parts"}  # imported by scripts, and none themselves
+
+
+@pytest.mark.parametrize("of_gpu", [False, True])
+def test_each_starts_and_answers_help(of_gpu):
+    """In one process, since each alone would import torch anew. A GPU is needed to measure, and not to start."""
+    if of_gpu:
+        pytest.importorskip("triton")
+    names = [name for name in NAMES if name.startswith("gpu") is of_gpu]
+    command = [sys.executable, "-m", "tests.bench.test_scripts", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == names
+
+
+def test_commands_are_written_so_that_they_work():
+    for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "bench").glob("*.py")]:
+        for line in path.read_text().splitlines():
+            assert "python bench/" not in line, f"{path}: bench is a package, write python -m bench.NAME: {line}"
+
+
+def ask_for_help(name: str) -> None:
+    out, sys.argv, code = io.StringIO(), [name, "--help"], None
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_module(f"bench.{name}", run_name=name if name in SHARED else "__main__")
+    except SystemExit as end:
+        code = end.code
+    assert name in SHARED or (code == 0 and "usage" in out.getvalue()), f"{name} --help: {code}, {out.getvalue()!r}"
+
+
+if __name__ == "__main__":
+    for given in sys.argv[1:]:
+        ask_for_help(given)
+        print(given)

@@ -75,6 +75,26 @@ def test_prompts_of_mixed_lengths_equal_transformers_under_each_policy(smollm2_p
     assert excused <= 4, f"{excused} near-ties are too many to be near-ties"
 
 
+def test_prompt_logprobs_equal_transformers(smollm2_path, smollm2_reference, model):
+    """Of each token of a prompt after the first, and of the three likeliest in its place."""
+    reference, _ = smollm2_reference
+    tokenizer = Tokenizer.load(smollm2_path)
+    prompts = [
+        tokenizer.encode(text) for text in ("The tide mill grinds twice a day, when the pond is full.", TEXTS[26], TEXTS[33])
+    ]
+    core = make_core(model, kv_memory_bytes=2**28, token_budget=8, max_requests=4)
+    answers = run(core, {str(i): (ids, greedy(1, prompt_logprobs=3)) for i, ids in enumerate(prompts)})
+    for i, ids in enumerate(prompts):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        entries = answers[str(i)].prompt_logprobs
+        assert [entry.token_id for entry in entries] == ids[1:]
+        for entry, row in zip(entries, expected, strict=False):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+            assert [value for _, value in entry.top] == pytest.approx([float(row[token]) for token, _ in entry.top], abs=1e-3)
+
+
 def test_safetensors_and_gguf_give_the_same_bits(model, smollm2_reference):
     """Two readers, one model: the folder that Transformers wrote against the file it read."""
     _, folder = smollm2_reference

@@ -2,6 +2,7 @@
 
 python -m bench.prefix                                             questions about documents, more than fit the cache
 python -m bench.prefix --trace mooncake_conversation.jsonl         a recorded hour of conversations
+python -m bench.prefix --misses                                    what prompts of which nothing is cached pay for the cache
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from itertools import product
 from typing import Any
 
 from tidemill import events
-from tidemill.kv.manager import INDEXES
+from tidemill.cache_layout import Group
+from tidemill.events import EventBuffer
+from tidemill.kv.manager import INDEXES, KVManager
+from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import VirtualClock
+from tidemill.sched.policies import make_policy
 from tidemill.sched.queue import ORDERS
 from tidemill.sched.scheduler import Scheduler
 from tidemill.sim.cost import LinearCost
 from tidemill.sim.simulator import Arrival, SimConfig, SimResult, simulate
 
 BLOCK_LEN = 512  # tokens that share a hash id in the trace
+_CHUNK = 2048  # tokens of a step
 
 
 def questions(given: argparse.Namespace) -> list[Arrival]:
@@ -102,6 +109,41 @@ def report(arrivals: list[Arrival], given: argparse.Namespace) -> None:
         )
 
 
+def miss_ms(prompts: list[list[int]], index: str, page_size: int) -> list[float]:
+    """CPU time of the scheduler for each of these prompts, from its arrival to the end of its only token: as many steps as it has
+    chunks. `index`: empty, if nothing is cached. The pool holds four prompts, so that pages are evicted, too."""
+    length, times = len(prompts[0]), list[float]()
+    kv = KVManager(4 * (length // page_size + 1) + 1, page_size, bool(index), [Group(page_size, 0)], _CHUNK, index or "hash")
+    scheduler = Scheduler(
+        kv, num_rows=8, token_budget=_CHUNK, max_context=length + 8, policy=make_policy("continuous"), clock=VirtualClock(),
+        emit=EventBuffer(),
+    )  # fmt: skip
+    for prompt in prompts:
+        begin = time.thread_time()
+        scheduler.add("r", prompt, SamplingParams(max_tokens=1, seed=0))
+        while (plan := scheduler.plan()) is not None:
+            scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
+        times.append(1000 * (time.thread_time() - begin))
+    return times
+
+
+def report_misses(given: argparse.Namespace) -> None:
+    """Indexes and none in turns, since the machine may be busy."""
+    chance, ways = random.Random(0), ("", *INDEXES)
+    print(f"{given.miss_len:,} tokens that nobody had before, in chunks of {_CHUNK:,}; share of a TTFT of {given.ttft_ms:g} ms")
+    print("page size  index   scheduler, CPU time   more than without      share")
+    for page_size in (16, 64):
+        times: dict[str, list[float]] = {index: [] for index in ways}
+        for _ in range(given.rounds):
+            prompts = [[chance.randrange(100_000) for _ in range(given.miss_len)] for _ in range(12)]
+            for index in ways:
+                times[index].append(statistics.median(miss_ms(prompts, index, page_size)[4:]))
+        for index in ways:
+            more = statistics.median(own - none for own, none in zip(times[index], times[""], strict=True))
+            share = f"{more:13.3f} ms  {more / given.ttft_ms:13.2%}" if index else ""
+            print(f"{page_size:9}  {index or 'off':6} {statistics.median(times[index]):13.3f} ms  {share}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="mooncake_conversation.jsonl; without it, questions about documents")
@@ -118,7 +160,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--step-ms", type=float, default=10.0, help="of every step")
     parser.add_argument("--token-ms", type=float, default=0.25, help="of each token")
+    parser.add_argument("--misses", action="store_true", help="measure misses only")
+    parser.add_argument("--miss-len", type=int, default=4096, help="tokens of a prompt of which nothing is cached")
+    parser.add_argument("--ttft-ms", type=float, default=100.0, help="what the cost of a miss is compared with")
+    parser.add_argument("--rounds", type=int, default=9, help="of misses, the indexes in turns")
     given = parser.parse_args()
+    if given.misses:
+        report_misses(given)
+        return
     report(conversations(given) if given.trace else questions(given), given)
 
 

@@ -15,6 +15,7 @@ from tidemill.bench.record import Record, percentile, summarize
 from tidemill.bench.workload import Item, arriving, read_trace, synthetic
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError
+from tidemill.sched.policies import POLICIES
 
 SIZES = ("--prompt-len", "20", "--output-len", "6")
 
@@ -143,7 +144,7 @@ def test_policies(tiny_folder, tmp_path):
     done = bench("policies", str(tiny_folder), "-r", "5", "--json", str(tmp_path / "p.json"), "--plot", str(tmp_path), *SIZES)
     assert done.exit_code == 0, done.output
     assert "5 requests over 8 slots" in done.output
-    assert set(json.loads((tmp_path / "p.json").read_text())) == {"none", "static", "prefill-first", "splitfuse", "continuous"}
+    assert set(json.loads((tmp_path / "p.json").read_text())) == set(POLICIES)
     assert (tmp_path / "policies.png").is_file()
 
 

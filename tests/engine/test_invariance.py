@@ -11,6 +11,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.events import EventBuffer
 from tidemill.kernels import native
 from tidemill.sampling import SamplingParams
+from tidemill.sched.policies import POLICIES
 from tidemill.wire import Submit
 
 PARAMS = {
@@ -176,7 +177,7 @@ def test_samples_share_pages_and_equal_requests_of_their_own(model):
     assert len({tuple(answer.tokens) for answer in together.values()}) == 4
 
 
-@pytest.mark.parametrize("policy", ["static", "none", "prefill-first", "splitfuse"])
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"continuous"}))
 def test_under_every_policy(model, alone, policy):
     prompt = ids(model, PROMPT_LEN, 0)
     requests = others(model, 6) | {"x": (prompt, PARAMS["seeded"])}

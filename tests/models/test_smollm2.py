@@ -10,6 +10,7 @@ from tests.helpers import greedy, load_model, make_core, reference_agrees, run
 from tests.models.test_llama import prompt_logits
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import native
+from tidemill.sched.policies import POLICIES
 
 TOPICS = [
     "tide mills", "the French Revolution", "how bread rises", "prime numbers", "a lost dog", "rain in the desert", "the moon",
@@ -54,6 +55,44 @@ def test_fifty_prompts_of_64_tokens_equal_transformers(smollm2_path, smollm2_ref
         for text in list(asked)[:2]:
             expected = reference(torch.tensor([asked[text]])).logits[0]
             assert (prompt_logits(model, asked[text], kv_memory_bytes=2**28) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_prompts_of_mixed_lengths_equal_transformers_under_each_policy(smollm2_path, smollm2_reference, model, policy):
+    """More of them than slots, of 1 to 50 tokens, so that batches are drained, refilled and cut in every way there is."""
+    reference, _ = smollm2_reference
+    tokenizer = Tokenizer.load(smollm2_path)
+    prompts = [tokenizer.encode(text) for text in TEXTS[::4]]
+    lengths = [1 + 37 * i % 50 for i in range(len(prompts))]
+    core = make_core(model, kv_memory_bytes=2**30, policy=policy, max_requests=6, token_budget=48)
+    asked = {str(i): (prompt, greedy(num)) for i, (prompt, num) in enumerate(zip(prompts, lengths, strict=True))}
+    answers = run(core, asked)
+    excused = 0
+    for i, (prompt, num) in enumerate(zip(prompts, lengths, strict=True)):
+        assert len(answers[str(i)].tokens) == num
+        excused += reference_agrees(reference, prompt, answers[str(i)].tokens)[1]
+    assert excused <= 4, f"{excused} near-ties are too many to be near-ties"
+
+
+def test_prompt_logprobs_equal_transformers(smollm2_path, smollm2_reference, model):
+    """Of each token of a prompt after the first, and of the three likeliest in its place."""
+    reference, _ = smollm2_reference
+    tokenizer = Tokenizer.load(smollm2_path)
+    prompts = [
+        tokenizer.encode(text) for text in ("The tide mill grinds twice a day, when the pond is full.", TEXTS[26], TEXTS[33])
+    ]
+    core = make_core(model, kv_memory_bytes=2**28, token_budget=8, max_requests=4)
+    answers = run(core, {str(i): (ids, greedy(1, prompt_logprobs=3)) for i, ids in enumerate(prompts)})
+    for i, ids in enumerate(prompts):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        entries = answers[str(i)].prompt_logprobs
+        assert [entry.token_id for entry in entries] == ids[1:]
+        for entry, row in zip(entries, expected, strict=False):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+            assert [value for _, value in entry.top] == pytest.approx([float(row[token]) for token, _ in entry.top], abs=1e-3)
 
 
 def test_safetensors_and_gguf_give_the_same_bits(model, smollm2_reference):

@@ -72,6 +72,43 @@ def test_min_p():
     check(draws(min_p=0.3), exact(keep=keep))
 
 
+@pytest.mark.parametrize(
+    ("typical_p", "keep"),
+    [
+        (0.2, [1]),  # surprises are 0.92, 1.42, 1.92, 2.92 ..., their mean is 1.6: the second likeliest token comes first
+        (0.45, [1, 2, 6]),
+        (0.5, [0, 1, 2, 6]),  # the three have 0.49: the token that crosses p is kept
+        (0.9, [0, 1, 2, 3, 6]),
+    ],
+)
+def test_typical_p(typical_p, keep):
+    check(draws(typical_p=typical_p), exact(keep=keep))
+
+
+def test_logit_bias():
+    bias = {7: 4.0, 0: -1.5, 3: 0.5}
+    biased = LOGITS.clone()
+    for token, value in bias.items():
+        biased[token] += value
+    check(draws(logit_bias=bias), biased.double().softmax(0))
+
+
+def test_penalties_change_what_is_drawn():
+    """Tokens 0 and 5 are the prompt; 0, three times, 2 and 3 the output so far. Draws are those of as many seeds."""
+    num = NUM_DRAWS // 2
+    state = RowState(num, 16, 16)
+    for row in range(num):
+        params = SamplingParams(seed=row, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
+        state.params[row], state.num_prompt[row], state.eos_token_ids[row] = params, 2, frozenset()
+    state.tokens[:, :7] = torch.tensor([0, 5, 0, 0, 2, 3, 0])
+    penalized = LOGITS.double()
+    for token, count in {0: 3, 2: 1, 3: 1, 5: 0}.items():
+        penalized[token] *= 1.5 if penalized[token] <= 0 else 1 / 1.5
+        penalized[token] -= 0.25 * (count > 0) + 0.5 * count
+    drawn = Sampler(state).sample(LOGITS.repeat(num, 1), list(range(num)), [7] * num).token_ids
+    check(drawn, penalized.softmax(0))
+
+
 def test_all_restrictions_together():
     """Temperature first, then k, then p of what is left, then min-p."""
     check(draws(temperature=1.5, top_k=5, top_p=0.9, min_p=0.2), exact(1.5, keep=[0, 1, 2, 6]))

@@ -10,6 +10,7 @@ from tidemill import events
 from tidemill.bench.record import Record
 from tidemill.bench.workload import Item
 from tidemill.config import EngineConfig
+from tidemill.config.compute import WINDOW_MS
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.models.base import CausalLM
@@ -60,4 +61,6 @@ def run_policies(
     on_done: Callable[[int], None] | None = None,
 ) -> dict[str, list[Record]]:
     """The same load under each policy, one after the other, with the same weights."""
-    return {policy: run_core(core_of(model, replace(config, policy=policy)), items, on_done) for policy in policies}
+    windows = {"dynamic": WINDOW_MS / 1000}
+    configs = {policy: replace(config, policy=policy, batch_window_s=windows.get(policy, 0.0)) for policy in policies}
+    return {policy: run_core(core_of(model, own), items, on_done) for policy, own in configs.items()}

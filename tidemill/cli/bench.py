@@ -240,7 +240,7 @@ def policies(
     """The same load under every scheduling policy."""
     from tidemill.bench.offline import run_policies
 
-    names = only or ["none", "static", "prefill-first", "splitfuse", "continuous"]
+    names = only or ["none", "static", "dynamic", "prefill-first", "splitfuse", "continuous"]
     if unknown := set(names) - set(POLICIES):
         raise ConfigError(f"There is no scheduling policy {unknown.pop()!r}.", fix=f"Choose among {', '.join(POLICIES)}.")
     llm = _load(settings)

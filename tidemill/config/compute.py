@@ -20,7 +20,7 @@ _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _SMALL = 4 * 10**9  # parameters of a model of which a GPU's step has more tokens
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
-_WINDOW_MS, _MAX_WINDOW_MS = 50.0, 10_000  # in which a batch forms
+WINDOW_MS, _MAX_WINDOW_MS = 50.0, 10_000  # in which a batch forms
 MAX_LORA_RANK = 256
 
 
@@ -236,4 +236,4 @@ def decide_batch_window(options: EngineOptions) -> Decision[float]:
     if given is not None and not 0 <= given <= _MAX_WINDOW_MS:
         fix = f"It must be from 0 to {_MAX_WINDOW_MS}."
         raise ConfigError(f"batch_window_ms is {given:g}.", fix=fix, param="batch_window_ms")
-    return (_WINDOW_MS if given is None else given) / 1000, "until a batch that is not full starts"
+    return (WINDOW_MS if given is None else given) / 1000, "until a batch that is not full starts"

@@ -175,16 +175,26 @@ class RadixIndex(PrefixIndex[RadixPath]):
         return upper
 
     def forget(self, page: int) -> bool:
-        place = self._at.pop(page, None)
-        if place is None:
-            return False
-        node, end, group = place
-        node, size = _above(node, end), self._sizes[group]
-        pages, at = node.pages[group], end // size - 1 - node.start // size
-        pages[at] = self._copies.remove(pages[at], page)
-        if pages[at] == NULL_PAGE and not node.children:
-            self._cut(node)
-        return True
+        return self.forget_all((page,)) == 1
+
+    def forget_all(self, pages: Iterable[int]) -> int:
+        """Each leaf is cut once, at the end: pages go from the last on, and each cut copies the tokens that stay."""
+        num, ended = 0, dict[Node, None]()
+        for page in pages:
+            place = self._at.pop(page, None)
+            if place is None:
+                continue
+            node, end, group = place
+            node, size = _above(node, end), self._sizes[group]
+            own, at = node.pages[group], end // size - 1 - node.start // size
+            own[at] = NULL_PAGE if self._copies.is_empty else self._copies.remove(own[at], page)
+            if own[at] == NULL_PAGE and not node.children:
+                ended[node] = None
+            num += 1
+        for node in ended:
+            if node.parent is not None and node.parent.children.get(node.label[:_WIDTH]) is node:  # else it is cut already
+                self._cut(node)
+        return num
 
     def _cut(self, node: Node) -> None:
         """Take tokens after the last page away from a leaf, and leaves that have no page."""

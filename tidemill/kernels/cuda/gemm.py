@@ -131,7 +131,7 @@ def _to_tiles(by_rows: dict[str, list[int]]) -> dict[int, Tile]:
 
 @cache
 def _measured() -> dict[tuple[int, ...], dict[int, Tile]]:
-    """What was fastest by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json (`python -m bench.gpu --search`) and
+    """What was fastest by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json (`bench/gpu.py --search`) and
     what a search at start has added (tuning.py)."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}

@@ -66,7 +66,7 @@ def test_a_linear_that_is_never_called_is_named(tmp_path):
 
 
 def test_inputs_at_the_same_address_one_after_the_other_are_not_taken_for_the_same():
-    """The output of a norm often lies where an earlier linear's inputs were. Two that do get the same tensor share its figures."""
+    """The output of a norm often lies where an earlier linear's inputs were. Two that get one tensor share its figures."""
 
     def observe(see):
         for number in range(64):

@@ -20,7 +20,7 @@ suite:
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
-	$(INSTALL) -e '.[clients]'
+	$(INSTALL) -e '.[clients,ray,nixl]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
 
 soak: $(VENV)/.ready

@@ -63,6 +63,7 @@ EXPECTED = [
     ("SmoothQuant W8A8 per tensor", "W8A8 per tensor"),
     ("LLM.int8()", "W8A8 per tensor"),
     ("W8A8 per token", "W8A8 per tensor"),
+    ("fp8 per channel and token", "W8A8 per tensor"),
     ("GOBO 3 bits", "RTN 3 bits per channel"),
     ("GOBO 3 bits", "RTN 3 bits, groups of 128"),
     ("ZeroQuant W4A8", "ZeroQuant W4A8 without distillation"),
@@ -70,14 +71,14 @@ EXPECTED = [
 ]
 
 
-def texts(path: Path, num_calibration: int, num_held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens from the begin of the text, and from its end."""
+def texts(path: Path, num_calibration: int, num_held_out: int, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens from the begin of the text, and from its end, in sequences."""
     topics = pydoc_data.topics.topics
     ids = Tokenizer.load(path).encode("\n\n".join(topics[name] for name in sorted(topics)))
-    num_calibration, num_held_out = num_calibration // LENGTH * LENGTH, num_held_out // LENGTH * LENGTH
+    num_calibration, num_held_out = num_calibration // length * length, num_held_out // length * length
     if len(ids) < num_calibration + num_held_out:
         raise SystemExit(f"The text has {len(ids)} tokens.")
-    return torch.tensor(ids[:num_calibration]).view(-1, LENGTH), torch.tensor(ids[-num_held_out:]).view(-1, LENGTH)
+    return torch.tensor(ids[:num_calibration]).view(-1, length), torch.tensor(ids[-num_held_out:]).view(-1, length)
 
 
 def measure(
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=20480, help="held out")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=LENGTH, help="of a sequence; bench.small has learned 128 tokens")
     parser.add_argument("--device", default="cpu")
     parts.add_options(parser)
     given = parser.parse_args()
@@ -134,7 +136,7 @@ def main() -> None:
         return
     torch.manual_seed(0)
     decoder = Decoder(Source.open(given.model), given.device)
-    calibration, held_out = texts(decoder.source.path, given.calibration_tokens, given.tokens)
+    calibration, held_out = texts(decoder.source.path, given.calibration_tokens, given.tokens, given.length)
     found = parts.read(given)
     truth = hidden_states(decoder, held_out)
     if "original" not in found:

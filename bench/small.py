@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from tidemill.draft.steps import Schedule, run_steps
 
 HELD_OUT = 65_536  # bytes at the end of the text
 _LENGTH, _BATCH = 128, 8
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "vocab_size": 258, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     "bos_token_id": 0, "eos_token_id": 1,
@@ -70,10 +72,31 @@ def train_small(folder: Path, steps: int, seed: int = 0, act: str = "silu") -> N
     (folder / "training.safetensors").unlink()
 
 
+def add_outliers(folder: Path, out: Path, every: int = 32, factor: float = 50.0) -> None:
+    """The same function with a few channels of large activations behind each norm, as trained models of billions of parameters
+    have them: the norm's weights times a factor, the columns that read them divided by it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    tensors = load_file(folder / "model.safetensors")
+    reads = {"input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+    reads |= {"post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
+    for layer in range(SETTINGS["num_hidden_layers"]):
+        for number, (norm, linears) in enumerate(reads.items()):
+            channels = slice((5 * layer + 11 * number) % every, None, every)
+            tensors[f"model.layers.{layer}.{norm}.weight"][channels] *= factor
+            for linear in linears:
+                tensors[f"model.layers.{layer}.{linear}.weight"][:, channels] /= factor
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--act", default="silu", help="of feed-forwards: silu or relu")
+    parser.add_argument("--outliers", type=Path, help="also write it with a few channels of large activations to this folder")
     given = parser.parse_args()
     train_small(given.folder, given.steps, act=given.act)
+    if given.outliers:
+        add_outliers(given.folder, given.outliers)

@@ -65,6 +65,24 @@ def test_a_linear_that_is_never_called_is_named(tmp_path):
         collect(LayerJob(decoder, 0, layer, decoder.embed(torch.zeros(1, 8, dtype=torch.long))))
 
 
+def test_inputs_at_the_same_address_one_after_the_other_are_not_taken_for_the_same():
+    """The output of a norm often lies where an earlier linear's inputs were. Two that get one tensor share its figures."""
+
+    def observe(see):
+        for number in range(64):
+            x = torch.full((8, 16), float(number))
+            see(f"{number}.a", x)
+            see(f"{number}.b", x)
+            del x
+
+    names = [f"{number}.{part}" for number in range(64) for part in "ab"]
+    found = collect(SimpleNamespace(observe=observe, linears=dict.fromkeys(names)), moments=True, num_samples=8)
+    for number in range(64):
+        assert found[f"{number}.a"] is found[f"{number}.b"]
+        assert found[f"{number}.a"].largest == number
+        assert found[f"{number}.a"].num_tokens == 8
+
+
 def noisy(job):
     """A change that depends on the inputs and on random numbers."""
     kept = {}

@@ -7,16 +7,22 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from bench.small import HELD_OUT
 from tests.helpers import byte_tokenizer, make_llama
 from tidemill import LLM, SamplingParams
 from tidemill.cli.main import app
 from tidemill.compress.calibration import Calibration
+from tidemill.compress.decoder import Decoder
 from tidemill.compress.distill import DistillOptions, distill, spread
-from tidemill.compress.evaluate import measure_quality
+from tidemill.compress.evaluate import default_text, measure_quality
 from tidemill.compress.gqa import ConvertOptions, convert, pool_heads
+from tidemill.compress.quality import compare, hidden_states
+from tidemill.compress.source import Source
 from tidemill.compress.student import Learning, distribution_loss
 from tidemill.draft.run import Stopped
 from tidemill.errors import ConfigError
+from tidemill.events import DraftsVerified
+from tidemill.frontend.tokenizer import Tokenizer
 
 TEXT = " ".join(f"Line {i} of the text has {i * i} letters, and the word {chr(97 + i % 26) * (i % 7)}." for i in range(60))
 LOAD = {"progress": False, "threads": 1, "max_requests": 2, "dtype": "float32"}
@@ -46,6 +52,11 @@ def distance(folder, out):
     return measure_quality(LLM(str(out), **LOAD), original, [original.tokenizer.encode(TEXT)[2100:2350]], lambda _: None).kl
 
 
+def verified(llm):
+    """Of requests in steps: how many drafts there were, and how many of them the model accepted."""
+    return [one[1:] for event in llm.events if isinstance(event, DraftsVerified) for one in event.of]
+
+
 def test_which_layers_a_student_begins_as():
     assert spread(30, 4) == [0, 10, 19, 29]
     assert spread(4, 3) == [0, 2, 3]
@@ -70,12 +81,49 @@ def test_a_student_comes_nearer_and_drafts(folder, tmp_path, loss):
         distill(DistillOptions(layers=2, **given(folder, out, steps=steps, loss=loss)))
         distances.append(distance(folder, out))
     assert distances[1] < 0.9 * distances[0]
-    prompt, params = list(range(10, 40)), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    alone = LLM(str(folder), **LOAD).generate([prompt], params)[0].outputs[0].token_ids
-    drafted = LLM(str(folder), draft_model=str(tmp_path / "16"), adaptive_drafts=False, **LOAD)
-    assert drafted.generate([prompt], params)[0].outputs[0].token_ids == alone
-    verified = [event for event in drafted.events if type(event).__name__ == "DraftsVerified"]
-    assert verified
+    alone, drafted = LLM(str(folder), **LOAD), LLM(str(folder), draft_model=str(tmp_path / "16"), adaptive_drafts=False, **LOAD)
+    ids, params = alone.tokenizer.encode(TEXT)[2100:], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [ids[40 * i : 40 * i + 40] for i in range(6)]
+    answers = [[one.outputs[0].token_ids for one in llm.generate(prompts, params)] for llm in (drafted, alone)]
+    assert answers[0] == answers[1]
+    assert sum(right for _, right in verified(drafted)) > 0
+
+
+@pytest.mark.slow
+def test_soft_labels_teach_more_than_hard_ones(small_model, tmp_path):
+    """Of a teacher that has learned a text: the same student, steps and seeds. Both losses are of text that neither has seen."""
+    text = default_text()
+    (tmp_path / "text.txt").write_text(text[:-HELD_OUT])
+    teacher = Decoder(Source.open(str(small_model)))
+    ids = torch.tensor(Tokenizer.load(small_model).encode(text, add_special=False)[-8192:]).view(-1, 128)
+    truth = hidden_states(teacher, ids)
+
+    def student(loss, steps, seed=0):
+        out = tmp_path / f"{loss}-{steps}-{seed}"
+        learning = Learning(loss=loss, steps=steps, batch=8, rate=3e-3, seed=seed)
+        calibration = Calibration(data=tmp_path / "text.txt", num_tokens=4096, length=128)
+        distill(DistillOptions(model=str(small_model), out=out, layers=2, learning=learning, calibration=calibration))
+        own = Decoder(Source.open(str(out)))
+        return out, compare(own, ids, hidden_states(own, ids), truth, teacher)
+
+    undistilled, before = student("hard", 0)
+    for seed in range(3):
+        (_, hard), (distilled, soft) = (student(loss, 60, seed) for loss in ("hard", "soft"))
+        losses = [one.nll / one.count for one in (soft, hard)]
+        print(f"seed {seed}: loss {losses[0]:.3f} < {losses[1]:.3f}, KL {soft.mean_kl:.3f} < {hard.mean_kl:.3f}")
+        assert soft.nll < hard.nll < before.nll
+        assert soft.mean_kl < hard.mean_kl < before.mean_kl
+        assert soft.same > hard.same > before.same
+    params, prompts = SamplingParams(temperature=1.0, seed=1, max_tokens=32, ignore_eos=True), ids[:8, :64].tolist()
+    answers, shares = [], []
+    for draft in ({}, {"draft_model": str(undistilled)}, {"draft_model": str(distilled)}):
+        llm = LLM(str(small_model), adaptive_drafts=False, max_drafts=4, **LOAD, **draft)
+        answers.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+        counts = verified(llm)
+        shares.append(sum(right for _, right in counts) / max(1, sum(drafted for drafted, _ in counts)))
+    print(f"of drafts, {shares[2]:.0%} are accepted; of the student before it learned, {shares[1]:.0%}")
+    assert answers[0] == answers[1] == answers[2]
+    assert shares[2] > 1.3 * shares[1] > 0
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(folder, tmp_path):

@@ -1,5 +1,6 @@
 """Evaluation by the engine, beside Transformers' own figures; tasks, and mistakes in their files."""
 
+import hashlib
 import json
 import math
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from tests.helpers import byte_tokenizer, make_llama
 from tidemill import LLM
 from tidemill.cli.main import app
-from tidemill.compress.evaluate import measure_quality, prompt_logits, text_windows
+from tidemill.compress.evaluate import default_text, measure_quality, prompt_logits, text_sha256, text_windows
 from tidemill.compress.evaluate_tasks import SUITES, MultipleChoice, passkey, read_choices
 from tidemill.errors import ConfigError
 
@@ -139,11 +140,19 @@ def test_the_command(folders, tmp_path):
     assert result.exit_code == 0, result.output
     assert "top-1 agreement" in result.output
     original, smaller = json.loads((tmp_path / "made.json").read_text())
+    text = hashlib.sha256(default_text().encode()).hexdigest()
+    assert original["text_sha256"] == smaller["text_sha256"] == text
+    assert text[:12] in result.output
     assert original["quality"]["kl"] is None
     assert smaller["quality"]["kl"] > 0
     assert smaller["num_bytes"] < original["num_bytes"]
     assert smaller["kv_bytes_per_token"] * 3 == original["kv_bytes_per_token"] * 2
     assert list(smaller["scores"]) == ["arithmetic@1", "arithmetic@2", "some"]
+
+
+def test_the_hash_is_of_the_text(tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    assert text_sha256(tmp_path / "a.txt") == hashlib.sha256(b"A text.").hexdigest() != text_sha256(None)
 
 
 def test_mistakes(folders, llms, tmp_path):

@@ -351,6 +351,26 @@ def test_random_weights_from_a_configuration_alone(tmp_path):
         load_core(EngineOptions(model=str(folder), load_format="magic", device="cpu"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_a_checkpoint_of_values_that_are_not_numbers_is_what_the_error_names(tmp_path, name, value):
+    """Not the prompt: no request has an answer."""
+    make_llama(tmp_path, vocab_size=320, max_position_embeddings=512)
+    broken = load_file(tmp_path / "model.safetensors")
+    broken[name][3] = value
+    save_file(broken, tmp_path / "model.safetensors", {"format": "pt"})
+    core = make_core(load_model(tmp_path))
+    for i in range(3):
+        core.submit(Submit(f"bad{i}", [20 + i] * 10, greedy(6)))
+    told = []
+    while core.has_work:
+        told += core.step()[1]
+    assert [one.error for one in told] == ["ModelFailed"] * 3
+    for one in told:
+        assert "the checkpoint may hold values that are not numbers, or overflow in this dtype" in one.message
+        assert one.fix.startswith("Fetch the checkpoint again, or start with --dtype float32.")
+
+
 @pytest.mark.parametrize("params", [greedy(6), greedy(6, logprobs=2), SamplingParams(max_tokens=6, seed=3, n=2)])
 def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path, params):
     """One token's embedding is broken. A request that uses it gets an error; no other request's tokens change, then or later."""

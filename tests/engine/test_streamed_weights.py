@@ -3,10 +3,14 @@
 import errno
 import fcntl
 import itertools
+import json
 import os
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -17,6 +21,7 @@ from tests.helpers import load_model, make_llama, run
 from tests.models.test_llama import prompt_logits
 from tests.models.test_moe import IN_GGUF, make
 from tests.models.test_moe import write_gguf as write_moe
+from tests.models.test_smollm2 import answers_agree, asked_of
 from tests.weights.test_gguf import write_gguf
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
@@ -104,6 +109,27 @@ def test_half_the_memory_gives_the_same_bits(name, tmp_path):
         assert streaming.held_bytes <= budget
         assert answers(core) == expected
         assert streaming.stream.figures.num_bytes > streaming.streamed_bytes > 0
+
+
+@pytest.mark.slow
+def test_the_default_model_in_less_memory_than_it_has_bytes(smollm2_path, smollm2_reference, tmp_path):
+    """In float32, by processes of their own: the first writes the file, the second streams, the last holds all weights."""
+    asked, runs = asked_of(smollm2_path), []
+    given = {"model": str(smollm2_path), "dtype": "float32", "threads": 1, "max_context": 256, "max_requests": 50}
+    given |= {"kv_memory_bytes": 2**28, "weight_cache": str(tmp_path / "cache")}
+    for budget, prompts in ((200_000_000, dict(list(asked.items())[:1])), (200_000_000, asked), (None, asked)):
+        options = given | {"weight_memory_bytes": budget}
+        command = [sys.executable, "-m", "tests.engine.streamed_process", json.dumps(options), json.dumps(prompts)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        runs.append(SimpleNamespace(**json.loads(done.stdout.splitlines()[-1])))
+    first, streamed, whole = runs
+    print(f"weights of {whole.weights / 1e6:.0f} MB; memory grew by {[round(one.grown / 1e6) for one in runs]} MB")
+    assert first.streamed == streamed.streamed > 0 == whole.streamed
+    assert max(first.grown, streamed.grown) < whole.weights < whole.grown
+    assert streamed.tokens == whole.tokens
+    reference, _ = smollm2_reference
+    answers_agree(reference, asked, {text: SimpleNamespace(tokens=tokens) for text, tokens in streamed.tokens.items()})
 
 
 def test_adapters_of_streamed_layers(dense, tmp_path):

@@ -24,6 +24,30 @@ TEXTS = [f"Write about {topic}." for topic in TOPICS] + [
 ]
 
 
+def asked_of(path, every=1):
+    """Tokens of the texts, every other one as a chat."""
+    tokenizer = Tokenizer.load(path)
+    asked = {
+        text: tokenizer.encode_chat([{"role": "user", "content": text}]) if i % 2 else tokenizer.encode(text)
+        for i, text in enumerate(TEXTS)
+        if i % every == 0
+    }
+    assert len(asked) == -(-50 // every)
+    return asked
+
+
+def answers_agree(reference, asked, answers):
+    """64 tokens of each are those of the reference. How many were excused as near-ties."""
+    agreed = excused = 0
+    for text, ids in asked.items():
+        assert len(answers[text].tokens) == 64
+        a, e = reference_agrees(reference, ids, answers[text].tokens)
+        agreed, excused = agreed + a, excused + e
+    assert agreed + excused == 64 * len(asked)
+    assert excused <= 16, f"{excused} near-ties are too many to be near-ties"
+    return excused
+
+
 @pytest.fixture(scope="module")
 def model(smollm2_path):
     return load_model(smollm2_path)
@@ -35,22 +59,9 @@ def model(smollm2_path):
 def test_fifty_prompts_of_64_tokens_equal_transformers(smollm2_path, smollm2_reference, model, page_size, every):
     """All of them in `make test-slow`, every 25th in `make test`."""
     reference, _ = smollm2_reference
-    tokenizer = Tokenizer.load(smollm2_path)
-    asked = {
-        text: tokenizer.encode_chat([{"role": "user", "content": text}]) if i % 2 else tokenizer.encode(text)
-        for i, text in enumerate(TEXTS)
-        if i % every == 0
-    }
-    assert len(asked) == -(-50 // every)
+    asked = asked_of(smollm2_path, every)
     core = make_core(model, kv_memory_bytes=2**30, page_size=page_size)
-    answers = run(core, {text: (ids, greedy(64)) for text, ids in asked.items()})
-    agreed = excused = 0
-    for text, ids in asked.items():
-        assert len(answers[text].tokens) == 64
-        a, e = reference_agrees(reference, ids, answers[text].tokens)
-        agreed, excused = agreed + a, excused + e
-    assert agreed + excused == 64 * len(asked)
-    assert excused <= 16, f"{excused} near-ties are too many to be near-ties"
+    answers_agree(reference, asked, run(core, {text: (ids, greedy(64)) for text, ids in asked.items()}))
     with torch.inference_mode():
         for text in list(asked)[:2]:
             expected = reference(torch.tensor([asked[text]])).logits[0]

@@ -103,20 +103,20 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
         try:
             await client.start(options(tiny_folder))
             assert await answer(client, 3) == truth[3]
-            for way in ("actor", "node", "engine"):
+            for num_lost, way in enumerate(("actor", "node", "engine"), 1):
+                about = await links[-1]._actor.about.remote()  # before there is work, which may be done when the answer comes
+                node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
+                (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
                 work = [asyncio.create_task(answer(client, number)) for number in range(NUM)]
                 while not any(pending.has_token for pending in client._pending.values()):
                     await asyncio.sleep(0.001)
-                about = await links[-1]._actor.about.remote()
-                if way == "actor":
-                    os.kill(about.pid, signal.SIGKILL)
-                elif way == "node":
-                    node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
+                if way == "node":
                     nodes.remove_node(node, allow_graceful=False)
                 else:
-                    (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
-                    os.kill(engine, signal.SIGKILL)
+                    os.kill(about.pid if way == "actor" else engine, signal.SIGKILL)
                 assert await asyncio.gather(*work) == truth, way
+                while client.num_restarts < num_lost:
+                    await asyncio.sleep(0.01)
             assert client.num_restarts == 3
             cluster.wait_s = 2
             with pytest.raises(NoRoom, match="cannot be placed"):

@@ -44,7 +44,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option("--json", help="Also write what was measured to this file.")] = None,
 ) -> None:
     """Measure a model as it is served: perplexity, KL divergence and top-1 agreement with the original, speed, small tasks."""
-    from tidemill.compress.evaluate import evaluate, text_windows  # brings torch
+    from tidemill.compress.evaluate import evaluate, text_sha256, text_windows  # brings torch
     from tidemill.engine.llm import LLM
 
     if not 0 <= tokens < 2**31 or not 1 <= items <= _MAX_ITEMS:
@@ -61,7 +61,7 @@ def evaluate(
     models = {name: LLM(progress=console.is_terminal, **engine | {"model": name}) for name in names}
     windows = text_windows(models[settings["model"]], text, tokens) if tokens else []
     with Stages(console) as shown:
-        made = evaluate(models, windows, suites, shown)
+        made = evaluate(models, windows, suites, shown, text_sha256(text) if windows else None)
     print_table(Console(highlight=False), made)
     if output is not None:
         output.write_text(json.dumps([one.to_json() for one in made], indent=2) + "\n")
@@ -117,6 +117,7 @@ def _rows(made: list[Evaluation]) -> dict[str, list[str]]:
     }
     if all(one.quality is not None for one in made):
         qualities: list[Any] = [one.quality for one in made]
+        rows["text, SHA-256"] = [(one.text_sha256 or "")[:12] for one in made]
         rows["perplexity"] = [f"{one.perplexity:.4f}" for one in qualities]
         if len(made) > 1:
             rows["KL to the original"] = ["" if one.kl is None else f"{one.kl:.5f}" for one in qualities]

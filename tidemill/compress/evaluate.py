@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pydoc_data.topics
 import time
@@ -48,6 +49,7 @@ class Evaluation:
     tokens_per_s: float  # of one request that decodes
     quality: Quality | None
     scores: dict[str, Score] = field(default_factory=dict)  # of tasks, by name
+    text_sha256: str | None = None  # of the text of which the quality is
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,6 +59,11 @@ def default_text() -> str:
     """Python's documentation as its standard library has it."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def text_sha256(text: Path | None) -> str:
+    """Perplexities of different texts cannot be compared, and the documentation differs between versions of Python."""
+    return hashlib.sha256(default_text().encode() if text is None else text.read_bytes()).hexdigest()
 
 
 def text_windows(llm: LLM, text: Path | None, num_tokens: int, skip: int = 0) -> list[list[int]]:
@@ -165,8 +172,10 @@ def _decode_speed(llm: LLM) -> float:
         llm.abandon(request_id)
 
 
-def evaluate(models: dict[str, LLM], windows: list[list[int]], suites: list[Suite], report: Reporter) -> list[Evaluation]:
-    """Of one model, or of an original and others."""
+def evaluate(
+    models: dict[str, LLM], windows: list[list[int]], suites: list[Suite], report: Reporter, text_hash: str | None = None
+) -> list[Evaluation]:
+    """Of one model, or of an original and others. `text_hash`: of the text that the windows are of."""
     made = []
     original = next(iter(models.values()))
     speeds = measure_speeds(list(models.values()))
@@ -181,5 +190,5 @@ def evaluate(models: dict[str, LLM], windows: list[list[int]], suites: list[Suit
             scores |= suite.run(llm, report.at)
         num_bytes = open_checkpoint(locate(model)).num_bytes
         kv_bytes = llm.model_config.kv_bytes_per_token(llm.config.kv_dtype)
-        made.append(Evaluation(model, num_bytes, kv_bytes, speed, quality, scores))
+        made.append(Evaluation(model, num_bytes, kv_bytes, speed, quality, scores, text_hash))
     return made

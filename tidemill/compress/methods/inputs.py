@@ -36,16 +36,16 @@ class Inputs:
 def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> dict[str, Inputs]:
     """By linear."""
     made: dict[str, Inputs] = {}
-    last: tuple[int, torch.Size] | None = None
+    last = torch.empty(0)  # held, so that its address is not that of another tensor meanwhile
     owner = ""
 
     def see(name: str, x_TK: torch.Tensor) -> None:
         nonlocal last, owner
-        place = x_TK.data_ptr(), x_TK.shape
-        if place == last and (name not in made or made[name] is made[owner]):  # what the linear before got, too
+        is_last = (x_TK.data_ptr(), x_TK.shape) == (last.data_ptr(), last.shape)
+        if is_last and (name not in made or made[name] is made[owner]):  # what the linear before got, too
             made[name] = made[owner]
             return
-        last, owner = place, name
+        last, owner = x_TK, name
         largest, mean = x_TK.abs().amax(0), x_TK.abs().sum(0)
         if name not in made:
             zeros = torch.zeros_like(mean)

@@ -41,6 +41,21 @@ def test_vectors_equal_transformers(family, tmp_path):
             assert (made[name] - expected / expected.norm()).abs().max() < 1e-4
 
 
+def test_names_may_have_the_prefix(tmp_path):
+    save("Qwen3", tmp_path)
+    asked = {"x": list(range(5, 40))}
+    bare = vectors(make_core(load_model(tmp_path)), asked, "last")
+
+    def rename(weights):
+        for name in list(weights):
+            weights[f"model.{name}"] = weights.pop(name)
+
+    edit_weights(tmp_path, rename)
+    model = load_model(tmp_path)
+    assert not model.config.has_head
+    assert torch.equal(vectors(make_core(model), asked, "last")["x"], bare["x"])
+
+
 def test_without_a_head_nothing_is_generated(tmp_path):
     save("Qwen3", tmp_path)
     config = load_model(tmp_path).config

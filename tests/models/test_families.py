@@ -309,6 +309,24 @@ def test_newer_files_name_the_text_model_differently(folder):
     assert torch.equal(prompt_logits(load_model(folder), prompt), older)
 
 
+@pytest.mark.parametrize("name", ["language_model.lm_head.weight", "lm_head.weight"])
+@pytest.mark.parametrize("in_text", [True, False, None])
+def test_gemma3_with_vision_and_a_head_of_its_own(name, in_text, tmp_path):
+    """Of the two places that say whether the head is the embeddings' table, Transformers goes by the outer one."""
+    reference = make("Gemma3 with vision")
+    reference.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    prompt, head = list(range(5, 65)), torch.randn(reference.lm_head.weight.shape) * 0.2
+    with torch.inference_mode():
+        tied = reference(torch.tensor([prompt])).logits[0]
+        reference.lm_head.weight = torch.nn.Parameter(head)
+        expected = reference(torch.tensor([prompt])).logits[0]
+    edit_weights(tmp_path, lambda weights: weights.update({name: head}))
+    for outer, logits in ((False, expected), (True, tied)):
+        edit_config(tmp_path, tie_word_embeddings=outer, text_config=text | {"tie_word_embeddings": in_text})
+        assert (prompt_logits(load_model(tmp_path), prompt, max_context=256) - logits).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("size", ["4b", "27b"])
 def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
     import transformers

@@ -348,6 +348,25 @@ def test_a_request_that_goes_on_in_another_engine_is_one_line(tmp_path):
         assert (row.num_output, row.n, row.abort_s) == (9, 1, None)
 
 
+def test_a_client_that_leaves_before_its_engine_speaks_has_a_line(tmp_path, monkeypatch):
+    request = Submit("/r/0", [5] * 70, SamplingParams(max_tokens=9))
+    taken, over = events.Submitted(0.0, "/r/0", 70), events.Aborted(0.0, "/r/0", "its client left", 0)
+    (row,) = follow(tmp_path / "left.jsonl", request, (0, False), taken, over)
+    assert (row.num_output, row.abort_s is None, row.ttft_s) == (0, False, None)
+    assert follow(tmp_path / "refused.jsonl", request, (0, False, True), taken, over) == []
+    monkeypatch.setattr(recording, "MAX_UNKNOWN", 0)
+    assert follow(tmp_path / "forgotten.jsonl", request, (0, False), taken, over) == []
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_log_of_another_program_stays_as_it_is(tmp_path, end):
+    path, line = tmp_path / "log.jsonl", '{"timestamp":1700000000,"level":"info","msg":"precious"}' + end
+    path.write_text(line)
+    with pytest.raises(ConfigError, match="something other than a recorded trace"):
+        TraceFile(path)
+    assert path.read_text() == line
+
+
 def test_samples_beams_and_refusals(tmp_path):
     two = Submit("/r/0", [5], SamplingParams(n=2, max_tokens=9))
     ended = [events.Finished(0.0, f"/r/0:{i}", "stop", 1, num, 0, 0.0, 0.0, 0.0) for i, num in ((0, 4), (1, 8))]

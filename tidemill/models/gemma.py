@@ -172,13 +172,21 @@ class Gemma3Multimodal(Gemma3):
     """The text model of Gemma 3 that also sees. Its tensors are under one of two names, by the age of the file."""
 
     PREFIXES: ClassVar = ("model.", "language_model.model.", "model.language_model.")
-    IGNORED: ClassVar = (*Gemma3.IGNORED, _VISION, r"language_model\.lm_head\.weight")
+    IGNORED: ClassVar = (*Gemma3.IGNORED, _VISION)
+
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
+        if config.tie_embeddings:
+            self.ignored = (*self.ignored, r"language_model\.lm_head\.weight")
+        else:
+            self.names = [*self.names, ("head", "head", "language_model.lm_head", "")]
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         data = checkpoint.metadata
         text = required(data, "text_config", dict, checkpoint.path / "config.json")
-        outer = {key: data[key] for key in ("tie_word_embeddings", "quantization_config") if key in data}
-        config = super().read_config(PartOf(checkpoint, outer | text, _VISION))
+        outer = {key: data[key] for key in ("tie_word_embeddings", "quantization_config") if data.get(key) is not None}
+        # Where both say it, Transformers goes by the outer one.
+        config = super().read_config(PartOf(checkpoint, text | outer, _VISION))
         note = "The vision tower and its projector are not read: the model takes and gives text."
         return replace(config, notes=(*config.notes, note))

@@ -270,9 +270,11 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
 
 def _is_base(checkpoint: Checkpoint) -> bool:
     """Whether it is a model without its head, as those that make embeddings are saved."""
+    is_named_so = checkpoint.architecture.endswith("Model")
     if not checkpoint.has_weights:
-        return checkpoint.architecture.endswith("Model")
-    return any(tensor.name.startswith("layers.") for tensor in checkpoint.tensors())
+        return is_named_so
+    names = [tensor.name for tensor in checkpoint.tensors()]
+    return any(name.startswith("layers.") for name in names) or (is_named_so and "lm_head.weight" not in names)
 
 
 def windows(data: dict[str, Any], num_layers: int, source: object) -> list[int]:

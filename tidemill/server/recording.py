@@ -37,12 +37,13 @@ from tidemill.wire import Submit
 BLOCK_LEN = 64  # tokens of a prompt that have a number
 MAX_BLOCKS = 2**18  # whose numbers are remembered: of 16.8 million tokens
 MAX_TENANTS = 2**14
+MAX_UNKNOWN = 2**12  # requests whose client has left, and of which no engine has told yet
 MAX_BEHIND = 16 * 2**20  # bytes that wait to be written
 _LONG_IDS = 4096  # tokens, whose hashes are made in a thread: 0.05 ms for 1,000
 _TOKEN_BYTES = 4
 _MAX_PARTLY = 2**20  # bytes of a line that was not written in full
 _CLOSE_S = 5.0  # to write what waits; a disk that hangs does not hold up the end
-_OURS = re.compile(rb'\{"timestamp":\d')
+_OURS = re.compile(rb'\{"timestamp":[\d.]+,"input_length":\d')
 _log = logging.getLogger("tidemill.server")
 
 
@@ -167,8 +168,8 @@ class TraceFile:
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
+            with contextlib.suppress(OSError):  # it may have been made shorter meanwhile
+                os.ftruncate(self._fd, min(self._size, os.fstat(self._fd).st_size))
             raise
         self._size += len(text)
 
@@ -201,6 +202,7 @@ class Recording:
         """`model`: its name, where there are several."""
         self._file, self._model = file, model
         self._asked: dict[str, _Asked] = {}
+        self._unknown: dict[str, None] = {}  # of those, what waits for an engine's word that it has taken them
         self._offset_s = time.time() - time.monotonic()
 
     async def begin(self, request: Submit) -> None:
@@ -212,12 +214,22 @@ class Recording:
         keys = await asyncio.to_thread(self._keys_of, request) if is_long else self._keys_of(request)
         self._asked[request.request_id] = _Asked(replace(what, model=self._model), keys, num_samples=params.n)
 
-    def end(self, request_id: str, num_delivered: int, is_whole: bool) -> None:
-        """The server is done with it. Its engine may report the end of samples later: after a stop string, or an abort."""
+    def end(self, request_id: str, num_delivered: int, is_whole: bool, has_failed: bool = False) -> None:
+        """The server is done with it. Its engine may report later that it has taken it, where the client left at once, and the
+        end of samples: after a stop string, or an abort. `has_failed`: what no engine has taken was refused."""
         asked = self._asked.get(request_id)
-        if asked is not None and asked.left_s is None:
-            asked.left_s, asked.num_delivered, asked.is_whole = time.monotonic(), num_delivered, is_whole
+        if asked is None or asked.left_s is not None:
+            return
+        asked.left_s, asked.num_delivered, asked.is_whole = time.monotonic(), num_delivered, is_whole
+        if asked.is_known:
             self._write_if_over(request_id, asked)
+        elif has_failed:
+            del self._asked[request_id]
+        else:
+            self._unknown[request_id] = None
+            while len(self._unknown) > MAX_UNKNOWN:
+                oldest = next(iter(self._unknown))
+                del self._unknown[oldest], self._asked[oldest]
 
     def take(self, batch: list[Event]) -> list[Event]:
         """What is to be told beside them."""
@@ -228,13 +240,14 @@ class Recording:
                     asked = self._asked.get(request_id)
                     if asked is not None:
                         self._note(asked, event)
+                        self._unknown.pop(request_id, None)
                         self._write_if_over(request_id, asked)
         return self._file.stopped()
 
     def close(self) -> None:
         """Before the file is closed. What is under way has ended: with the server."""
         for request_id in list(self._asked):
-            self.end(request_id, 0, False)
+            self.end(request_id, 0, False, has_failed=True)
         for request_id, asked in list(self._asked.items()):
             asked.open.clear()
             self._write_if_over(request_id, asked)
@@ -265,11 +278,9 @@ class Recording:
                 asked.num_outputs[name] = max(asked.num_outputs.get(name, 0), event.num_output)
 
     def _write_if_over(self, request_id: str, asked: _Asked) -> None:
-        if asked.left_s is None or asked.open:
+        if asked.left_s is None or asked.open or not asked.is_known:
             return
         del self._asked[request_id]
-        if not asked.is_known:  # it was refused
-            return
         row, at_s = asked.row, asked.row.at_s
         num_reported = sum(asked.num_outputs.values()) / max(len(asked.num_outputs), 1)
         ended_s = min(asked.last_s or asked.left_s, asked.left_s)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tidemill.engine.client import PROBE
 from tidemill.engine.pool import Pooled
 from tidemill.engine.replicas import Client
-from tidemill.errors import Cancelled, ContextTooLong, Draining, EngineDead, InvalidRequest, TidemillError
+from tidemill.errors import Cancelled, ContextTooLong, DeadlineExceeded, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
 from tidemill.frontend.parsers import Dialect, Reading
@@ -334,6 +334,7 @@ class Service:
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn
         num_output = 0
+        has_failed = False
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
         salt = f"{self.cache_generation}\0\0{salt}" if self.cache_generation else salt
@@ -375,7 +376,7 @@ class Service:
                             self._decide_session(request_id, session_s if reading.has_called else 0.0)
                         return
         except TidemillError as error:
-            call.error = error.kind
+            call.error, has_failed = error.kind, not isinstance(error, DeadlineExceeded | Cancelled)
             if isinstance(error, ContextTooLong):
                 error.figures = {"n_prompt_tokens": len(prompt_ids), "n_ctx": self.max_context}
             raise
@@ -385,7 +386,7 @@ class Service:
             if self.tracing is not None:
                 self.tracing.end(request_id)
             if self.recording is not None:
-                self.recording.end(request_id, num_output, is_whole=len(ended) == params.n)
+                self.recording.end(request_id, num_output, len(ended) == params.n, has_failed)
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)

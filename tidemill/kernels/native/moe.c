@@ -254,6 +254,7 @@ static void run_jobs(moe_job *j) {
         linear_job *job = j->jobs + i;
         long most = job->num_panels / 4;
         job->panels_per_task = share < 1 || most < 1 ? 1 : share < most ? share : most;
+        if (job->how && job->how->pair) job->panels_per_task += job->panels_per_task & 1; /* two go at once */
         j->first_task[i] = num_tasks;
         num_tasks += (job->num_panels + job->panels_per_task - 1) / job->panels_per_task;
     }

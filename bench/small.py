@@ -79,8 +79,10 @@ def add_outliers(folder: Path, out: Path, every: int = 32, factor: float = 50.0)
 
     shutil.copytree(folder, out)
     tensors = load_file(folder / "model.safetensors")
-    reads = {"input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-    reads |= {"post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
+    reads = {
+        "input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
+    }
     for layer in range(SETTINGS["num_hidden_layers"]):
         for number, (norm, linears) in enumerate(reads.items()):
             channels = slice((5 * layer + 11 * number) % every, None, every)

@@ -21,11 +21,13 @@ import torch
 import typer.testing
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import interpreted
+from tests import interpreted, seeded
 from tests.helpers import LONG_S, byte_tokenizer, llama_of_gguf, make_llama, thinking_tokenizer
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 
+seeded.seed_this_process()
+seeded.seed_child_processes()
 torch.set_num_threads(1)  # as in the engine; the other core is another worker's
 machine.settle_vector_math()  # references are made with torch, too
 if native.lib:
@@ -159,6 +161,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)  # the reference ops of one family that has them all are enough
         if any(part in item.nodeid for part in _ONLY_WHEN_SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def random_seeds(monkeypatch):
+    """Requests without a seed draw one, as they do for users."""
+    with seeded.random_seeds(monkeypatch):
+        yield
 
 
 @pytest.fixture(params=["compiled", "torch"])

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from tests.seeded import random_seeds
 from tests.server.conftest import Server
 from tidemill import LLM
 from tidemill.cli.main import app
@@ -32,6 +33,14 @@ def folder(tiny_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_defaults(folder):
     running = Server(folder).wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def with_random_seeds(tiny_folder):
+    with random_seeds(pytest.MonkeyPatch()):
+        running = Server(tiny_folder).wait()
     yield running
     assert running.stop() == 0
 
@@ -94,11 +103,11 @@ def test_minus_one_is_any_seed_though_there_is_a_default_one(kind, body):
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/completion"])
-def test_each_prompt_of_a_list_draws_its_own_seed(server, route):
+def test_each_prompt_of_a_list_draws_its_own_seed(with_random_seeds, route):
     body = {"prompt": ["tide"] * 3, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
 
     def texts(seed):
-        done = post(server, route, **body, seed=seed)
+        done = post(with_random_seeds, route, **body, seed=seed)
         return [one["text"] for one in done["choices"]] if route == "/v1/completions" else [one["content"] for one in done]
 
     assert len(set(texts(-1))) == 3

@@ -7,7 +7,7 @@ ARGS ?=
 # Tests start some hundred interpreters, and each would compile torch and the rest anew: 6 s of CPU time for a server.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-slow lint types layers suite soak clean
+.PHONY: serve test test-slow test-gpu lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
@@ -22,6 +22,11 @@ suite:
 test-slow: $(VENV)/.test-ready
 	$(INSTALL) -e '.[clients,ray,nixl]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
+
+# On a machine with an NVIDIA GPU. Ranks that share it are processes of a service that must be there before the GPU is used.
+test-gpu: $(VENV)/.test-ready
+	$(PY) -m pytest --confcutdir tests/gpu -m gpu tests/gpu --ignore tests/gpu/test_ranks.py $(ARGS)
+	$(PY) -m pytest --confcutdir tests/gpu -m gpu tests/gpu/test_ranks.py $(ARGS)
 
 soak: $(VENV)/.ready
 	$(PY) -m bench.soak --model $(MODEL) $(ARGS)

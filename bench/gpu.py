@@ -1,4 +1,4 @@
-"""Every GPU kernel on the GPU at hand: checked (gpu_checks.py) and timed; then whole workloads beside vLLM's figures.
+"""Every GPU kernel on the GPU at hand, timed; then whole workloads beside vLLM's figures. What checks them is `make test-gpu`.
 
     python -m bench.gpu --json out.json [--search] [--modes invariant,fast]
 
@@ -26,9 +26,8 @@ from typing import Any, cast
 import torch
 import triton
 
-from bench import gpu_checks, gpu_engine_checks
-from bench.gpu_checks import TILES, Scene, has_flash
 from bench.gpu_workloads import MODELS, VLLM, VLLM_FP8, workloads
+from tests.gpu.scenes import TILES, Scene, has_flash
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import EngineLink
@@ -41,11 +40,6 @@ from tidemill.runner.cuda_runner import CudaRunner
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
-CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_early", "check_gemm", "check_gemm_by_roles",
-    "check_tuning", "check_sampling", "check_engine", "check_families", "check_moe", "check_flash", "check_fast_math",
-    "check_odd_requests", "check_nothing_compiles", "stress_engine",
-)  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
     "qwen06b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024)},
@@ -412,19 +406,9 @@ def main() -> None:
     parser.add_argument("--skip-details", action="store_true", help="do not time sampling and log probabilities")
     parser.add_argument("--skip-starts", action="store_true", help="do not time how long engines take to start")
     parser.add_argument("--modes", default="invariant", help="invariant, fast, or both, separated by a comma")
-    parser.add_argument("--checks", default=",".join(CHECKS), help="which to make, separated by commas; empty for none")
     parser.add_argument("--skip-kernels", action="store_true", help="do not time them one by one")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    for check in [
-        getattr(gpu_checks, name, None) or getattr(gpu_engine_checks, name) for name in filter(None, arguments.checks.split(","))
-    ]:
-        begin = time.perf_counter()
-        try:
-            check()
-            print(f"{check.__name__}: right ({time.perf_counter() - begin:.1f} s)", flush=True)
-        except AssertionError as error:
-            print(f"{check.__name__}: WRONG {error}", flush=True)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "workloads": [], "timelines": []}
     if not arguments.skip_kernels:
         result |= {"attention": time_attention(), "at_full_power": time_at_full_power(), "gemm": time_gemm(arguments.search)}

@@ -1,9 +1,6 @@
-"""Draft heads and trees of drafts on the GPU at hand: tokens and logprobs are those without them; then what a draft costs.
+"""What drafts by heads cost on the GPU at hand: `python -m bench.gpu_heads [--model qwen06b]`
 
-    python -m bench.gpu_heads [--model qwen06b] [--skip-times]
-
-Weights and heads are random, so few of the heads' drafts are right; a drafter that knows the answers grows trees, of which many
-are.
+Weights and heads are random, so few of the drafts are right.
 """
 
 from __future__ import annotations
@@ -13,17 +10,12 @@ import gc
 import json
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.gpu_engine_checks import ask
 from bench.gpu_workloads import MODELS
-from tests.helpers import Grower, guess_with
-from tidemill import events
 from tidemill.config import HEADS, EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
@@ -32,29 +24,11 @@ from tidemill.runner.spec.stored import save_draft
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
-SMALL = {
-    "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "head_dim": 128, "vocab_size": 4096,
-}  # fmt: skip
 SETTINGS = {"medusa": {"num_heads": 4}, "eagle": {}, "exit": {"layer": 2}}
 
 
 def prompt(seed: int, num: int) -> list[int]:
     return [(seed * 97 + i * i * 31 + i * 7) % 3000 + 10 for i in range(num)]
-
-
-def requests(num_out: int = 48) -> dict[str, Any]:
-    """Two of them go over the end of a split of 512 while trees are verified."""
-    sampled: dict[str, Any] = {"temperature": 0.9, "max_tokens": num_out, "ignore_eos": True}
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, logprobs=2)
-    return {
-        "greedy": (prompt(1, 90), greedy),
-        "over a split": (prompt(2, 495), greedy),
-        "seeded": (prompt(3, 500), SamplingParams(seed=5, logprobs=1, **sampled)),
-        "restricted": (prompt(4, 300), SamplingParams(seed=6, top_k=40, top_p=0.9, min_tokens=9, logit_bias={5: 2.0}, **sampled)),
-        "penalties": (prompt(5, 60), SamplingParams(seed=7, repetition_penalty=1.2, **sampled)),
-        "long": (prompt(6, 1100), greedy),
-    }
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> None:
@@ -83,60 +57,6 @@ def make_core(folder: Path, name: str, **options: Any) -> EngineCore:
     return load_core(
         EngineOptions(model=str(folder), speculate=name, draft_heads=heads, adaptive_drafts=False, max_drafts=6, **given)
     )
-
-
-def counting(core: EngineCore) -> Callable[[], tuple[int, int]]:
-    assert core.drafting is not None
-    seen, emit = list[Any](), core.drafting._emit
-    core.drafting._emit = lambda event: (seen.append(event), emit(event))[1]  # type: ignore[func-returns-value]
-    verified = lambda: [one for event in seen if isinstance(event, events.DraftsVerified) for one in event.of]  # noqa: E731
-    return lambda: (sum(one[1] for one in verified()), sum(one[2] for one in verified()))
-
-
-def check(name: str, core: EngineCore, expected: Any, asked: Any) -> None:
-    counted = counting(core)
-    begin = time.perf_counter()
-    try:
-        for _ in range(2):  # again with prefixes from the cache
-            made = ask(core, asked)
-            wrong = [key for key in asked if made[key] != expected[key]]
-            assert not wrong, wrong
-        num, right = counted()
-        assert num, "no drafts"
-        print(f"{name}: right; {right} of {num} drafts ({time.perf_counter() - begin:.1f} s)", flush=True)
-    except Exception:
-        print(f"{name}: WRONG", flush=True)
-        traceback.print_exc()
-
-
-def check_all() -> None:
-    folder, asked = Path(tempfile.mkdtemp()), requests()
-    write_model(folder, MODELS["llama8b"] | SMALL)
-    plain = make_core(folder, "off")
-    expected = ask(plain, asked)
-    alone = ask(plain, {"greedy": asked["greedy"]})
-    assert alone["greedy"] == expected["greedy"]
-    write_heads(folder / "heads", plain, 2000)
-    known = {tuple(tokens): expected[key][0] for key, (tokens, _) in asked.items()}
-    branching = {key: one for key, one in asked.items() if key != "penalties"}  # which look at a row's tokens
-    for name in HEADS:
-        try:
-            core = make_core(folder, name)
-        except Exception:
-            print(f"{name}: NOT MADE", flush=True)
-            traceback.print_exc()
-            continue
-        check(name, core, expected, asked)
-        if name == "medusa":
-            check("trees with right branches", guess_with(core, Grower(known, 0.8, vocab_size=4096)), expected, branching)
-        del core
-    try:
-        chunked = make_core(folder, "medusa", token_budget=64, max_requests=4)
-    except Exception:
-        traceback.print_exc()
-        return
-    check("medusa, chunks", chunked, expected, asked)
-    check("trees, chunks", guess_with(chunked, Grower(known, 0.8, vocab_size=4096)), expected, branching)
 
 
 def time_all(model: str) -> None:
@@ -193,11 +113,8 @@ def _step_ms(core: EngineCore, num: int, num_steps: int = 40) -> tuple[float, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen06b", choices=MODELS)
-    parser.add_argument("--skip-times", action="store_true")
     given = parser.parse_args()
-    check_all()
-    if not given.skip_times:
-        time_all(given.model)
+    time_all(given.model)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Steps in two halves on the GPU at hand (`--nano-batching`): the same bits as whole ones, and their times beside each other.
+"""Steps in two halves on the GPU at hand (`--nano-batching`), beside whole ones.
 
-    python -m bench.gpu_nano [--only check,trial,engine] [--model llama8b] [--quantization auto]
+    python -m bench.gpu_nano [--only trial,engine] [--model llama8b] [--quantization auto]
 
-check: a small Llama, tokens and log probabilities with and without. trial: steps of the model's shape, whole and in halves, in
-several contexts, and how long the trials of a start take. engine: whole workloads, with and without, in turns.
+trial: steps of the model's shape, whole and in halves, in several contexts, and how long the trials of a start take. engine:
+whole workloads, with and without, in turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import gc
 import json
-import random
 import tempfile
 import time
 import traceback
@@ -24,44 +23,14 @@ from unittest import mock
 import torch
 
 from bench.gpu import run_workload
-from bench.gpu_engine_checks import ask, random_llama
 from bench.gpu_workloads import MODELS, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import lanes
 from tidemill.runner import cuda_runner, nano
-from tidemill.sampling import SamplingParams
 
 CONTEXTS = (384, 2048)
-
-
-def check() -> None:
-    folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
-    random_llama(folder)
-
-    def ids(num: int) -> list[int]:
-        return [draw.randrange(2000) for _ in range(num)]
-
-    common = ids(600)
-    requests = {
-        f"r{i}": (
-            (common if i % 5 == 0 else []) + ids(1 + (i * 37) % 900),
-            SamplingParams(temperature=float(i % 2), max_tokens=10 + i % 50, seed=i, logprobs=2, ignore_eos=True),
-        )
-        for i in range(200)
-    }
-    seen = {}
-    for how in ("off", "on"):
-        options = {"kv_memory_bytes": 2**29, "max_requests": 128, "token_budget": 512, "nano_batching": how}
-        core = load_core(EngineOptions(model=str(folder), **options))  # type: ignore[arg-type]
-        cuts = getattr(core.runner, "_cuts", {})
-        seen[how] = ask(core, requests)
-        alone = ask(core, {"r40": requests["r40"]})["r40"]
-        print(f"nano-batching {how}: {len(cuts)} sizes in halves; alone as among others: {alone == seen[how]['r40']}", flush=True)
-        drop(core)
-    same = seen["on"] == seen["off"]
-    print(f"nano-batching: tokens and log probabilities as without: {same}{'' if same else '   <<< WRONG'}", flush=True)
 
 
 def drop(core: EngineCore) -> None:
@@ -145,15 +114,15 @@ def engine(model: str, quantization: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,trial,engine")
+    parser.add_argument("--only", default="trial,engine")
     parser.add_argument("--model", default="llama8b")
     parser.add_argument("--quantization", default="auto", help="of weights; several separated by commas")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for name in given.only.split(","):
-        for quantization in given.quantization.split(",") if name != "check" else ("",):
+        for quantization in given.quantization.split(","):
             try:
-                check() if name == "check" else (trial if name == "trial" else engine)(given.model, quantization)
+                (trial if name == "trial" else engine)(given.model, quantization)
             except Exception:
                 traceback.print_exc()
 

@@ -1,7 +1,7 @@
-"""Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
-themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
+"""Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama, timed beside bfloat16 and what memory and tensor
+cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,single,packed,many,roles,roles_time] [--seconds 200]
+    python -m bench.gpu_quant [--only bf16,fp8,single,packed,many,roles] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -26,9 +24,9 @@ import triton
 
 from tidemill.kernels.cuda import gemm, hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, add_rms_norm
+from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
 from tidemill.kernels.cuda.launch import compile_only
-from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_chunked, gemm_packed, pack, unpack_reference
+from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_chunked, gemm_packed, pack
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
 from tidemill.kernels.cuda.tuning import time_us
 
@@ -159,101 +157,6 @@ def nearest(table: dict[int, list[tuple[int, ...]]], rows: int) -> list[tuple[in
 
 
 # ---- checked
-
-
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.float() - expected).norm() / expected.norm())
-
-
-ROWS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 128, 129, 192, 256, 300)
-
-
-def check_invariance(
-    name: str, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor, bound: float
-) -> None:
-    whole = call(x)
-    wrong = [num for num in ROWS for at in (0, x.shape[0] - num)
-             if not torch.equal(call(x[at : at + num].clone()), whole[at : at + num])]  # fmt: skip
-    off = error(whole, expected)
-    print(f"check {name}: error {off:.5f} (bound {bound}); bits equal at all rows: {not wrong} {sorted(set(wrong)) or ''}"
-          f"{'' if off < bound and not wrong else '   <<< WRONG'}", flush=True)  # fmt: skip
-
-
-def wide(one: Scaled) -> torch.Tensor:
-    scales = one.scales.t().repeat_interleave(128, 1) if one.has_blocks else one.scales[:, None]
-    return one.values_NK.float() * scales
-
-
-@dataclass
-class Check:
-    name: str
-    call: Callable[[torch.Tensor], torch.Tensor]
-    num_in: int
-    rounded: Callable[[torch.Tensor], torch.Tensor]  # activations as they are multiplied
-    weight: torch.Tensor  # in float32
-    bound: float
-
-
-def new_checks() -> Iterable[Check]:
-    for num_out, num_in in ((4096, 4096), (1024, 14336), (1000, 208)):
-        for kind, dtype, blocks in (("fp8", FP8, False), ("int8", torch.int8, False), ("fp8 blocks", FP8, True)):
-            if blocks and num_in % 128:
-                continue
-            weight = new_scaled(num_out, num_in, dtype, blocks)
-            quantize = partial(quantize_blocks if blocks else quantize_rows, dtype=dtype, padded=num_in)
-            for out in (torch.bfloat16, torch.float32):
-                yield Check(
-                    f"{kind} {num_out}x{num_in} {out}",
-                    lambda x, q=quantize, w=weight, o=out: gemm_scaled(q(x), w, o),
-                    num_in,
-                    lambda x, q=quantize: wide(q(x)),
-                    wide(weight),
-                    0.01,
-                )
-    for name, how in FORMATS.items():
-        for num_out, num_in in ((1024, 4096), (4096, 14336)) if name in ("w4 g128", "w8 channel") else ((1024, 4096),):
-            packed = new_packed(num_out, num_in, *how)
-            exact, dense = unpack_reference(packed), dequantize(packed)
-            print(f"  dequantized {name}: error {error(dense, exact):.5f}, rounded once: {torch.equal(dense, exact.bfloat16())}")
-            yield Check(
-                f"{name} {num_out}x{num_in}", lambda x, w=packed: gemm_packed(x, w), num_in, torch.Tensor.float, exact, 0.005
-            )
-            yield Check(
-                f"  {name} as bfloat16",
-                lambda x, d=dense, c=packed.chunk: gemm_chunked(x, d, c),
-                num_in,
-                torch.Tensor.float,
-                exact,
-                0.005,
-            )
-
-
-def check() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    checks = list(new_checks())
-    with compile_elsewhere(), compile_only():
-        for one in checks:
-            for rows in (16, 32, 64, 128, 256, 600):
-                one.call(torch.empty(rows, one.num_in, device="cuda", dtype=torch.bfloat16))
-    generator = torch.Generator("cuda").manual_seed(0)
-    last = None
-    for one in checks:
-        generator.manual_seed(0)
-        x = torch.randn(600, one.num_in, device="cuda", dtype=torch.bfloat16, generator=generator)
-        check_invariance(one.name, one.call, x, one.rounded(x) @ one.weight.t(), one.bound)
-        out = one.call(x)
-        if one.name.startswith("  "):  # of the same weight
-            same = last is not None and torch.equal(out, last)
-            print(f"  the same bits as the packed weight's: {same}{'' if same else '   <<< WRONG'}", flush=True)
-        last = out
-    weight = new_scaled(4096, 4096)
-    given = quantize_rows(torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16), FP8, 4096)
-    for act in ("", "silu"):  # many rows are multiplied by roles
-        ours, other = (
-            gemm_scaled(given, weight, torch.bfloat16, tile, act=act) for tile in (None, ScaledTile(128, 128, 128, 3, 4))
-        )
-        same = torch.equal(ours, other)
-        print(f"check fp8 by roles {act}: the other's bits: {same}{'' if same else '   <<< WRONG'}", flush=True)
 
 
 # ---- timed
@@ -498,44 +401,6 @@ ROLES_32: dict[int, list[tuple[int, ...]]] = {  # planes of 32: buffers are half
 }
 
 
-def check_roles() -> None:
-    """The kernel with roles: the bits of the other one, at every number of rows and in every tile."""
-    checks = [
-        (name, new_packed(num_out, num_in, *FORMATS[name]), act)
-        for name, shapes in {
-            "w4 g128": ((1024, 4096, ""), (4096, 14336, ""), (4096, 4096, "silu"), (9216, 2048, "silu")),
-            "w4 g128 zeros": ((1024, 4096, ""),),
-            "w4 g32 offsets (Q4_K)": ((1024, 4096, ""), (9216, 2048, "silu")),
-            "w8 channel": ((1024, 4096, ""),),
-            "ternary": ((1024, 4096, "gelu_tanh"),),
-        }.items()
-        for num_out, num_in, act in shapes
-    ]
-    rows_to_check = (33, 48, 64, 65, 100, 128, 192, 256, 300, 600)
-    with compile_elsewhere(), compile_only():
-        for _, weight, act in checks:
-            x = torch.empty(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
-            for rows in (64, 256, 600):
-                gemm_packed(x[:rows], weight, act=act)
-                hopper_packed.gemm_by_roles(x[:rows], weight, act=act)
-    for name, weight, act in checks:
-        x = torch.randn(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
-        expected = gemm_packed(x, weight, act=act)
-        off: dict[Any, float] = {
-            rows: round(error(made, expected[:rows].float()), 5)
-            for rows in rows_to_check
-            if not torch.equal(made := hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act), expected[:rows])
-        }
-        for rows in () if act else rows_to_check:  # the norm behind it adds up
-            made, given = (torch.ones(rows, weight.num_out, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            learned = torch.ones(weight.num_out, device="cuda")
-            one = add_rms_norm(hopper_packed.gemm_by_roles(x[:rows].clone(), weight, leave=True), made, learned, 1e-5)
-            other = add_rms_norm(expected[:rows].contiguous(), given, learned, 1e-5)
-            off |= {} if torch.equal(made, given) and torch.equal(one, other) else {f"{rows} left": error(made, given.float())}
-        label = f"roles {name} {weight.num_out}x{weight.num_in} {act}"
-        print(f"check {label}: the other's bits: {not off} {off or ''}{'' if not off else '   <<< WRONG'}", flush=True)
-
-
 def time_roles(until: float) -> None:
     """Beside the kernel without them."""
     cases = []
@@ -561,39 +426,6 @@ def roles_cases(kind: str, name: str, rows: int) -> list[Case]:
     return made
 
 
-def check_engines(schemes: list[str]) -> None:
-    """Of a small random Llama in each scheme: tokens and log probabilities alone, cached, among others and in chunks."""
-    from bench.gpu_engine_checks import ask, random_llama
-    from tidemill.config import EngineOptions
-    from tidemill.engine.load import load_core
-    from tidemill.sampling import SamplingParams
-
-    folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
-    random_llama(folder)
-
-    def ids(num: int) -> list[int]:
-        return [draw.randrange(2000) for _ in range(num)]
-
-    prompt = ids(700)
-    x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
-    others = {f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
-              for i in range(255)}  # fmt: skip
-    for scheme in schemes:
-
-        def core(scheme: str = scheme, **options: Any) -> Any:
-            given: dict[str, Any] = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
-            return load_core(EngineOptions(model=str(folder), **given))
-
-        whole = core()
-        lone = ask(whole, x)["x"]
-        same = {
-            "cached": ask(whole, x)["x"] == lone,
-            "among 255 others": ask(whole, others | x)["x"] == lone,
-            "in chunks of 64": ask(core(token_budget=64, max_requests=32), x)["x"] == lone,
-        }
-        print(f"engine {scheme}: {same}{'' if all(same.values()) else '   <<< WRONG'}", flush=True)
-
-
 def summary() -> None:
     times = {(one["kind"], one["name"], one["rows"]): one for one in RESULT["times"]}
     print("\nmicroseconds, best tile (floor); last: all linears of 32 layers, ms")
@@ -607,18 +439,16 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,engine,bf16,fp8,single,packed,roles,roles_time,many")
+    parser.add_argument("--only", default="bf16,fp8,single,packed,roles,many")
     parser.add_argument("--json")
-    parser.add_argument("--schemes", default="none,fp8,int8,int4", help="of the engines")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
-        "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
+        "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
         "single": lambda: time_single(until), "packed": lambda: time_packed(until), "many": lambda: time_many(until),
-        "roles": check_roles, "roles_time": lambda: time_roles(until),
-        "engine": lambda: check_engines(options.schemes.split(",")),
+        "roles": lambda: time_roles(until),
     }  # fmt: skip
     for name in options.only.split(","):
         begin = time.monotonic()

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from bench.gpu_engine_checks import ask, random_llama
-from tidemill.config import EngineOptions
-from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.gemm import matmul
 from tidemill.kernels.cuda.scaled_gemm import gemm_scaled
 from tidemill.kernels.cuda.tuning import time_us
-from tidemill.layers.linear import Linear
-from tidemill.sampling import SamplingParams
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 64, 256, 2048)
@@ -113,49 +106,15 @@ def measure(name: str, kind: str) -> list[dict[str, Any]]:
     return lines
 
 
-def check_engine() -> None:
-    """A small Llama, pruned to 2:4, with `--quantization sparse24`: the same bits alone and among others."""
-    folder = Path(tempfile.mkdtemp())
-    random_llama(folder)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for name, values in tensors.items():
-        if name.endswith("_proj.weight"):
-            groups = values.float().unflatten(1, (-1, 4))
-            keep = torch.zeros_like(groups).scatter_(2, groups.abs().topk(2, 2).indices, 1)
-            tensors[name] = (groups * keep).flatten(1).to(values.dtype)
-    save_file(tensors, path, {"format": "pt"})
-    requests = {
-        f"r{i}": (
-            [(7 * i + j) % 1900 + 2 for j in range(20 + 37 * i)],
-            SamplingParams(max_tokens=24, logprobs=2, seed=i, temperature=0.5, ignore_eos=True),
-        )
-        for i in range(12)
-    }
-    seen = {}
-    for scheme in ("none", "sparse24"):
-        core = load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64, quantization=scheme))
-        seen[scheme] = ask(core, requests)
-        same = all(ask(core, {name: requests[name]})[name] == seen[scheme][name] for name in ("r0", "r5", "r11"))
-        linears = [module for module in core.runner.model.modules() if isinstance(module, Linear)]  # type: ignore[attr-defined]
-        kinds, wrong = sorted({type(linear.weight).__name__ for linear in linears}), "" if same else "   <<< WRONG"
-        print(f"engine {scheme}: weights {kinds}; alone as among others: {same}{wrong}", flush=True)
-    equal = sum(seen["none"][name][0] == seen["sparse24"][name][0] for name in requests)
-    print(f"requests of {len(requests)} with the dense engine's tokens: {equal}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default="bf16,int8")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--engine", action="store_true", help="check a small engine, too")
     parser.add_argument("--json")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     names = list(filter(None, given.shapes.split(",")))
     lines = [line for kind in given.kinds.split(",") for name in names for line in measure(name, kind)]
-    if given.engine:
-        check_engine()
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

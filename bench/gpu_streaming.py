@@ -1,10 +1,10 @@
 """Weights that stream from pinned host memory to the GPU at hand: the same tokens, and the share of the link's rate.
 
-    python -m bench.gpu_streaming [--only small,layers,experts] [--layers 8] [--width 4096] [--share 0.5]
+    python -m bench.gpu_streaming [--only layers,experts] [--layers 8] [--width 4096] [--share 0.5]
         [--quantization auto|fp8|int8|int4] [--rounds 3]
 
-Models with random weights, once with all of them in GPU memory and once with a part: the tokens of both are compared. small: of
-few megabytes, with every kind of weight. layers: a Llama of gigabytes. Its rates are measured in turns: copies of a layer's size
+Models with random weights, once with all of them in GPU memory and once with a part: the tokens of both are compared.
+layers: a Llama of gigabytes. Its rates are measured in turns: copies of a layer's size
 from pinned host memory, then decode steps of one request and of 32; every step copies all streamed layers once. experts: a
 mixture of experts with routers at random, and with some experts that are chosen often; how many experts were there in time, with
 and without guesses. Each part is a process of its own: if one fails, the next one runs.
@@ -151,19 +151,6 @@ def show_memory(core: EngineCore, total: int, budget: int) -> None:
     assert streaming.held_bytes <= budget
 
 
-def check_small(given: argparse.Namespace) -> None:
-    """Every kind of weight."""
-    config = settings(6, 512, 2048)
-    for quantization in ("auto", "fp8", "int4"):
-        print(f"small, {quantization}:", flush=True)
-        ((expected, _),), total = expected_and_bytes(config, quantization=quantization, max_requests=8)
-        budget = int(0.75 * total)
-        core = core_of(config, budget, quantization, max_requests=8)
-        show_memory(core, total, budget)
-        compare(core, expected)
-        let_go(core)
-
-
 def measure_layers(given: argparse.Namespace) -> None:
     print(f"layers, {given.quantization}:", flush=True)
     config = settings(given.layers, given.width)
@@ -247,7 +234,7 @@ def read_by(core: EngineCore, num: int, guesses: bool) -> str:
     )
 
 
-PARTS = {"small": check_small, "layers": measure_layers, "experts": measure_experts}
+PARTS = {"layers": measure_layers, "experts": measure_experts}
 
 
 def main() -> None:

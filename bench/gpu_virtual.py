@@ -1,11 +1,10 @@
 """`--kv-layout virtual` on the GPU at hand, beside paging.
 
-    python -m bench.gpu_virtual [--only driver,strides,answers,times] [--json out.json]
+    python -m bench.gpu_virtual [--only driver,strides,times] [--json out.json]
 
-driver: memory is mapped, shared, moved and taken away, and keeps what it holds; microseconds of each call. strides: the
-contiguous kernel over rows of [token][layer] and of [layer][token]. answers: the same bits alone, among others, in chunks,
-cached and preempted; near those of paging. times: tokens a second beside paging at batches of 1, 8 and 64, and physical
-memory beside live tokens. Each part stands for itself: if one fails, its traceback is printed and the next one runs.
+driver: microseconds of each call. strides: the contiguous kernel over rows of [token][layer] and of [layer][token]. times:
+tokens a second beside paging at batches of 1, 8 and 64, and physical memory beside live tokens. Each part stands for itself: if
+one fails, its traceback is printed and the next one runs.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.gpu_workloads import MODELS
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
-from tidemill.kernels.virtual import VirtualRows
 from tidemill.runner.cuda_step import Launched
 from tidemill.runner.virtual_cuda import VirtualCudaRunner
 from tidemill.sampling import SamplingParams
@@ -49,38 +45,6 @@ def show(**line: Any) -> Line:
 
 
 # ---- the driver's calls
-
-
-def check_driver() -> list[Line]:
-    memory = CudaMemory(GRANULE)
-    print(f"granule {memory.granule:,} bytes", flush=True)
-    rows = VirtualRows(memory, 4, 64, num_spare=4)
-    rows.set(0, np.array([3, 1, *[0] * 62]))
-    tokens = memory.view(rows.address, (8, 64, GRANULE // 4), torch.int32)
-    tokens[0, 0], tokens[0, 1] = 7, 8
-    rows.set(1, np.array([3, 2, *[0] * 62]))
-    tokens[1, 1] = 9
-    assert (tokens[1, 0] == 7).all(), "a page is the same at both addresses"
-    torch.cuda.synchronize()
-    rows.set(0, np.array([1, 2, *[0] * 62]))
-    assert (tokens[0, 0] == 8).all()
-    assert (tokens[0, 1] == 9).all()
-    rows.renew(0)
-    rows.set(0, np.array([2, 3, 1, *[0] * 61]))
-    at = rows.first_page(0) // 64
-    assert at != 0
-    assert [int(tokens[at, i, -1]) for i in range(3)] == [9, 7, 8], "contents survive"
-    memory.map_ahead(rows.address_of(0, 3))
-    rows.set(0, np.array([2, 3, 1, 5, *[0] * 60]))
-    tokens[at, 3] = 4
-    assert memory.num_in_time == 1
-    assert int(tokens[at, 3].sum()) == 4 * GRANULE // 4
-    torch.cuda.synchronize()
-    rows.drop([1, 2, 3, 5])
-    memory.settle()
-    assert memory.used_bytes == 0
-    print("mapped, shared, moved, kept and taken away", flush=True)
-    return [time_driver()]
 
 
 def time_driver(num: int = 256) -> Line:
@@ -220,44 +184,6 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]])
     return {"answers": answers, "prefill_s": first - start, "decode_tok_s": (num - num_before) / max(end - first, 1e-9)}
 
 
-def check_answers() -> list[Line]:
-    shape = MODELS["llama8b"] | {"num_hidden_layers": 4, "vocab_size": 32000}
-    asked = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=1)
-    drawn = SamplingParams(max_tokens=48, temperature=0.9, seed=5, ignore_eos=True, logprobs=1)
-    own = {"a": ([i % 31_000 for i in ids(700, 1)], asked), "b": ([i % 31_000 for i in ids(129, 2)], drawn)}
-    others = {f"o{i}": ([token % 31_000 for token in ids(1 + 97 * i % 900, 10 + i)], asked) for i in range(30)}
-    options: Line = {"kv_memory_bytes": 2**31, "max_requests": 32, "max_context": 2048}
-    core = engine(shape, kv_layout="virtual", **options)
-    alone = {name: run(core, {name: request})["answers"][name] for name, request in own.items()}
-    core.scheduler.kv.clear_prefixes()
-    again = {name: run(core, {name: request})["answers"][name] for name, request in own.items()}
-    cached = {name: run(core, {name: request})["answers"][name] for name, request in own.items()}
-    core.scheduler.kv.clear_prefixes()
-    among = run(core, own | others)["answers"]
-    lines = [
-        show(part="answers", how=how, same_bits=all(found[name] == alone[name] for name in own))
-        for how, found in (("again", again), ("cached", cached), ("among 30 others", among))
-    ]
-    memory = runner_of(core).memory
-    lines.append(show(part="answers", ahead=memory.num_ahead, in_time=memory.num_in_time, waited=memory.num_waited))
-    del core, memory
-    free()
-    core = engine(shape, kv_layout="virtual", **options | {"token_budget": 64, "kv_memory_bytes": 32 * GRANULE})
-    longer = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=1)
-    found = run(core, own | {name: (prompt, longer) for name, (prompt, _) in others.items()})["answers"]
-    num = sum(isinstance(event, Preempted) for event in core.take_events())
-    same = all(found[name] == alone[name] for name in own)
-    lines.append(show(part="answers", how="in chunks of 64, in little memory", preempted=num, same_bits=same))
-    del core
-    free()
-    core = engine(shape, **options)
-    paged = {name: run(core, {name: request})["answers"][name] for name, request in own.items()}
-    num_same = sum(x[0] == y[0] for name in own for x, y in zip(alone[name], paged[name], strict=True))
-    first = max(abs(alone[name][0][1] - paged[name][0][1]) for name in own)
-    lines.append(show(part="answers", how="beside paging", same_tokens=num_same, of=96, first_logprob_apart=round(first, 4)))
-    return lines
-
-
 def free() -> None:
     gc.unfreeze()
     gc.collect()
@@ -325,9 +251,8 @@ def watch_memory(core: EngineCore, token_bytes: int) -> Line:
 
 
 PARTS: dict[str, Callable[[], list[Line]]] = {
-    "driver": check_driver,
+    "driver": lambda: [time_driver()],
     "strides": time_strides,
-    "answers": check_answers,
     "times": time_engines,
 }
 

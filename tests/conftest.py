@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU, which `--device auto` would take, is checked by bench/gpu.py
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU, which `--device auto` would take, is for tests/gpu
 
 import contextlib
 import shutil
@@ -45,6 +45,8 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 # Typer makes all commands with all their options anew, 0.15 s for each command that a test invokes.
 typer.testing._get_command = cache(typer.testing._get_command)
 
+
+collect_ignore = ["gpu"]  # those have a conftest of their own: here kernels are interpreted
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (

@@ -15,7 +15,7 @@ from tests.helpers import LONG_S
 
 ROOT = Path(__file__).parents[2]
 NAMES = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.ispkg]
-SHARED = {"gpu_checks", "gpu_engine_checks", "gpu_workloads", "parts"}  # imported by scripts, and none themselves
+SHARED = {"gpu_workloads", "parts"}  # imported by scripts, and none themselves
 
 
 @pytest.mark.parametrize("of_gpu", [False, True])

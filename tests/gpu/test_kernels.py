@@ -1,5 +1,4 @@
-"""Every GPU kernel held against a reference on the GPU at hand, and bit for bit against itself in other batches. Run by
-bench/gpu.py."""
+"""Every GPU kernel held against its reference on the GPU at hand, and bit for bit against itself in other batches."""
 
 from __future__ import annotations
 
@@ -7,8 +6,6 @@ import itertools
 import json
 import math
 import os
-import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,38 +13,22 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.cuda import attention, attention_lists, elementwise, flash, launch, records, sampling, tuning
-from tidemill.kernels.cuda.attention_lists import BLOCK, SPLIT, Lists, num_prompt_programs, prompt_rows, shared_rows
-from tidemill.kernels.cuda.gemm import BY_ROLES, MANY, Tile, gemm, library_agrees, matmul
+from tests.gpu.scenes import TILES, Scene, has_flash
+from tidemill.kernels.cuda import attention, elementwise, launch, sampling, tuning
+from tidemill.kernels.cuda.attention_lists import BLOCK, Lists
+from tidemill.kernels.cuda.gemm import BY_ROLES, MANY, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
-from tidemill.kernels.masks import capped
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.model_config import AttentionSpec
-from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
 
-# Tiles of the matmul by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
-_PLAIN = {
-    16: [(16, 512, 3, 2), (16, 512, 4, 2), (16, 1024, 3, 4), (32, 128, 8, 4), (32, 256, 3, 2), (64, 128, 5, 4), (64, 256, 3, 4)],
-    32: [(16, 512, 3, 2), (32, 128, 6, 4), (32, 512, 3, 4), (64, 256, 3, 4), (128, 64, 5, 4)],
-}
-_BULK = {
-    64: [(32, 128, 5, 4), (64, 128, 4, 4), (128, 64, 5, 4), (256, 64, 4, 8)],
-    128: [(32, 128, 5, 4), (64, 64, 6, 4), (128, 64, 4, 4), (256, 64, 4, 8)],
-    256: [(64, 64, 4, 8), (128, 64, 4, 8)],
-}
-TILES = {
-    rows: [Tile(rows, *rest) for rest in _PLAIN.get(rows, [])] + [Tile(rows, *rest, bulk=1) for rest in _BULK.get(rows, [])]
-    for rows in (16, 32, 64, 128, 256)
-}
 
-
-def check_elementwise() -> None:
+def test_elementwise() -> None:
     for width in (4096, 1024, 576):
         x, residual = torch.randn(2, 300, width, device="cuda", dtype=torch.bfloat16).unbind()
         weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
@@ -86,7 +67,7 @@ def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
         assert torch.equal(alone, out[7:8]), ours
 
 
-def check_gemm() -> None:
+def test_gemm() -> None:
     torch.manual_seed(0)
     for num_out, num_in in ((4096, 4096), (1024, 3072), (1000, 1024), (512, 14336)):
         weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) / num_in**0.5
@@ -108,7 +89,7 @@ def check_gemm() -> None:
             assert torch.equal(gemm(part, weight, tile, bias_N=bias, act="silu"), gated[:200]), tile
 
 
-def check_gemm_by_roles() -> None:
+def test_gemm_by_roles() -> None:
     """The kernel for many rows: the bits of the other one."""
     torch.manual_seed(0)
     for num_out, num_in in ((6144, 4096), (28672, 4096), (4096, 14336), (1008, 1024), (1040, 1032), (272, 72)):
@@ -122,11 +103,9 @@ def check_gemm_by_roles() -> None:
                 assert torch.equal(out, expected[:rows]), (num_out, num_in, rows, act)
 
 
-def check_tuning() -> None:
+def test_tuning(tmp_path: Path) -> None:
     """A shape that no table knows: searched once, kept for the next start, the same bits whatever is found."""
-    folder = Path(tempfile.mkdtemp())
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}):
-        begin = time.perf_counter()
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}):
         for act, num_out, num_in in (("", 5120, 2560), ("", 2560, 4096), ("silu", 19456, 2560), ("", 2560, 9728)):
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
             x = torch.randn(300, num_in, device="cuda", dtype=torch.bfloat16)
@@ -134,105 +113,11 @@ def check_tuning() -> None:
             tuning.find_tiles(weight, act, library=True)
             after = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        print(f"  searched four shapes in {time.perf_counter() - begin:.1f} s")
-        kept = json.loads((folder / "tidemill" / "tiles.json").read_text())
+        kept = json.loads((tmp_path / "tidemill" / "tiles.json").read_text())
         assert list(kept[torch.cuda.get_device_name()]) == ["5120x2560", "2560x4096", "19456x2560", "2560x9728"]
-        print("  found:", kept)
 
 
-class Scene:
-    """Rows of a paged cache with so many tokens each, and a query for every token. Rows of the family have the same pages of
-    the first `common` positions."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        family: tuple[int, ...] = (),
-        common: int = 0,
-        layers: int = 2,
-        **more: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        given: dict[str, Any] = {"scale": dim**-0.5} | more
-        self.spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotation=None, **given)
-        self.sinks = torch.randn(heads, device="cuda") if self.spec.has_sinks else None
-        page = BLOCK
-        self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
-        num_pages = sum(-(-length // page) for length in lengths) + 1
-        self.cache = torch.randn(num_pages, layers, 2, kv_heads, page, dim, device="cuda", dtype=torch.bfloat16)
-        order, used = np.random.default_rng(0).permutation(num_pages - 1) + 1, 0
-        self.pages = np.zeros((len(lengths), -(-max(lengths) // page)), np.int32)
-        for row, length in enumerate(lengths):
-            num = -(-length // page)
-            self.pages[row, :num] = order[used : used + num]
-            used += num
-        for row in family[1:]:
-            self.pages[row, : common // page] = self.pages[family[0], : common // page]
-        self.table = torch.from_numpy(self.pages).cuda()
-        self.qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
-        self.first = np.cumsum([0, *lengths])
-        self.scales: torch.Tensor | None = None
-        self.copies: torch.Tensor | None = None  # room for pages in bfloat16, if there are scales
-
-    def expected(self, row: int, start: int, count: int) -> torch.Tensor:
-        pages, positions = self.table[row].long(), torch.arange(start, start + count, device="cuda")
-        k, v = (self.cache[pages, 1, i].transpose(1, 2).flatten(0, 1)[: start + count].float() for i in (0, 1))
-        first = self.first[row] + start
-        q = self.qkv[first : first + count].view(count, -1, self.dim)[:, : self.heads].float()
-        num_repeats = self.heads // self.kv_heads
-        scores = torch.einsum("tnd,lnd->ntl", q, k.repeat_interleave(num_repeats, 1)) * self.spec.scale
-        scores, keys = capped(scores, self.spec.softcap), torch.arange(k.shape[0], device="cuda")
-        scores.masked_fill_(keys > positions[:, None], float("-inf"))
-        if self.spec.window:
-            scores.masked_fill_(keys <= positions[:, None] - self.spec.window, float("-inf"))
-        if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, count, 1)], dim=-1)
-        weights = scores.softmax(-1)[..., : k.shape[0]]
-        return torch.einsum("ntl,lnd->tnd", weights, v.repeat_interleave(num_repeats, 1)).flatten(1)
-
-    def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, Lists]:
-        """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
-        group = self.heads // self.kv_heads
-        roles = attention_lists.by_roles((self.spec,), self.scales is not None)
-        tile, members = prompt_rows(group, roles) // group, shared_rows(group) // group
-        tile = flash.WHOLE if by_flash else tile
-        room = self.copies.shape[0] if self.copies is not None else 0
-        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile, room=room)
-        lens = (len(work.singles), len(work.shared), len(work.prompts))
-        singles, shared, prompts = (-(-num // extra) if extra else num for num in lens)
-        if by_flash:
-            prompts = flash.MOST_PROMPTS
-        elif not extra and len(work.prompts):
-            prompts = num_prompt_programs(len(work.prompts), self.kv_heads, roles)
-        programs = singles, shared, prompts
-        words = np.zeros(2**22, np.int32)
-        size = work.rows.size
-        work.write(words, size, 0, programs)
-        device = torch.from_numpy(words).cuda()
-        num_parts = size * int(work.positions.max() // SPLIT + 1)
-        partial = torch.full((num_parts, self.heads, self.dim + 2), float("nan"), device="cuda")
-        done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
-        others = flash.Prompts.of(device, self.table) if by_flash else None
-        return work, Lists(
-            device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, others, roles, copies=self.copies
-        )
-
-    def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False, alone: bool = False) -> torch.Tensor:
-        work, lists = self.prepare(items, extra, by_flash)
-        lists.alone = alone
-        where = torch.from_numpy(self.first[work.rows] + work.positions).cuda()
-        qkv = self.qkv[where]
-        out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
-        positions = torch.from_numpy(work.positions).cuda()
-        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.spec, positions, self.sinks, scales=self.scales)
-        assert not lists.done.any()
-        return out
-
-
-def check_attention() -> None:
+def test_attention() -> None:
     everything: dict[str, Any] = {"window": 600, "softcap": 5.0, "has_sinks": True}
     kinds: list[tuple[int, int, int, dict[str, Any]]] = [
         (32, 8, 128, {}), (32, 8, 128, {"scale": 1.0}), (16, 8, 128, {}), (9, 3, 64, {}), (64, 8, 64, everything),
@@ -269,7 +154,7 @@ def check_attention() -> None:
         assert torch.equal(scene.run(items, extra=5), alone), "a shared prefix, few programs"
 
 
-def check_early() -> None:
+def test_early() -> None:
     """The kernel that enters keys lets attention in: nothing may be read too early. Layers in a graph, many times."""
     for lengths in ([385], [512], [65], [1400], [385, 64, 700, 1]):
         scene = Scene(lengths, 32, 8, 128, layers=8)
@@ -309,17 +194,11 @@ def _attend_layers(
         attention.attend(qkv, scene.cache, layer, scene.table, lists, out, scene.spec, positions)
 
 
-def has_flash() -> bool:
-    try:
-        return flash.forward() is not None
-    except ImportError as error:
-        print(f"  flash-attn-4 is not there: {error}")
-        return False
-
-
-def check_flash() -> None:
+def test_flash() -> None:
     """Prompts by flash-attn-4: whole, in chunks, several in a step with single tokens between them."""
-    for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (9, 3, 64)) if has_flash() else ():
+    if not has_flash():
+        pytest.skip("flash-attn-4 is not there")
+    for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (9, 3, 64)):
         lengths = [1301, 65, 2070, 513, 64]
         scene = Scene(lengths, heads, kv_heads, dim)
         items = [(0, 0, 1301), (1, 64, 1), (2, 1000, 1070), (3, 0, 513), (4, 0, 64)]
@@ -330,7 +209,7 @@ def check_flash() -> None:
             first += item[2]
 
 
-def check_heads() -> None:
+def test_heads() -> None:
     heads, kv_heads, dim, page = 16, 8, 128, 16
     qkv = torch.randn(40, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     cache = torch.zeros(10, 3, 2, kv_heads, page, dim, device="cuda", dtype=torch.bfloat16)
@@ -351,7 +230,7 @@ def check_heads() -> None:
         assert torch.equal(entered[:, 1], v)
 
 
-def check_sampling() -> None:
+def test_sampling() -> None:
     """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in any batch."""
     torch.manual_seed(0)
     logits = torch.randn(8, 128256, device="cuda") * 3

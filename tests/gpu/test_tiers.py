@@ -1,18 +1,14 @@
-"""Host memory, disk and another engine behind the KV cache of the GPU at hand: the same bits as without them, also while requests
-come and go.
-
-python -m bench.gpu_tiers            (figures: python -m bench.kv_tiers --device cuda --model ... --host 8589934592)
-"""
+"""Host memory, disk and another engine behind the KV cache of the GPU at hand: the same bits as without them."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_engine_checks import ask, random_llama
+import pytest
+
+from tests.gpu.engines import ask, random_llama
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
@@ -21,13 +17,23 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, Submit
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiers")
+    random_llama(made)
+    return made
+
+
 def loads_of(core: EngineCore, tier: Tier) -> bool:
     tiers = core.scheduler.kv.tiers
     assert tiers is not None
     return (tier, True) in tiers.costs._moves
 
 
-def check_answers(folder: Path, draw: random.Random) -> None:
+def test_host_memory_and_disk(folder: Path, tmp_path: Path) -> None:
+    """The same bits from host memory, from disk and after a restart."""
+    draw = random.Random(0)
+
     def core(**options: Any) -> EngineCore:
         return load_core(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 64} | options)))
 
@@ -40,7 +46,7 @@ def check_answers(folder: Path, draw: random.Random) -> None:
         assert ask(host, asked) == lone, f"host memory, turn {turn}"
     assert loads_of(host, Tier.HOST)
     host.close()
-    disk = f"{tempfile.mkdtemp()}:{2**28}"
+    disk = f"{tmp_path}:{2**28}"
     first = core(**tight, kv_host_memory_bytes=2**23, kv_disk=disk)
     for turn in range(3):
         assert ask(first, asked) == lone, f"disk, turn {turn}"
@@ -51,8 +57,9 @@ def check_answers(folder: Path, draw: random.Random) -> None:
     again.close()
 
 
-def check_transfer(folder: Path, draw: random.Random) -> None:
+def test_transfer(folder: Path) -> None:
     """Two engines on the GPU: what the first has computed, the second fetches."""
+    draw = random.Random(1)
 
     def core(**options: Any) -> EngineCore:
         return load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**27, max_requests=32, token_budget=256, **options))
@@ -69,8 +76,9 @@ def check_transfer(folder: Path, draw: random.Random) -> None:
         one.close()
 
 
-def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
+def test_arrivals_and_aborts(folder: Path) -> None:
     """Arrivals and aborts while moves are under way. What was asked at the end is answered as by an engine without tiers."""
+    draw, num_steps = random.Random(2), 2000
     common = [[draw.randrange(2000) for _ in range(400)] for _ in range(12)]
     options = EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=32, max_context=1024, token_budget=256)
     core = load_core(EngineOptions(**(vars(options) | {"kv_host_memory_bytes": 2**26})))
@@ -96,19 +104,3 @@ def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
     assert ask(core, asked) == ask(load_core(options), asked)
     assert loads_of(core, Tier.HOST)
     core.close()
-
-
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
-    random_llama(folder)
-    check_answers(folder, draw)
-    print("tiers: the same bits from host memory, from disk and after a restart")
-    check_transfer(folder, draw)
-    print("tiers: the same bits from another engine")
-    stress(folder, draw)
-    print("tiers: the same bits after arrivals and aborts")
-
-
-if __name__ == "__main__":
-    main()

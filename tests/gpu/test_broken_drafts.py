@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.gpu_engine_checks import ask, random_llama
+from tests.gpu.engines import ask, random_llama
 from tests.helpers import Guesser, guess_with
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
@@ -32,8 +30,8 @@ class Poison(Guesser):
         ]
 
 
-def check_broken_drafts() -> None:
-    folder = Path(tempfile.mkdtemp())
+def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
+    folder = tmp_path
     random_llama(folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).clone()
@@ -57,9 +55,3 @@ def check_broken_drafts() -> None:
     drafted.drafting = None
     assert ask(drafted, requests) == expected
     assert not drafted.runner.cache[1:].isnan().any(), "a page that was given up holds NaN"
-    print("Drafts that are NaN: right")
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    check_broken_drafts()

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from tidemill.engine.metrics import Metrics
 from tidemill.events import (
     Admitted,
     DraftsVerified,
@@ -16,7 +17,6 @@ from tidemill.events import (
     TakenOver,
     WeightsStreamed,
 )
-from tidemill.server.metrics import Metrics
 
 FROM_TIERS = Admitted(0.0, "x", 0, 96, 100, 0.0, "prefix hit", num_host=64, num_disk=16)
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"

@@ -255,8 +255,8 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
         dense = num_prompt if have["dense"] is None else min(have["dense"], num_prompt)
         observed = min(_DOUBLE_OBSERVED, dense) if policy.kind == "double" else 0
         return CachePolicy(
-            policy.kind, num_prompt, num_all, num_all, observed=observed, dense=dense, dense_layers=have["dense_layers"], share=float(share),
-            num_read=0 if share else int(have["budget"]), channels=have.get("channels", 0),
+            policy.kind, num_prompt, num_all, num_all, observed=observed, dense=dense, dense_layers=have["dense_layers"],
+            share=float(share), num_read=0 if share else int(have["budget"]), channels=have.get("channels", 0),
         )  # fmt: skip
     else:
         base = num_prompt if policy.kind == "snapkv" else num_all

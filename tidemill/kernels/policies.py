@@ -142,8 +142,8 @@ class Policies:
             token += part.count
 
     def _place_sparse(self, first: _Open, owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
-        """Each query on its own, since it chooses its pages or tokens; in the first segment, the pages that are full by now. Before
-        them, queries that see everything and by which Double Sparsity chooses its channels."""
+        """Each query on its own, since it chooses its pages or tokens; in the first segment, the pages that are full by now.
+        Before them, the queries that see everything and by which Double Sparsity chooses its channels."""
         assert self._kv is not None
         policy, num_dense = owner.policy, max(min(owner.policy.dense - start, count), 0)
         size = self._kv.page_size if policy.kind == "quest" else 1

@@ -3,6 +3,7 @@
     python -m bench.kv_policies streaming --tokens 32768
     python -m bench.kv_policies h2o --tokens 4096 --texts 4
     python -m bench.kv_policies quest --tokens 4096
+    python -m bench.kv_policies budgets --tokens 1024 --texts 1
 
 The text is that of bench/perplexity.py. Requests that are compared run in one engine, side by side; for speed, in turn.
 """
@@ -133,14 +134,37 @@ def quest(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None
           f"{took['full'] / took['quest']:.2f}x")  # fmt: skip
 
 
+def budgets(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None:
+    """All policies at one budget, an eighth of the text, after 256 tokens that everything sees."""
+    ids, dense, budget = text_ids(model, num_tokens * num_texts), 256, num_tokens // 8
+    sparse: Policy = {"budget": 0.125, "dense": dense}
+    kinds: dict[str, Policy] = {
+        "full": {"kind": "full"},
+        "window": {"kind": "window", "recent": budget},
+        "streaming": {"kind": "streaming", "sinks": 4, "recent": budget - 4},
+        "h2o": {"kind": "h2o", "budget": budget},
+        "quest": {"kind": "quest"} | sparse,
+        **{f"double, {num} channels": {"kind": "double", "channels": num} | sparse for num in (8, 16, 32)},
+    }
+    totals: dict[str, list[float]] = {name: [] for name in kinds}
+    for i in range(num_texts):
+        text = ids[i * num_tokens : (i + 1) * num_tokens]
+        for name, values in logprobs(core, {name: (text, policy) for name, policy in kinds.items()})[0].items():
+            totals[name] += values[dense - 1 :]
+    print(f"{num_texts} texts of {num_tokens:,} tokens, a budget of {budget}: perplexity of the tokens after {dense}")
+    print("| policy | perplexity |\n|---|---|")
+    for name, values in totals.items():
+        print(f"| {name} | {perplexity(values):.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("streaming", "h2o", "quest"))
+    parser.add_argument("what", choices=("streaming", "h2o", "quest", "budgets"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--texts", type=int, default=3)
     arguments = parser.parse_args()
-    run = {"streaming": streaming, "h2o": h2o, "quest": quest}[arguments.what]
+    run = {"streaming": streaming, "h2o": h2o, "quest": quest, "budgets": budgets}[arguments.what]
     run(load(arguments.model), arguments.model, arguments.tokens, arguments.texts)
 
 

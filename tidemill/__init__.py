@@ -6,16 +6,17 @@ LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
 
 from typing import TYPE_CHECKING, Any
 
-from tidemill.sampling import BeamSearchParams, SamplingParams
+from tidemill.sampling import BeamSearchParams, Grammar, RequestOutputKind, SamplingParams
 from tidemill.version import __version__
 
 if TYPE_CHECKING:
+    from tidemill.engine.async_llm import AsyncLLM
     from tidemill.engine.llm import LLM
     from tidemill.programs import assistant, fork, gen, join, program, select, system, user
 
 __all__ = [
-    "LLM", "BeamSearchParams", "SamplingParams", "__version__", "assistant", "fork", "gen", "join", "program", "select", "system",
-    "user",
+    "LLM", "AsyncLLM", "BeamSearchParams", "Grammar", "RequestOutputKind", "SamplingParams", "__version__", "assistant", "fork",
+    "gen", "join", "program", "select", "system", "user",
 ]  # fmt: skip
 
 
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from tidemill.engine.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from tidemill.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in __all__:
         from tidemill import programs
 

@@ -20,6 +20,7 @@ from tidemill.errors import InvalidRequest
 MAX_SINKS, MAX_SLOTS = 1024, 2**24
 _MOST_AT_ONCE = 64  # tokens that are given up together, at most: a sixteenth of the slots otherwise
 _NEVER = 2**62
+_DOUBLE_OBSERVED = 32  # queries by which Double Sparsity chooses its channels
 _FIELDS: dict[str, dict[str, float | None]] = {  # by kind: what can be said, and what it is otherwise
     "full": {},
     "window": {"recent": 1024},
@@ -27,7 +28,7 @@ _FIELDS: dict[str, dict[str, float | None]] = {  # by kind: what can be said, an
     "h2o": {"budget": 0.2, "recent": None},
     "snapkv": {"budget": 1024, "observed": 32},
     "quest": {"budget": 0.25, "dense": None, "dense_layers": 2},
-    "double": {"budget": 0.125, "channels": 8, "dense": None, "dense_layers": 2},
+    "double": {"budget": 0.125, "channels": 16, "dense": None, "dense_layers": 2},
     "random": {"budget": 0.2, "recent": None},  # to compare others with
 }
 KINDS = tuple(kind for kind in _FIELDS if kind != "random")
@@ -150,9 +151,14 @@ class CachePolicy(msgspec.Struct, frozen=True):
         """Leading tokens that may come from the prefix cache."""
         if self.kind == "h2o":  # their attention is needed
             return 0
-        if self.kind == "snapkv":
-            return self.num_prompt - self.observed
+        if self.kind in ("snapkv", "double"):
+            return self.first_observed
         return self.dense if self.kind in SPARSE else self.capacity - 1  # one more, and slots would be given up
+
+    @property
+    def first_observed(self) -> int:
+        """Position of the first of the queries that decide: the last of the prompt, or of those that see everything."""
+        return (self.dense if self.kind == "double" else self.num_prompt) - self.observed
 
     @property
     def _first_eviction(self) -> int:
@@ -247,9 +253,10 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
     elif policy.kind in SPARSE:
         share = have["budget"] if have["budget"] <= 1 else 0.0
         dense = num_prompt if have["dense"] is None else min(have["dense"], num_prompt)
+        observed = min(_DOUBLE_OBSERVED, dense) if policy.kind == "double" else 0
         return CachePolicy(
-            policy.kind, num_prompt, num_all, num_all, dense=dense, dense_layers=have["dense_layers"], share=float(share),
-            num_read=0 if share else int(have["budget"]), channels=have.get("channels", 0),
+            policy.kind, num_prompt, num_all, num_all, observed=observed, dense=dense, dense_layers=have["dense_layers"],
+            share=float(share), num_read=0 if share else int(have["budget"]), channels=have.get("channels", 0),
         )  # fmt: skip
     else:
         base = num_prompt if policy.kind == "snapkv" else num_all

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import enum
+import json
 import math
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -59,11 +62,19 @@ _LISTS = (
 )  # fmt: skip
 _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
 # Names of vLLM's SamplingParams: those that cannot change the tokens, and those that would and are not supported.
-_WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens", "output_kind"})
+_WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens"})
 _UNSUPPORTED = frozenset({
-    "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "guided_decoding",
-    "structured_outputs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "extra_args",
+    "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "truncate_prompt_tokens", "bad_words",
+    "allowed_token_ids", "extra_args",
 })  # fmt: skip
+# vLLM's names of what asks for structured output, the fields of what is given there with their kinds of grammar, and fields that
+# cannot change the answer.
+_STRUCTURED = ("structured_outputs", "guided_decoding")
+_KINDS = {
+    "json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json_schema",
+    "structural_tag": "structural_tag",
+}  # fmt: skip
+_STRUCTURED_WITHOUT_EFFECT = frozenset({"backend", "backend_was_auto", "disable_fallback", "disable_any_whitespace"})
 
 
 # What changes logits or restricts tokens. Beams are ranked by the model's own log-probabilities, so it cannot go with them.
@@ -88,6 +99,65 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: str  # json_schema, regex, grammar (Lark or GBNF), choice (a JSON list of strings) or structural_tag (JSON)
     text: str
+
+    @staticmethod
+    def read(given: Any) -> Grammar:
+        """From a JSON schema as a dict, or the text of a grammar."""
+        if isinstance(given, Grammar) and isinstance(given.kind, str) and isinstance(given.text, str):
+            return given
+        if isinstance(given, Mapping | str):
+            return _grammar("json_schema" if isinstance(given, Mapping) else "grammar", given, "grammar")
+        raise InvalidRequest(
+            f"grammar is {str(given)[:100]!r} ({type(given).__name__}).",
+            fix='Give a Grammar("regex", "[0-9]+"), a JSON schema as a dict, or the text of a Lark or GBNF grammar.',
+            param="grammar",
+        )
+
+    @staticmethod
+    def of_vllm(given: Any, name: str) -> Grammar:
+        """From vLLM's StructuredOutputsParams or GuidedDecodingParams, or a dict with their fields: exactly one of them."""
+        fields = given if isinstance(given, Mapping) else getattr(given, "__dict__", None)
+        one_of = f"Give one of {', '.join(_KINDS)}."
+        if not isinstance(fields, Mapping):
+            raise InvalidRequest(f"{name} is {str(given)[:100]!r}; it must be a dict.", fix=one_of, param=name)
+        asked = {field: value for field, value in fields.items() if value is not None and value is not False}
+        kinds = [field for field in asked if field in _KINDS]
+        others = [field for field in asked if field not in _KINDS and not str(field).startswith("_")]
+        if unknown := [field for field in others if field not in _STRUCTURED_WITHOUT_EFFECT]:
+            raise InvalidRequest(f"{name} has {unknown[0]!r}, which is not supported.", fix=one_of, param=name)
+        if len(kinds) != 1:
+            raise InvalidRequest(
+                f"{name} has {' and '.join(kinds) or 'nothing that the output must match'}.", fix=one_of, param=name
+            )
+        value = {"type": "object"} if kinds[0] == "json_object" else asked[kinds[0]]
+        return _grammar(_KINDS[kinds[0]], value, name)
+
+
+def _grammar(kind: str, value: Any, param: str) -> Grammar:
+    if isinstance(value, str):
+        return Grammar(kind, value)
+    try:
+        return Grammar(kind, json.dumps(value, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        what = f"The {kind} of {param} cannot be written as JSON: {error}."
+        raise InvalidRequest(what, fix="Give a text, or lists and dicts of texts and numbers.", param=param) from None
+
+
+class RequestOutputKind(enum.Enum):
+    """What AsyncLLM yields after each step, as vLLM has it: all of the output so far, what is new, or only the whole."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+    @classmethod
+    def read(cls, given: Any) -> Self:
+        """Also from a name, a number, or vLLM's own."""
+        for kind in cls:
+            if given is kind or getattr(given, "value", given) == kind.value or str(given).upper() == kind.name:
+                return kind
+        names = ", ".join(kind.name for kind in cls)
+        raise InvalidRequest(f"There is no output_kind {given!r}.", fix=f"Choose {names}.", param="output_kind")
 
 
 class Beams(msgspec.Struct, frozen=True):
@@ -137,6 +207,11 @@ class _ByName(msgspec.StructMeta):
         def __call__(cls, **given: Any) -> Any:
             known = cls.__struct_fields__
             kept = {}
+            for name in _STRUCTURED if "grammar" in known else ():
+                if (value := given.pop(name, None)) is not None:
+                    if given.get("grammar") is not None:
+                        raise InvalidRequest(f"{name} does not go with grammar.", fix="Give one of them.", param=name)
+                    given["grammar"] = Grammar.of_vllm(value, name)
             for name, value in given.items():
                 if name in known:
                     if value is not None or name in _MAY_BE_NONE:
@@ -203,6 +278,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         None  # which tokens stay in the KV cache; a name or a dict is taken, too. None: the engine's default
     )
     pair_start: int = 0  # with pooling, of a pair of texts: where the second begins, if the model tells them apart by types
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of AsyncLLM
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
@@ -234,6 +310,9 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             for field, other in (("pooling", self.pooling), ("beam search", self.beams)):
                 if other is not None and self.kv_policy.kind != "full":
                     raise InvalidRequest(f"kv_policy does not go with {field}.", fix="Leave one of them out.", param="kv_policy")
+        if self.grammar is not None:
+            msgspec.structs.force_setattr(self, "grammar", Grammar.read(self.grammar))
+        msgspec.structs.force_setattr(self, "output_kind", RequestOutputKind.read(self.output_kind))
         if self.pooling not in (None, "mean", "last", "cls", "none", "score"):
             raise InvalidRequest(f"pooling is mean, last, cls, none or score; got {self.pooling!r}.", param="pooling")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
@@ -261,6 +340,17 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
                 raise InvalidRequest(
                     f"logit_bias maps token ids to numbers from -100 to 100; got {token!r}: {bias!r}.", param="logit_bias"
                 )
+
+    def __repr__(self) -> str:
+        """What was given; and what was not, and takes the model's default."""
+        neutral, shown = type(self)(), []
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not self.is_given(name):
+                shown.append(f"{name}=<the model's>")
+            elif value != getattr(neutral, name) or not neutral.is_given(name):
+                shown.append(f"{name}={value!r}")
+        return f"SamplingParams({', '.join(shown)})"
 
     def is_given(self, name: str) -> bool:
         return not isinstance(getattr(self, name), UnsetReal | UnsetInteger)

@@ -1,5 +1,6 @@
 """Checkpoints as Transformers' modules layer by layer: every family, from folders and from GGUF; runs that are interrupted."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from tests.helpers import byte_tokenizer, make_llama
 from tests.models.test_families import ALL, save
 from tests.weights.test_safetensors import edit_weights
 from tidemill.compress.calibration import Calibration, calibration_ids
-from tidemill.compress.decoder import Decoder, compute_device, matrix_of, set_matrix
+from tidemill.compress.decoder import Decoder, compute_device, matrix_of, set_matrix, without_weights
 from tidemill.compress.methods.inputs import collect
 from tidemill.compress.source import Source
 from tidemill.compress.walk import LayerJob, walk
@@ -186,3 +187,9 @@ def test_experts_are_refused(key):
 def test_devices_that_are_not_there(device):
     with pytest.raises(ConfigError, match=device):
         compute_device(device)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ConfigError, match=r"-m pip install 'tidemill\[compress\]'\. `make serve` does not install it"):
+        without_weights({"model_type": "llama"})

@@ -5,8 +5,12 @@ import torch
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tidemill import events
+from tidemill.compress.evaluate import default_text
+from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import native
 from tidemill.kv_policy import read_policy, settle
 from tidemill.sampling import SamplingParams
@@ -188,3 +192,19 @@ def test_limits_and_defaults(model, tmp_path):
         make_core(model, max_stream=100)
     with pytest.raises(InvalidRequest, match="float32 or bfloat16"):
         make_core(model, kv_dtype="int8").submit(Submit("x", ids(5), greedy(1, kv_policy="h2o")))
+
+
+@pytest.mark.slow
+def test_double_sparsity_by_default_beats_a_window(smollm2_path):
+    """On the default model, with the same budget. Before the channels were chosen by queries too, it lost to the window."""
+    core = load_core(EngineOptions(model=str(smollm2_path), prefix_caching=False, kv_memory_bytes=2**29, speculate="off"))
+    text = Tokenizer.load(smollm2_path).encode(default_text())[:640]
+    policies = {
+        "full": {"kind": "full"},
+        "window": {"kind": "window", "recent": 80},
+        "double": {"kind": "double", "dense": 256},
+    }
+    asked = {name: (text, greedy(1, prompt_logprobs=0, kv_policy=policy)) for name, policy in policies.items()}
+    answers = run(core, asked)
+    lost = {name: -sum(one.logprob for one in answer.prompt_logprobs[255:]) / 384 for name, answer in answers.items()}
+    assert lost["double"] - lost["full"] < 0.3 * (lost["window"] - lost["full"])

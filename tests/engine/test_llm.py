@@ -6,10 +6,9 @@ import signal
 import msgspec
 import pytest
 
-from tidemill import LLM, BeamSearchParams, SamplingParams
-from tidemill.errors import ConfigError, InvalidRequest
+from tidemill import LLM, BeamSearchParams, Grammar, SamplingParams
+from tidemill.errors import ConfigError, EngineDead, InvalidRequest
 from tidemill.events import Finished
-from tidemill.sampling import Grammar
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,8 @@ def test_results_carry_everything(llm):
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=5, n=2, logprobs=2, prompt_logprobs=1)
     (output,) = llm.generate(["abcdef"], params)
     assert len(output.outputs) == 2
-    assert len(output.prompt_logprobs) == 5
+    assert output.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in output.prompt_logprobs[1:]] == output.prompt_token_ids[1:]
     for sample in output.outputs:
         assert len(sample.token_ids) == len(sample.logprobs) == 5
         assert sample.finish_reason == "length"
@@ -234,3 +234,129 @@ def test_parameters_as_vllm_takes_them(llm):
     assert SamplingParams(temperature=None, stop=None, best_of=None, detokenize=True) == SamplingParams()
     with pytest.raises(InvalidRequest, match="sampling_params is a SamplingParams"):
         llm.generate("x", {"temperature": 0})
+
+
+def test_logprobs_are_read_as_vllm_has_them(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate(["abcdef"], params)
+    first, *others = output.prompt_logprobs
+    assert first is None
+    for token, entry in zip(output.prompt_token_ids[1:], others, strict=True):
+        assert next(iter(entry)) == token
+        assert entry[token].decoded_token == llm.tokenizer.token_text(token)
+        assert min(one.rank or 1 for one in entry.values()) == 1
+        assert len(entry) == 1 + (entry[token].rank is None)
+    (sample,) = output.outputs
+    for token, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert entry[token].rank == 1  # greedy
+        assert [one.rank for one in entry.values()] == [1, 2]
+        assert (entry.token_id, entry.logprob) == (token, entry[token].logprob)
+    assert sample.cumulative_logprob == sum(entry[entry.token_id].logprob for entry in sample.logprobs)
+    assert llm.generate([[5]], params)[0].prompt_logprobs == [None]
+    later = msgspec.structs.replace(params, prompt_logprobs_start=3)
+    assert llm.generate(["abcdef"], later)[0].prompt_logprobs == [None] * 3 + output.prompt_logprobs[3:]
+
+
+def test_a_closed_llm_takes_nothing_more(tiny_folder):
+    with LLM(str(tiny_folder), progress=False) as closing:
+        assert closing.generate("hello", GREEDY)[0].text
+    closing.close()
+    with pytest.raises(EngineDead, match="This LLM is closed"):
+        closing.generate("hello", GREEDY)
+
+
+def test_a_chat_template_gives_the_prompt_of_a_chat(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    chat = llm.chat(messages, GREEDY)[0]
+    text = llm.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>hi<|end|><|assistant|>"
+    assert llm.generate(text, GREEDY)[0].prompt_token_ids == chat.prompt_token_ids
+    ids = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    assert ids == chat.prompt_token_ids
+    assert llm.get_tokenizer().apply_chat_template(messages, tokenize=False) == "<|user|>hi<|end|>"
+
+
+def test_metrics_count_what_was_done(llm):
+    def value(name):
+        return next(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+    before = value("tidemill_requests_submitted_total"), value("tidemill_output_tokens_total")
+    llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert value("tidemill_requests_submitted_total") - before[0] == 1
+    assert value("tidemill_output_tokens_total") - before[1] == 8
+    (first_token,) = [metric for metric in llm.get_metrics() if metric.name == "tidemill_time_to_first_token_seconds"]
+    assert (first_token.kind, first_token.value) == ("histogram", None)
+    assert first_token.count == first_token.buckets["+Inf"] >= 1
+    assert first_token.sum > 0
+
+
+def test_states_of_prompts(llm):
+    whole, each = (llm.encode(["hello", [5, 6, 7]], pooling_task=task) for task in ("embed", "token_embed"))
+    assert whole[0].outputs.data.tolist() == pytest.approx(llm.embed("hello")[0].embedding, rel=1e-6)
+    assert each[1].outputs.data.shape == (3, whole[1].outputs.data.shape[0])
+    assert llm.encode("hello")[0].outputs.data.tolist() == whole[0].outputs.data.tolist()
+    with pytest.raises(InvalidRequest, match="There is no pooling_task 'embedding'"):
+        llm.encode("hello", pooling_task="embedding")
+    with pytest.raises(InvalidRequest, match="not a cross-encoder"):
+        llm.classify("hello")
+
+
+class Params:
+    """As vLLM's StructuredOutputsParams and GuidedDecodingParams."""
+
+    def __init__(self, **given):
+        for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"):
+            setattr(self, name, given.get(name))
+        self.disable_fallback, self._backend = False, "auto"
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+@pytest.mark.parametrize(
+    ("asked", "grammar"),
+    [
+        ({"json": {"type": "integer"}}, Grammar("json_schema", '{"type": "integer"}')),
+        ({"json": '{"type": "integer"}'}, Grammar("json_schema", '{"type": "integer"}')),
+        ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
+        ({"choice": ["one", "two"]}, Grammar("choice", '["one", "two"]')),
+        ({"grammar": 'start: "x"'}, Grammar("grammar", 'start: "x"')),
+        ({"json_object": True}, Grammar("json_schema", '{"type": "object"}')),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_structured_output_as_vllm_asks_for_it(name, asked, grammar):
+    assert SamplingParams(**{name: asked}).grammar == grammar
+    assert SamplingParams(**{name: Params(**asked)}) == SamplingParams(grammar=grammar)
+
+
+def test_grammars_of_other_types(llm):
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs={"choice": ["left", "right"]})
+    assert llm.generate("which?", params)[0].text in ("left", "right")
+    params = SamplingParams(temperature=0, max_tokens=40, grammar={"type": "boolean"})
+    assert llm.generate("which?", params)[0].text in ("true", "false")
+    assert SamplingParams(grammar='start: "x"').grammar == Grammar("grammar", 'start: "x"')
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"grammar": 7}, "grammar is '7' (int). Give a Grammar("),
+        ({"grammar": {"type": object()}}, "The json_schema of grammar cannot be written as JSON"),
+        ({"structured_outputs": {"json": {}, "regex": "x"}}, "structured_outputs has json and regex. Give one of json, regex,"),
+        ({"guided_decoding": {}}, "guided_decoding has nothing that the output must match"),
+        ({"guided_decoding": "x"}, "guided_decoding is 'x'; it must be a dict"),
+        ({"structured_outputs": {"regex": "x", "whitespace_pattern": "y"}}, "'whitespace_pattern', which is not supported"),
+        ({"structured_outputs": {"regex": "x"}, "grammar": {}}, "structured_outputs does not go with grammar"),
+        ({"output_kind": "all"}, "There is no output_kind 'all'. Choose CUMULATIVE, DELTA, FINAL_ONLY"),
+    ],
+)
+def test_what_the_output_must_match_is_said_right(given, words):
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        SamplingParams(**given)
+
+
+def test_parameters_show_what_applies(llm):
+    text = repr(SamplingParams(max_tokens=5, top_p=1.0, stop="x"))
+    assert text.startswith("SamplingParams(temperature=<the model's>, top_k=<the model's>, top_p=1.0, ")
+    assert text.endswith("max_tokens=5, stop=('x',))")
+    assert "256" not in repr(SamplingParams())
+    assert "<" not in repr(llm.get_default_sampling_params())

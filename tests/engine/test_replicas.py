@@ -14,13 +14,13 @@ from tests.engine.test_client import collect, until
 from tests.helpers import LONG_S
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
+from tidemill.engine.metrics import MetricsOfReplicas
 from tidemill.engine.pending import EngineLost
 from tidemill.engine.replicas import Replicas, _gpus, joined
 from tidemill.errors import AdapterError, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
 from tidemill.kv.manager import CACHED, FIRST_OWNER, SHARED
 from tidemill.server.explain import ExplainerOfReplicas
-from tidemill.server.metrics import MetricsOfReplicas
 from tidemill.wire import Delta, Pages
 
 

@@ -25,12 +25,12 @@ from tests.models.test_smollm2 import answers_agree, asked_of
 from tests.weights.test_gguf import write_gguf
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
+from tidemill.engine.metrics import Metrics
 from tidemill.errors import CheckpointError, ConfigError, WeightsLost
 from tidemill.events import WeightsStreamed
 from tidemill.kernels import native
 from tidemill.layers.streamed import evenly, plan_layers, slots_in_turn
 from tidemill.sampling import SamplingParams
-from tidemill.server.metrics import Metrics
 from tidemill.weights.prepared import Folder, PreparedCorrupt, PreparedFile
 from tidemill.wire import Submit
 

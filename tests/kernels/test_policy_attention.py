@@ -1,7 +1,7 @@
 """Attention with KV policies against a cache that is a list of tokens for each KV head."""
 
 import itertools
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import pytest
@@ -65,12 +65,13 @@ class ByHand:
 
     def chosen(self, token: int, queries: torch.Tensor) -> list[int]:
         """Quest: its own page, the first, and those whose keys may score highest. Double Sparsity: its own token, and those whose
-        keys score highest in the channels in which the first ones differ most."""
+        keys score highest in the channels that move scores most: by the spread of the first keys, and the squares of the 32
+        queries before the first that is sparse."""
         if self.policy.kind not in ("quest", "double") or token < self.policy.dense:
             return list(self.tokens)
         if self.policy.kind == "double":
             keys, queries = torch.stack([self.key(one, one) for one in range(token)]), turned(queries, token, self.angles)
-            channels = keys[: self.policy.dense].var(0).argsort(descending=True)[:5]
+            channels = (keys[: self.policy.dense].var(0) * self.squares).argsort(descending=True)[:5]
             scores = (queries[:, channels] @ keys[:, channels].T).amax(0)
             best = scores.argsort(descending=True)[: -(-3 * (token + 1) // 10) - 1]
             return [*sorted(best.tolist()), token]
@@ -82,6 +83,13 @@ class ByHand:
         num = self.policy.num_pages_read(last + 1, PAGE)
         pages = {0, last, *(page for _, page in sorted(bounds)[: num - 2])}
         return [one for one in self.tokens if one // PAGE in pages]
+
+    @cached_property
+    def squares(self) -> torch.Tensor:
+        """Of the observed queries, by channel."""
+        group, dense = HEADS // KV_HEADS, self.policy.dense
+        heads = self.qkv[:, self.head * group : (self.head + 1) * group]
+        return sum(turned(heads[one], one, self.angles).square().sum(0) for one in range(dense - 32, dense))
 
     def give_up(self, token: int) -> None:
         policy = self.policy

@@ -100,6 +100,21 @@ def test_a_classifier_of_several_labels_has_no_score(tmp_path):
         check_scores(load_model(tmp_path).config)
 
 
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_probabilities_of_a_classifiers_labels(tmp_path, problem):
+    reference = make_encoder(tmp_path, "BertForSequenceClassification", num_labels=3, problem_type=problem)
+    llm = LLM(str(tmp_path), progress=False)
+    texts = ["the old mill", "night"]
+    made, tensors = llm.classify(texts), llm.encode(texts)
+    for text, one, other in zip(texts, made, tensors, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([llm.tokenizer.encode(text)])).logits[0]
+        expected = logits.softmax(-1) if problem.startswith("single") else logits.sigmoid()
+        assert one.outputs.num_classes == 3
+        assert one.outputs.probs == pytest.approx(expected.tolist(), abs=1e-5)
+        assert other.outputs.data.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 def test_truncated_pairs_are_those_of_the_tokenizer(tmp_path):
     from tokenizers import Tokenizer as Backend
 

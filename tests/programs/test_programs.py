@@ -118,7 +118,7 @@ def test_a_choice_is_scored_as_its_whole_prompt_is(idle, choices):
         ids = idle.tokenizer.encode(before + choice)
         (whole,) = idle.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
         num_before = len(idle.tokenizer.encode(before)) - 1
-        counted = [entry.logprob for entry in whole.prompt_logprobs[num_before - 1 :]]
+        counted = [entry.logprob for entry in whole.prompt_logprobs[num_before:]]
         scores[choice] = sum(counted) / len(counted)
     assert s.meta("chosen")["scores"] == scores
     assert s["chosen"] == max(scores, key=scores.get)

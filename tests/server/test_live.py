@@ -9,13 +9,13 @@ import pytest
 
 from tests.helpers import load_model, make_core
 from tidemill.engine.client import EngineClient
+from tidemill.engine.metrics import Metrics
 from tidemill.errors import QueueFull
 from tidemill.events import ExpertsUsed
 from tidemill.kv.manager import FIRST_OWNER, SHARED
 from tidemill.sampling import SamplingParams
 from tidemill.server.explain import Explainer
 from tidemill.server.live import MAX_WATCHERS, Live
-from tidemill.server.metrics import Metrics
 from tidemill.wire import Submit
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from tidemill.engine.metrics import Metrics
 from tidemill.events import (
     Admitted,
     DraftsVerified,
@@ -16,7 +17,6 @@ from tidemill.events import (
     TakenOver,
     WeightsStreamed,
 )
-from tidemill.server.metrics import Metrics
 
 FROM_TIERS = Admitted(0.0, "x", 0, 96, 100, 0.0, "prefix hit", num_host=64, num_disk=16)
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
@@ -75,3 +75,15 @@ def test_hits_are_counted_by_tier():
         "preemptions_total 2.0",
     ):
         assert f"tidemill_{line}" in text
+
+
+def test_vllms_metrics_are_mapped_to_some_that_are_exported():
+    page = (DASHBOARD.parents[1] / "docs" / "migrating.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(vllm:[\w{}]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) >= 15
+    exported = {metric.name for metric in Metrics().read()}
+    exported |= {family.name + "_total" for family in Metrics().registry.collect() if family.type == "counter"}  # with labels
+    for theirs, ours in rows:
+        names = re.findall(r"`(tidemill_\w+)", ours)
+        assert names, theirs
+        assert exported.issuperset(names), theirs

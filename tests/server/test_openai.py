@@ -461,7 +461,7 @@ def test_echo_scores_the_prompt(client, llm):
     only = client.completions.create(**settings, max_tokens=0).choices[0]
     assert whole.text == only.text + ids.text
     assert whole.logprobs.token_logprobs[0] is None
-    expected = [entry.logprob for entry in ids.prompt_logprobs] + [entry.logprob for entry in ids.outputs[0].logprobs]
+    expected = [entry.logprob for entry in ids.prompt_logprobs[1:]] + [entry.logprob for entry in ids.outputs[0].logprobs]
     assert whole.logprobs.token_logprobs[1:] == pytest.approx(expected)
     assert only.logprobs.token_logprobs[1:] == pytest.approx(expected[:3])
     assert len(only.logprobs.tokens) == 4

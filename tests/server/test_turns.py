@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
+from tidemill.engine.metrics import Metrics
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN, in_pieces, num_cells
 from tidemill.frontend.parsers import Dialect
@@ -20,7 +21,6 @@ from tidemill.server.batches import Batches
 from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.live import Live
-from tidemill.server.metrics import Metrics
 from tidemill.server.models import Models
 from tidemill.server.openai_types import ChatRequest, CompletionRequest
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter

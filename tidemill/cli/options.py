@@ -301,8 +301,8 @@ OPTIONS = (
     Option("chat-template-kwargs", "text", ENGINE, field="chat_template_kwargs",
            help="Variables of the chat template as JSON, if a request does not give them, like '{\"enable_thinking\": false}'."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
-           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
-           "attention that the compiled kernels do not have. Not batch-invariant."),
+           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant. Refused on "
+           "a CPU."),
     Option("nano-batching", "text", ENGINE, field="nano_batching", choices=("auto", "on", "off"),
            help="On a GPU: steps in two halves, so that one half's attention runs beside the other's matmuls. auto: at the sizes "
            "where a trial at start is at least 2 % faster. Tokens are the same."),

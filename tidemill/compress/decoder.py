@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,7 +214,9 @@ def without_weights(config: dict[str, Any]) -> Any:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise ConfigError("Compression runs models by Transformers.", fix="Run: pip install 'tidemill[compress]'") from error
+        what = f"Compression runs models by Transformers, which is not installed ({error.name})."
+        fix = f"Run: {sys.executable} -m pip install 'tidemill[compress]'. `make serve` does not install it; `make test` does."
+        raise ConfigError(what, fix=fix) from error
     settings = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype", "dtype")}
     kind = settings.pop("model_type", None)
     try:

@@ -257,7 +257,7 @@ def _likelihoods(llm: LLM, items: list[Choice]) -> list[list[float]]:
 def _total(output: Any) -> float:
     if output.error is not None:
         raise output.error
-    return sum(entry.logprob for entry in output.prompt_logprobs or ())
+    return sum(entry.logprob for entry in output.prompt_logprobs or () if entry)
 
 
 def read_choices(path: Path) -> MultipleChoice:

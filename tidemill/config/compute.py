@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tidemill.config.options import Decision, EngineOptions, at_least, one_of
-from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
@@ -192,13 +191,9 @@ def decide_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
     return options.max_context, "given"
 
 
-def decide_fast_math(options: EngineOptions, device: str, model: ModelConfig) -> Decision[bool]:
-    if options.fast_math and device != "cuda" and not uncovered("C", model.attention_layers):
-        raise ConfigError(
-            "fast_math is for GPUs, and on a CPU for models whose attention the compiled kernels do not have.",
-            fix="Leave --fast-math out.",
-            param="fast_math",
-        )
+def decide_fast_math(options: EngineOptions, device: str) -> Decision[bool]:
+    if options.fast_math and device != "cuda":
+        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.", param="fast_math")
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 

@@ -20,7 +20,6 @@ def decide_kv_policies(
     device: str,
     kv_dtype: str,
     kv_layout: str,
-    fast_math: bool,
     drafters: Collection[str],
     model: ModelConfig,
 ) -> Decision[tuple[str, ...]]:
@@ -48,8 +47,6 @@ def decide_kv_policies(
         why = missing
     elif device != "cpu" and (heads := [name for name in drafters if name in HEADS]):
         why = f"on a GPU the drafter {heads[0]} does not know KV policies"
-    elif fast_math and uncovered("C", specs):
-        why = "FlexAttention does not compute KV policies"
     if why:
         return (), why
     if device != "cpu":

@@ -224,7 +224,7 @@ def resolve(
     background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", decide_background_budget(device, token_budget, model))
     step_cost = settle("step_cost", decide_step_cost(device, bool(model.state_layers)))
-    fast_math = settle("fast_math", decide_fast_math(options, device, model))
+    fast_math = settle("fast_math", decide_fast_math(options, device))
     max_loras = settle("max_loras", decide_max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
@@ -249,7 +249,7 @@ def resolve(
     if weight_memory:
         memory = replace(memory, weight_bytes=weight_memory)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
-    kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, fast_math, speculate, model))
+    kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, speculate, model))
     if num_ranks > 1 and kv_policies and not (device == "cpu" and machine.kernels):
         kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))
     of_pages, of_rows = beside_a_page(kv_policies, device, page_size, layout.layers_per_page, model)

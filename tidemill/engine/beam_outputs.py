@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidemill.engine.llm_outputs import Logprobs
 from tidemill.errors import TidemillError
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.wire import TokenLogprobs
 
 
 class _Sample(Protocol):
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
+    logprobs: list[Logprobs] | None
     finish_reason: str | None
     score: float | None
 
@@ -27,7 +27,7 @@ class BeamSearchSequence:
     cum_logprob: float
     score: float  # what outputs are ranked by: cum_logprob / length of the output ** length_penalty
     finish_reason: str | None
-    logprobs: list[TokenLogprobs]  # of the output
+    logprobs: list[Logprobs]  # of the output
     token_ids: list[int]  # of the output
 
 

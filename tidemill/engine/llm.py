@@ -10,64 +10,63 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import msgspec
+import torch
 
-from tidemill.config import EngineOptions
 from tidemill.engine.bars import loading_bar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.link import error_from
 from tidemill.engine.llm_inputs import (
-    check_messages,
+    NO_LIMIT,
+    PromptEncoder,
     conversation_list,
-    engine_options,
-    of_mapping,
+    located_options,
     params_list,
     prompt_list,
     shown,
     wants_bar,
 )
-from tidemill.engine.llm_outputs import Completion, EmbeddingOutput, RequestOutput, ScoreOutput
+from tidemill.engine.llm_outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    OutputBuilder,
+    PoolingOutput,
+    RequestOutput,
+    ScoreOutput,
+)
 from tidemill.engine.load import load_core
-from tidemill.errors import ConfigError, InvalidRequest, TidemillError
+from tidemill.engine.metrics import Metric, Metrics
+from tidemill.errors import ConfigError, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event
-from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
-from tidemill.frontend.scoring import check_scores, cosine, pairs_of
+from tidemill.frontend.scoring import check_scores, cosine, label_probs, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import BeamSearchParams, SamplingParams, sample_seed
-from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit
 
 _MAX_EVENTS = 100_000
-_NO_LIMIT = 2**31 - 1  # a script may queue any number of requests
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Pending:
-    output: RequestOutput
-    streams: list[TextStream]
+# By the names that vLLM has for what is computed: how the states of a prompt's tokens are pooled. None: as the model has it.
+_POOLING_OF_TASK = {"embed": None, "token_embed": "none", "classify": "score", "score": "score"}
 
 
 class LLM:
-    """A model loaded in this process. Options are those of `EngineOptions`, or of vLLM's LLM.
+    """A model loaded in this process. Options are those of `EngineOptions`, or of vLLM's LLM. As a context manager it is closed
+    at the end of the block.
 
     `seed`: of requests without one, so that a script gives the same answers each time. Without it each request draws its own.
     """
 
     def __init__(self, model: str = "smollm2", *, progress: bool = True, seed: int | None = None, **options: Any) -> None:
-        settings = engine_options(options, model)
         if seed is not None:
             SamplingParams(seed=seed)  # checked
-        path = locate(model, fetch=True)
-        defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
-        given = EngineOptions(**defaults | settings)
+        path, given = located_options(model, options)
         if given.num_engines > 1:
             fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
@@ -79,12 +78,14 @@ class LLM:
             )
         self._progress = progress
         self._next_id = 0
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, OutputBuilder] = {}
         self.config = self.core.config
         self.model_config = self.core.model_config
         chosen = given.sampling_defaults, given.default_max_tokens
         self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
         self._seed = seed
+        self._prompts = PromptEncoder(self.tokenizer, max(self.config.max_context, self.config.max_stream))
+        self._metrics, self._is_closed = Metrics(), False
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
@@ -94,8 +95,17 @@ class LLM:
         self._last_adapter = len(self._adapters)
 
     def close(self) -> None:
-        """Save what is cached on disk (`kv_disk`). Else this happens when the script ends."""
-        self.core.close()
+        """Ends the engine: what is cached on disk is saved (`kv_disk`), worker processes end, and no call is taken any more. Else
+        this happens when the script ends. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load a LoRA adapter, under a name that is not in use."""
@@ -125,7 +135,7 @@ class LLM:
         served fails alone: its output has `error`.
         """
         batch, is_list = prompt_list(prompts)
-        return self._run(batch, is_list, self._encode, sampling_params, wants_bar(progress, use_tqdm), priority, lora)
+        return self._run(batch, is_list, self._prompts.encode, sampling_params, wants_bar(progress, use_tqdm), priority, lora)
 
     def chat(
         self,
@@ -145,7 +155,7 @@ class LLM:
 
         def encode(conversation: Any) -> tuple[str | None, list[int]]:
             how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
-            return None, self._encode_chat(conversation, continue_final_message=continue_final_message, **how)
+            return None, self._prompts.encode_chat(conversation, continue_final_message=continue_final_message, **how)
 
         return self._run(batch, is_list, encode, sampling_params, wants_bar(progress, use_tqdm), 0, lora)
 
@@ -164,7 +174,7 @@ class LLM:
             what = f"beam_search() takes BeamSearchParams; got {shown(params)}."
             raise InvalidRequest(what, fix="Write BeamSearchParams(beam_width=4, max_tokens=100).", param="params")
         batch, is_list = prompt_list(prompts)
-        made = self._run(batch, is_list, self._encode, params.sampling(), wants_bar(progress, use_tqdm), 0, lora)
+        made = self._run(batch, is_list, self._prompts.encode, params.sampling(), wants_bar(progress, use_tqdm), 0, lora)
         return [
             BeamSearchOutput.of(self.tokenizer, one.prompt_token_ids, one.samples, one.error, params.include_stop_str_in_output)
             for one in made
@@ -184,8 +194,7 @@ class LLM:
         if pooling == "none":
             raise InvalidRequest("embed makes one vector of a prompt.", fix="Ask a server's /pooling for one of each token.")
         batch, is_list = prompt_list(prompts)
-        by_default = self.model_config.own_pooling or self.model_config.embeds_by or "mean"
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or by_default)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self._own_pooling)
         self.model_config.check_pooling("mean" if params.pooling == "score" else params.pooling)
         encode = partial(self._encode_cut, num=self._num_kept(truncate_prompt_tokens))
         made = self._run(batch, is_list, encode, params, wants_bar(progress, use_tqdm), 0, None)
@@ -203,7 +212,7 @@ class LLM:
         """Scores of one text with each of a list, or of the texts of two lists: by a cross-encoder, or the cosine of embeddings.
         `truncate_prompt_tokens`: as of `embed`."""
         texts = [[given] if isinstance(given, str) else list(given) for given in (first, second)]
-        pairs = pairs_of(texts[0], texts[1], ("first", "second"), most=_NO_LIMIT)
+        pairs = pairs_of(texts[0], texts[1], ("first", "second"), most=NO_LIMIT)
         most, progress = self._num_kept(truncate_prompt_tokens), wants_bar(progress, use_tqdm)
         if not check_scores(self.model_config):
             given = [*texts[0], *texts[1]]
@@ -212,8 +221,51 @@ class LLM:
         how: Any = {"max_tokens": most or self.config.max_context, "truncate": most is not None}
         encoded = [self.tokenizer.encode_pair(texts[0][i], texts[1][j], **how) for i, j in pairs]
         params = [SamplingParams(max_tokens=1, temperature=0.0, pooling="score", pair_start=start) for _, start in encoded]
-        outputs = self._run([ids for ids, _ in encoded], True, self._encode, params, progress, 0, None)
+        outputs = self._run([ids for ids, _ in encoded], True, self._prompts.encode, params, progress, 0, None)
         return [ScoreOutput(one.prompt_token_ids, one.error, (one.pooled or [0.0])[0]) for one in outputs]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] | None = None
+    ) -> list[ClassificationOutput]:
+        """Probabilities of a classifier's labels for each text."""
+        made = self._pooled(prompts, "score", use_tqdm)
+        return [ClassificationOutput(one.prompt_token_ids, one.error, self._label_probs(one)) for one in made]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+    ) -> list[PoolingOutput]:
+        """What a model makes of prompts, as tensors. `pooling_task`, in vLLM's words: embed, token_embed (a vector for each
+        token), classify or score; by default classify for a cross-encoder or classifier, embed for others."""
+        task = pooling_task or ("classify" if self.model_config.own_pooling == "score" else "embed")
+        if task not in _POOLING_OF_TASK:
+            fix = f"Choose {', '.join(_POOLING_OF_TASK)}."
+            raise InvalidRequest(f"There is no pooling_task {task!r}.", fix=fix, param="pooling_task")
+        made = self._pooled(prompts, _POOLING_OF_TASK[task], use_tqdm)
+        outputs = [PoolingOutput(one.prompt_token_ids, one.error) for one in made]
+        for output, one in zip(outputs, made, strict=True):
+            values = self._label_probs(one) if task == "classify" else one.pooled or []
+            shape = (len(one.prompt_token_ids), -1) if task == "token_embed" and values else (len(values),)
+            output.data = torch.tensor(values).view(shape)
+        return outputs
+
+    def _pooled(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str | None, use_tqdm: bool | Callable[..., Any] | None
+    ) -> list[RequestOutput]:
+        batch, is_list = prompt_list(prompts)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self._own_pooling)
+        self.model_config.check_pooling(params.pooling)
+        return self._run(batch, is_list, self._prompts.encode, params, wants_bar(None, use_tqdm), 0, None)
+
+    @property
+    def _own_pooling(self) -> str:
+        return self.model_config.own_pooling or self.model_config.embeds_by or "mean"
+
+    def _label_probs(self, made: RequestOutput) -> list[float]:
+        return label_probs(made.pooled, self.model_config) if made.pooled else []
 
     def _num_kept(self, num: int | None) -> int | None:
         if num == 0:
@@ -222,18 +274,18 @@ class LLM:
 
     def _encode_cut(self, prompt: Any, num: int | None) -> tuple[str | None, list[int]]:
         if num is None or not isinstance(prompt, str):
-            text, ids = self._encode(prompt)
+            text, ids = self._prompts.encode(prompt)
             return text, ids[:num]
         return prompt, self.tokenizer.encode_cut(prompt, num)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None) -> Iterator[str]:
         """Text of one completion as it is generated. Leaving the loop early ends the request."""
-        yield from self._stream(self._encode(prompt)[1], sampling_params, lora)
+        yield from self._stream(self._prompts.encode(prompt)[1], sampling_params, lora)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *, lora: str | None = None
     ) -> Iterator[str]:
-        yield from self._stream(self._encode_chat(messages), sampling_params, lora)
+        yield from self._stream(self._prompts.encode_chat(messages), sampling_params, lora)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets."""
@@ -242,28 +294,19 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
+    def apply_chat_template(self, messages: Sequence[Message], **how: Any) -> str | list[int]:
+        """The prompt that a conversation becomes. `how`: as of `Tokenizer.apply_chat_template`."""
+        return self.tokenizer.apply_chat_template(messages, **how)
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's metrics since it was loaded, as the server exports them."""
+        return self._metrics.read()
+
     def interrupt(self) -> None:
         """End the running stream after the step at hand. Safe to call from a signal handler."""
         self._interrupted = True
 
     # ---- inside
-
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            prompt = of_mapping(prompt)
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, max_tokens=max(self.config.max_context, self.config.max_stream))
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
-            raise InvalidRequest(
-                f"A prompt is a text or a list of token ids; got {shown(prompt)}.",
-                fix='Give "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}.',
-                param="prompt",
-            )
-        return None, list(prompt)
-
-    def _encode_chat(self, messages: Any, **how: Any) -> list[int]:
-        check_messages(messages)
-        return self.tokenizer.encode_chat(messages, max_tokens=max(self.config.max_context, self.config.max_stream), **how)
 
     def _run(
         self,
@@ -300,7 +343,7 @@ class LLM:
         finally:
             for request_id in ids:  # after an error or Ctrl-C
                 self.abandon(request_id)
-            self.events.extend(self.core.take_events())
+            self._note(self.core.take_events())
 
     def _adapter(self, name: str) -> int:
         if name not in self._adapters:
@@ -333,13 +376,15 @@ class LLM:
         finally:
             self._interrupted = False
             self.abandon(request_id)
-            self.events.extend(self.core.take_events())
+            self._note(self.core.take_events())
 
     def submit(
         self, prompt_ids: list[int], params: SamplingParams, *, text: str | None = None, priority: int = 0, adapter: int = 0,
         salt: str = "",
     ) -> tuple[str, RequestOutput]:  # fmt: skip
         """A request's id, and its output, which grows with each `step`."""
+        if self._is_closed:
+            raise EngineDead("This LLM is closed.", fix="Make another one.")
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
         params = self.defaults.fill(params, self.config.context_of(params) - len(prompt_ids))
@@ -347,11 +392,8 @@ class LLM:
             params = msgspec.structs.replace(params, seed=sample_seed(self._seed, self._next_id))
         ends = list(self.tokenizer.eos_token_ids)
         self.core.submit(Submit(request_id, prompt_ids, params, ends, priority, salt, adapter=adapter))
-        samples = [Completion(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
-        streams = [TextStream(self.tokenizer, params) for _ in range(params.n)]
-        output = RequestOutput(text, prompt_ids, samples)
-        self._pending[request_id] = _Pending(output, streams)
-        return request_id, output
+        pending = self._pending[request_id] = OutputBuilder(self.tokenizer, request_id, text, prompt_ids, params)
+        return request_id, pending.output
 
     def abandon(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
@@ -361,7 +403,7 @@ class LLM:
         """What was submitted gets its next tokens."""
         with _uninterrupted():
             output, failed = self.core.step()
-        self.events.extend(output.events)
+        self._note(output.events)
         for delta in output.deltas:
             self._take(delta)
         for refused in failed:
@@ -370,25 +412,16 @@ class LLM:
                 raise error_from(refused)
             pending.output.error = error_from(refused)
 
+    def _note(self, events: list[Event]) -> None:
+        self.events.extend(events)
+        self._metrics.take(events)
+
     def _take(self, delta: Delta) -> None:
         pending = self._pending.get(delta.request_id)
-        if pending is None or pending.output.samples[delta.index].finish_reason:
+        if pending is None:
             return
-        sample = pending.output.samples[delta.index]
-        text = pending.streams[delta.index].push(delta.token_ids, delta.finish_reason)
-        sample.text += text.text
-        sample.token_ids += delta.token_ids[: text.num_tokens]
-        if sample.logprobs is not None and delta.logprobs:
-            sample.logprobs += delta.logprobs[: text.num_tokens]
-        if delta.embedding is not None:
-            pending.output.pooled = delta.embedding
-        if delta.prompt_logprobs is not None:
-            pending.output.prompt_logprobs = delta.prompt_logprobs
-        pending.output.num_cached = max(pending.output.num_cached, delta.num_cached if delta.index == 0 else 0)
-        sample.timings, sample.score = delta.timings, delta.score
-        sample.finish_reason, sample.stop_reason = text.finish_reason, text.stop
-        if text.finish_reason and not delta.finish_reason:
-            sample.timings = self.core.finish(Finish(delta.request_id, delta.index))
+        if pending.take(delta):
+            pending.output.samples[delta.index].timings = self.core.finish(Finish(delta.request_id, delta.index))
         if pending.output.finished:
             del self._pending[delta.request_id]
 

@@ -1,4 +1,4 @@
-"""What a script gives to `LLM`, checked: options, also under vLLM's names, prompts, messages and parameters."""
+"""What a script gives to `LLM` and `AsyncLLM`, checked: options, also under vLLM's names, prompts, messages and parameters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from tidemill.config import STORED_FORMATS, EngineOptions, parse_bytes
 from tidemill.errors import ConfigError, InvalidRequest
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
+from tidemill.weights.locate import locate
 
+NO_LIMIT = 2**31 - 1
 _LORAS = 8  # slots where vLLM's enable_lora is given, and no number
 # vLLM's names of options: those that are ours under another name, those that cannot change an answer, and those of which only
 # one value can be had.
@@ -78,6 +82,40 @@ def engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
         if isinstance(made.get(name), str):
             made[name] = parse_bytes(made[name])
     return made
+
+
+def located_options(model: str, given: dict[str, Any]) -> tuple[Path, EngineOptions]:
+    """Where a model's files are, fetched if need be, and the options of an engine for it. A script may queue any number of
+    requests."""
+    settings = engine_options(dict(given), model)
+    path = locate(model, fetch=True)
+    defaults: dict[str, Any] = {"model": str(path), "max_waiting": NO_LIMIT}
+    return path, EngineOptions(**defaults | settings)
+
+
+class PromptEncoder:
+    """Token ids of prompts and conversations, in any of the forms that a script may give them."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+
+    def encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """And the prompt's text, if it is one."""
+        if isinstance(prompt, Mapping):
+            prompt = of_mapping(prompt)
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt, max_tokens=self._max_tokens)
+        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+            raise InvalidRequest(
+                f"A prompt is a text or a list of token ids; got {shown(prompt)}.",
+                fix='Give "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}.',
+                param="prompt",
+            )
+        return None, list(prompt)
+
+    def encode_chat(self, messages: Any, **how: Any) -> list[int]:
+        check_messages(messages)
+        return self._tokenizer.encode_chat(messages, max_tokens=self._max_tokens, **how)
 
 
 def params_list(params: Any, num: int) -> list[SamplingParams]:

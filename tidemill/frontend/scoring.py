@@ -47,6 +47,15 @@ def without_activation(score: float, model: ModelConfig) -> float:
     return math.log(score) - math.log1p(-score)
 
 
+def label_probs(scores: Sequence[float], model: ModelConfig) -> list[float]:
+    """Of a classifier: the probabilities of its labels. Of several that exclude each other, the softmax of their scores."""
+    if len(scores) == 1 or (model.pooler is not None and model.pooler.activation == "sigmoid"):
+        return list(scores)
+    highest = max(scores)
+    powers = [math.exp(score - highest) for score in scores]
+    return [power / sum(powers) for power in powers]
+
+
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     return _dot(first, second) / max(math.sqrt(_dot(first, first) * _dot(second, second)), 1e-12)
 

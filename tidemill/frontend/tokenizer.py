@@ -180,6 +180,17 @@ class Tokenizer:
         ids = self.encode(text, add_special=False, max_tokens=max_tokens, marked=is_marked)
         return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not
 
+    def apply_chat_template(
+        self, conversation: Sequence[dict[str, Any]], *, tokenize: bool = True, **how: Any
+    ) -> str | list[int]:
+        """As Transformers' tokenizers have it: token ids, or with `tokenize=False` a text that `encode` turns into them. `how`:
+        tools, add_generation_prompt (here off), continue_final_message, and variables of the template."""
+        own = ("tools", "add_generation_prompt", "continue_final_message")
+        given: dict[str, Any] = {"add_generation_prompt": False} | {name: how.pop(name) for name in own if name in how}
+        if tokenize:
+            return self.encode_chat(conversation, variables=how, **given)
+        return self.as_prompt(self.render_chat(conversation, variables=how, **given))
+
     def render_chat(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
         """The prompt that a conversation becomes, as text. `how`: as of `_render`."""
         text = self._render(messages, **how)

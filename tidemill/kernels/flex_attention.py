@@ -1,4 +1,4 @@
-"""Attention by torch's FlexAttention, for layers that no kernel of ours covers: `masks.py` composed into one compiled kernel.
+"""Attention on GPUs by torch's FlexAttention, for layers that no kernel of ours covers: `masks.py` composed into one kernel.
 
 Every token is a sequence of its own to it, its query heads of a KV head the rows; keys stay in their pages. A token's block list
 is its own pages, in order and all marked as partly seen: FlexAttention takes blocks that it knows to be fully seen after all
@@ -29,18 +29,6 @@ from tidemill.model_config import AttentionSpec
 
 _ROWS = 16  # of a tile: the fewest that the matrix units take
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": _ROWS}
-
-
-@cache
-def unavailable_on_cpu() -> str:
-    """Why it does not compile for this machine's CPU, or empty. Compiles something small to find out."""
-    if not torch.cpu._is_avx2_supported():
-        return "FlexAttention compiles for CPUs with AVX2 only"
-    try:
-        _kernel(True)(*torch.zeros(3, 2, 1, 16, 16))
-    except Exception as error:
-        return f"FlexAttention does not compile here: {str(error)[:200]}"
-    return ""
 
 
 @cache

@@ -12,7 +12,6 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention, TorchStep
-from tidemill.kernels.flex_attention import FlexAttention, FlexStep, unavailable_on_cpu
 from tidemill.kernels.kv_cache import HeadWeights, PagedKV
 from tidemill.kernels.native import structs
 from tidemill.kernels.native.program import Program
@@ -24,24 +23,20 @@ from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchS
 from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec, LayerSpec
 
-Attention: TypeAlias = NativeAttention | TorchAttention | FlexAttention
-AttentionStep: TypeAlias = NativeStep | TorchStep | FlexStep | PolicyStep
+Attention: TypeAlias = NativeAttention | TorchAttention
+AttentionStep: TypeAlias = NativeStep | TorchStep | PolicyStep
 
 
-def _choose_attention(kv: PagedKV, fast_math: bool) -> tuple[Attention, str]:
-    """And why it is not the compiled kernel, if it is not. FlexAttention's bits may depend on the batch on a CPU."""
+def _choose_attention(kv: PagedKV) -> tuple[Attention, str]:
+    """And why it is not the compiled kernel, if it is not."""
     if NativeAttention.can_run(kv):
         return NativeAttention(kv), ""
-    why, no_flex = NativeAttention.uncovered(kv), unavailable_on_cpu() if fast_math else ""
-    if fast_math and not no_flex and kv.scales is None:
-        return FlexAttention(kv), f"{why}; torch's FlexAttention computes it, several times slower"
-    return TorchAttention(kv), "; ".join(filter(None, (why, no_flex, "torch computes it, several times slower")))
+    why = NativeAttention.uncovered(kv)
+    return TorchAttention(kv), "; ".join(filter(None, (why, "torch computes it, several times slower")))
 
 
 class Mixers:
-    def __init__(
-        self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None, fast_math: bool = False
-    ) -> None:
+    def __init__(self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None) -> None:
         """`kv`: of the attention layers alone; `states`: of all layers. None: there are none."""
         self.kv, self.paged = kv, states
         self._numbers = np.cumsum([isinstance(spec, AttentionSpec) for spec in layers]) - 1  # among attention layers
@@ -49,7 +44,7 @@ class Mixers:
         self.states: NativeStates | TorchStates | None = None
         self.why_not = ""  # attention by the compiled kernel, and what computes it instead
         if kv is not None:
-            self.attention, self.why_not = _choose_attention(kv, fast_math)
+            self.attention, self.why_not = _choose_attention(kv)
         if states is not None:
             self.states = NativeStates(states) if NativeStates.can_run(states) else TorchStates(states)
 
@@ -62,7 +57,7 @@ class Mixers:
     @property
     def takes_trees(self) -> bool:
         """Drafts may be a tree."""
-        return self.states is None and isinstance(self.attention, NativeAttention | TorchAttention)
+        return self.states is None and self.attention is not None
 
     @property
     def are_native(self) -> bool:
@@ -81,11 +76,7 @@ class Mixers:
     ) -> MixedStep:
         """`paths`: of drafts that are a tree, each of which is an entry of its own. `rounds`: if rows have KV policies."""
         attention: AttentionStep | None = None
-        if isinstance(self.attention, FlexAttention):
-            assert paths is None
-            assert not rounds
-            attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT)
-        elif isinstance(self.attention, NativeAttention) and rounds:
+        if isinstance(self.attention, NativeAttention) and rounds:
             attention = self.attention.plan_policies(rounds, positions_T, slots_GT, paths)
         elif self.kv is not None and rounds:
             attention = plan_policies(self.kv, rounds, positions_T, slots_GT, paths)

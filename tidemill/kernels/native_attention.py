@@ -157,7 +157,7 @@ def _segments(placed: Sequence[Placed]) -> tuple[Any, list[structs.Policy]]:
                 policy.kept,
                 policy.recent,
                 policy.sinks,
-                policy.num_prompt - policy.observed,
+                policy.first_observed,
                 policy.dense_layers,
                 policy.channels,
                 memory.shape[2],

@@ -43,8 +43,8 @@ class RowPolicy:
             size = max(policy.sinks, 1) * kv.head_dim
         elif policy.kind == "quest":
             size = -(-policy.capacity // kv.page_size) * 2 * kv.head_dim
-        elif policy.kind == "double":  # which channels, and those of each token
-            size = (policy.capacity + 1) * num_channels(policy, kv.head_dim)
+        elif policy.kind == "double":  # which channels, and those of each token; squares of the observed queries
+            size = (policy.capacity + 1) * num_channels(policy, kv.head_dim) + kv.head_dim
         return RowPolicy(policy, np.zeros((len(kv.specs), kv.num_kv_heads, size), np.float32))  # mapped as it is used
 
     @staticmethod
@@ -142,12 +142,17 @@ class Policies:
             token += part.count
 
     def _place_sparse(self, first: _Open, owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
-        """Each query on its own, since it chooses its pages or tokens; in the first segment, the pages that are full by now."""
+        """Each query on its own, since it chooses its pages or tokens; in the first segment, the pages that are full by now.
+        Before them, the queries that see everything and by which Double Sparsity chooses its channels."""
         assert self._kv is not None
         policy, num_dense = owner.policy, max(min(owner.policy.dense - start, count), 0)
         size = self._kv.page_size if policy.kind == "quest" else 1
         if num_dense:
             first.places.append((row, token, start, num_dense, entry))
+            skipped = max(policy.first_observed - start, 0)
+            if policy.observed and skipped < num_dense:
+                at = start + skipped
+                first.segments.append(Placed(owner, row, token + skipped, num_dense - skipped, at, at))
         known, num_full = owner.num_summed, (start + count) // size
         for i in range(num_dense, count):
             position = start + i

@@ -110,7 +110,7 @@ class _Segment:
 
     def _accumulate(self, queries: torch.Tensor) -> None:
         part, policy = self.segment, self.policy
-        first = policy.num_prompt - policy.observed if policy.kind == "snapkv" else part.position
+        first = policy.first_observed if policy.kind == "snapkv" else part.position
         last = policy.num_prompt if policy.kind == "snapkv" else part.position + part.count
         if policy.kind == "h2o":
             self.memory[:, part.slot : part.slot + part.count] = 0
@@ -193,11 +193,19 @@ class _Segment:
     def _attend_tokens(self, queries: torch.Tensor, out: torch.Tensor, learned: HeadWeights) -> None:
         part, dim = self.segment, self.kv.head_dim
         width = num_channels(self.policy, dim)
-        memory = self.memory.view(self.kv.num_kv_heads, -1, width)  # which channels, then those of each token
+        squares = self.memory[:, -dim:]  # of the observed queries, by channel
+        memory = self.memory[:, :-dim].view(self.kv.num_kv_heads, -1, width)  # which channels, then those of each token
+        if not part.num_read:
+            for i in range(part.count):
+                if part.position + i == self.policy.first_observed:
+                    squares.zero_()
+                squares += queries[part.token + i].view(self.kv.num_kv_heads, -1, dim).square().sum(1)
+            return
         if part.num_pages:
             if not part.first_page:
                 before = self._rows(0, torch.arange(part.position)).float()
-                order = torch.sort((before - before.mean(0)).square().sum(0), dim=-1, descending=True, stable=True).indices
+                spread = (before - before.mean(0)).square().sum(0)
+                order = torch.sort(spread * squares, dim=-1, descending=True, stable=True).indices
                 memory[:, 0] = order[:, :width].sort(dim=-1).values.float()
             new = self._rows(0, torch.arange(part.first_page, part.first_page + part.num_pages)).float()
             channels = memory[:, 0].long().expand(len(new), -1, -1)

@@ -181,11 +181,13 @@ class BertCrossEncoder(Bert):
 
 
 def _activation(data: dict[str, Any], num_labels: int, source: object) -> str:
-    """As sentence-transformers and vLLM read it: named in the configuration, else the logistic function of a single label."""
+    """As sentence-transformers and vLLM read it: named in the configuration, else the logistic function of a single label, or of
+    labels that do not exclude each other."""
     newer = optional(data, "sentence_transformers", dict, {}, source)
     named = newer.get("activation_fn") or data.get("sbert_ce_default_activation_function")
     if named is None:
-        return "sigmoid" if num_labels == 1 else "identity"
+        is_independent = num_labels == 1 or data.get("problem_type") == "multi_label_classification"
+        return "sigmoid" if is_independent else "identity"
     kind = str(named).rpartition(".")[2]
     if kind not in _ACTIVATIONS:
         raise CheckpointError(f"{source}: scores with the activation {str(named)[:100]!r} are not supported.")

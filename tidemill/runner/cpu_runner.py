@@ -129,7 +129,7 @@ class CpuRunner:
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
-        return Mixers(shape.layers, kv, states, config.fast_math)
+        return Mixers(shape.layers, kv, states)
 
     def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """What attention reads: keys and values, their page tables, and scales where there are any."""

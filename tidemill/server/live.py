@@ -19,12 +19,12 @@ from itertools import islice
 from typing import Any
 
 from tidemill import events
+from tidemill.engine.metrics import AnyMetrics
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.errors import QueueFull
 from tidemill.events import Event
 from tidemill.server.advice import in_words
 from tidemill.server.explain import AnyExplainer, Story, engine_id
-from tidemill.server.metrics import AnyMetrics
 from tidemill.server.sse import named_event
 from tidemill.wire import Pages
 

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from tidemill.config import EngineOptions
+from tidemill.engine.metrics import render_by_model
 from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.server.guard import Caller
-from tidemill.server.metrics import render_by_model
 from tidemill.server.service import Service
 from tidemill.wire import AdapterInfo
 

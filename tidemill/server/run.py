@@ -23,6 +23,7 @@ from tidemill.config import settled
 from tidemill.engine.budget import share
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
+from tidemill.engine.metrics import AnyMetrics, Metrics, MetricsOfReplicas
 from tidemill.engine.pool import EnginePool, Pooled
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import routing_of
@@ -38,7 +39,6 @@ from tidemill.server.explain import AnyExplainer, Explainer, ExplainerOfReplicas
 from tidemill.server.guard import Access
 from tidemill.server.listen import Listen
 from tidemill.server.live import Live
-from tidemill.server.metrics import AnyMetrics, Metrics, MetricsOfReplicas
 from tidemill.server.models import Models, Served
 from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
 from tidemill.server.retention import Pins

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.engine.client import PROBE
+from tidemill.engine.metrics import AnyMetrics
 from tidemill.engine.pool import Pooled
 from tidemill.engine.replicas import Client
 from tidemill.errors import Cancelled, ContextTooLong, DeadlineExceeded, Draining, EngineDead, InvalidRequest, TidemillError
@@ -26,7 +27,6 @@ from tidemill.server.call import Call, new_id
 from tidemill.server.explain import AnyExplainer, engine_id
 from tidemill.server.guard import Caller
 from tidemill.server.live import Live
-from tidemill.server.metrics import AnyMetrics
 from tidemill.server.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Hold, Ready, Submit

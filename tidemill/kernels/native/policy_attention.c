@@ -255,7 +255,33 @@ static float value_at(const char *row, long i, int is_bf16) {
     return value;
 }
 
-/* The channels in which the keys before a row's first sparse query differ most, in their order. */
+/* Double Sparsity: squares of the observed queries by channel, behind all else that the head has in the row's memory. */
+static float *squares_of(const tm_attention_job *j, const tm_segment *g, long head) {
+    return memory_of(j, g, head) + g->policy->stride - j->layer->head_dim;
+}
+
+/* Added up query after query, head after head. */
+static void observe(void *arg, long task, int thread) {
+    (void)thread;
+    const round_job *r = arg;
+    const tm_attention_job *j = r->attention;
+    const tm_segment *g = r->round->segments + task / j->layer->num_kv_heads;
+    if (g->policy->kind != DOUBLE || g->num_read) return;
+    long head = task % j->layer->num_kv_heads, dim = j->layer->head_dim, group = j->layer->num_heads / j->layer->num_kv_heads;
+    float *squares = squares_of(j, g, head);
+    if (g->position == g->policy->first_observed) memset(squares, 0, dim * sizeof *squares);
+    for (long k = 0; k < g->count; k++) {
+        const float *q = query_of(j, g->token + k, head);
+        for (long h = 0; h < group; h++)
+            for (long i = 0; i < dim; i += 8) {
+                f32x8 part = f32x8_load(q + h * dim + i);
+                f32x8_store(squares + i, f32x8_fma(f32x8_load(squares + i), part, part));
+            }
+    }
+}
+
+/* The channels that move scores most, in their order: the spread of the keys before a row's first sparse query, times the squares of
+   the queries that were observed. A channel in which all keys are alike moves all scores alike, which changes no probability. */
 static void choose_channels(const tm_attention_job *j, const tm_segment *g, long head, float *chosen) {
     const int32_t *pages = pages_of(j, g);
     long dim = j->layer->head_dim, num = num_channels(j, g);
@@ -270,7 +296,7 @@ static void choose_channels(const tm_attention_job *j, const tm_segment *g, long
             f32x8 off = f32x8_sub(load(row_at(j, j->keys, pages, head, k), i, is_bf16), f32x8_load(mean + i));
             squares = f32x8_fma(squares, off, off);
         }
-        f32x8_store(spread + i, squares);
+        f32x8_store(spread + i, f32x8_mul(squares, f32x8_load(squares_of(j, g, head) + i)));
     }
     for (long i = 0; i < dim; i++) ranks[i] = rank(spread[i], i);
     qsort(ranks, dim, sizeof *ranks, by_rank);
@@ -417,6 +443,7 @@ int policy_rounds(const tm_attention_job *job) {
             tm_parallel(r.round->tiles->num_tiles * num_heads, 1, attend_round, &r);
         }
         if (some_sparse) {
+            tm_parallel(num_tasks, 1, observe, &r);
             tm_parallel(num_tasks, 1, sum_up, &r);
             tm_parallel(num_tasks, 1, attend_sparse, &r);
         }

@@ -6,12 +6,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from tidemill import events
 from tidemill.events import Event
+
+
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """A value of one set of labels. Of a histogram, `value` is None."""
+
+    name: str
+    labels: dict[str, str]
+    kind: str  # counter, gauge or histogram
+    value: float | None = None
+    count: int = 0  # of a histogram: observations, their sum, and how many there are up to each bound
+    sum: float = 0.0
+    buckets: dict[str, int] = {}
+
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _MASK_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
@@ -196,8 +210,28 @@ class Metrics:
             totals[name] = totals.get(name, 0.0) + sample.value  # over all labels
         return totals
 
+    def read(self) -> list[Metric]:
+        """All values, for a program."""
+        return _values(self.registry)
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _values(registry: Collector) -> list[Metric]:
+    made = []
+    for family in registry.collect():
+        if family.type != "histogram":
+            kept = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            made += [Metric(name=one.name, labels=dict(one.labels), kind=family.type, value=one.value) for one in kept]
+            continue
+        for total in [sample for sample in family.samples if sample.name.endswith("_sum")]:
+            own = [one for one in family.samples if total.labels.items() <= one.labels.items()]
+            buckets = {one.labels["le"]: int(one.value) for one in own if one.name.endswith("_bucket")}
+            count = next(int(one.value) for one in own if one.name.endswith("_count"))
+            labels = dict(total.labels)
+            made.append(Metric(name=family.name, labels=labels, kind="histogram", count=count, sum=total.value, buckets=buckets))
+    return made
 
 
 def _kind(is_pinned: bool) -> str:
@@ -223,9 +257,16 @@ class MetricsOfReplicas:
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
-    def render(self) -> bytes:
+    @property
+    def _labelled(self) -> list[tuple[dict[str, str], Metrics]]:
         labels = [{"replica": str(number)} | role for number, role in enumerate(self._roles)]
-        return _render(list(zip(labels, self.each, strict=True)))
+        return list(zip(labels, self.each, strict=True))
+
+    def read(self) -> list[Metric]:
+        return _values(_Labelled(self._labelled))
+
+    def render(self) -> bytes:
+        return _render(self._labelled)
 
 
 AnyMetrics: TypeAlias = Metrics | MetricsOfReplicas
@@ -248,10 +289,10 @@ class _Labelled(Collector):
     def __init__(self, labelled: Sequence[tuple[dict[str, str], Metrics]]) -> None:
         self._labelled = labelled
 
-    def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
+    def collect(self) -> Iterable[Family]:
+        families: dict[str, Family] = {}
         for labels, metrics in self._labelled:
             for family in metrics.registry.collect():
-                made = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                made = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
                 made.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
         return families.values()

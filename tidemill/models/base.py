@@ -19,7 +19,7 @@ from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, read_counts
 from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
-from tidemill.layers.base import Layer
+from tidemill.layers.base import Layer, read_values
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
@@ -205,6 +205,7 @@ class Model(nn.Module, ABC):
             model.keep(stage)
             targets = model._targets(checkpoint.format)
         if not random:
+            targets |= model.stand_ins(targets, {tensor.name for tensor in checkpoint.tensors()})
             model._check_layout(checkpoint, targets, others)
         num_ranks = weights.part.tables.size
         done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
@@ -241,16 +242,30 @@ class Model(nn.Module, ABC):
             places = targets.get(tensor.name)
             if places is None:
                 if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
-                    raise CheckpointError(
-                        f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
-                        f"with {self.whole.num_layers} layers."
-                    )
+                    self._check_unused(checkpoint, tensor, targets)
                 continue
             pieces = cut(tensor, [layer.parts[part] for layer, part in places])
             for (layer, part), piece in zip(places, pieces, strict=True):
                 layer.check_shape(part, piece)
                 found.add((layer, part))
         self._check_missing(checkpoint, targets, found)
+
+    def _check_unused(self, checkpoint: Checkpoint, tensor: WeightTensor, targets: Collection[str]) -> None:
+        """A stored tensor that the model has no use for may be a bias of zeros, as some quantizers write it, and nothing else."""
+        what = f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture}"
+        layer = tensor.name.removesuffix(".bias")
+        if layer == tensor.name or f"{layer}.weight" not in targets:
+            raise CheckpointError(f"{what} with {self.whole.num_layers} layers.")
+        if read_values(tensor).any():
+            keys = [key for key in self.bias_keys if ("mlp" in key) == ("mlp" in layer)]
+            key = keys[0] if keys else ""
+            fix = f"Set {key} to true in config.json if it was trained with these biases." if key else "The family has none there."
+            raise CheckpointError(f"{what}: its configuration gives this layer no bias.", fix=fix)
+
+    @property
+    def bias_keys(self) -> list[str]:
+        """Keys of a configuration that give layers biases."""
+        return []
 
     def _check_missing(
         self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], found: set[tuple[Layer, str]]
@@ -283,6 +298,12 @@ class Model(nn.Module, ABC):
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
         them."""
         raise ConfigError(f"{type(self).__name__} cannot be divided into stages.", fix="Leave --pipeline-parallel out.")
+
+    def stand_ins(
+        self, targets: dict[str, list[tuple[Layer, str]]], stored: Collection[str]
+    ) -> dict[str, list[tuple[Layer, str]]]:
+        """Further targets, where a stored tensor stands in for one that is not stored."""
+        return {}
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Something to compute a trial step with."""

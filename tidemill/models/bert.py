@@ -112,7 +112,7 @@ class Bert(Model):
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint, source: object) -> ModelConfig:
         one_of(settings, "position_embedding_type", {"absolute": "absolute"}, source)
-        refuse(settings, ["is_decoder"], source)
+        refuse(settings, ["is_decoder"], source, f"is true, which is not supported for {checkpoint.architecture}")
         act = one_of(settings, "hidden_act", _ACTS, source)
         num_heads, hidden_size = settings["num_attention_heads"], settings["hidden_size"]
         if num_heads < 1 or hidden_size % num_heads:

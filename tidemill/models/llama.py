@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from torch import nn
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
+from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import feed_forward
@@ -151,6 +153,19 @@ class Llama(CausalLM):
             return super().trial_input(positions_T)
         size = self.config.hidden_size
         return torch.sin(torch.arange(positions_T.numel() * size, dtype=torch.float32)).view(-1, size)
+
+    def stand_ins(
+        self, targets: dict[str, list[tuple[Layer, str]]], stored: Collection[str]
+    ) -> dict[str, list[tuple[Layer, str]]]:
+        """The head, of which the table was left out as its copy."""
+        tables, heads = self.table_names(), [name for name in self.HEADS if name in stored]
+        places = next((targets[name] for name in tables if name in targets), None)
+        is_needed = self.config.tie_embeddings and places is not None and not any(name in stored for name in tables)
+        return {heads[0]: places} if is_needed and heads and places else {}
+
+    @property
+    def bias_keys(self) -> list[str]:
+        return [key for key in ("mlp_bias", "qkv_bias", "attention_bias") if key in self.KEYS]
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""

@@ -39,12 +39,12 @@ _DECODERS = {  # "module:class" by how Hugging Face's classes begin; imported wh
 _ENCODERS = {
     "Albert": "albert:Albert",
     "Bert": "bert:Bert",
-    "Camembert": "roberta:Roberta",
+    "Camembert": "roberta:XLMRoberta",
     "DistilBert": "distilbert:DistilBert",
     "Electra": "electra:Electra",
     "MPNet": "mpnet:MPNet",
     "Roberta": "roberta:Roberta",
-    "XLMRoberta": "roberta:Roberta",
+    "XLMRoberta": "roberta:XLMRoberta",
 }
 _OTHERS = {"GPT2LMHeadModel": "gpt2:GPT2", "Gemma3ForConditionalGeneration": "gemma:Gemma3Multimodal"}
 _WITHOUT = {  # what Transformers has no class for, or one of several parts

@@ -10,7 +10,7 @@ from tidemill.models.settings import Keys, Settings
 
 class Roberta(Bert):
     PREFIXES: ClassVar = ("", "roberta.")
-    KEYS: ClassVar[Keys] = {**Bert.KEYS, "pad_token_id": 1}
+    KEYS: ClassVar[Keys] = {**Bert.KEYS, "vocab_size": 50265, "pad_token_id": 1}
 
     @classmethod
     def first_of(cls, settings: Settings) -> int:
@@ -20,3 +20,11 @@ class Roberta(Bert):
 
 class RobertaCrossEncoder(Roberta, BertCrossEncoder):
     HEAD: ClassVar = [("dense", "dense", "classifier.dense", ""), ("labels", "labels", "classifier.out_proj", "")]
+
+
+class XLMRoberta(Roberta):
+    KEYS: ClassVar = {**Roberta.KEYS, "vocab_size": 30522}
+
+
+class XLMRobertaCrossEncoder(XLMRoberta, RobertaCrossEncoder):
+    pass

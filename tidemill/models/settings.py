@@ -88,7 +88,7 @@ def refuse(settings: Settings, keys: Collection[str], source: object, why: str =
     """Raises if one of these is set."""
     for key in keys:
         if settings.get(key):
-            raise CheckpointError(f"{source}: {key} is {str(settings[key])[:100]}, which {why}.")
+            raise CheckpointError(f"{source}: {key} {why}.")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
 
-
 MORE = {"Electra": {"embedding_size": 32}, "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2}}
 
 
@@ -210,7 +209,7 @@ def test_an_encoder_takes_a_gpu_that_is_there(tmp_path):
     ("name", "change", "problem"),
     [
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ("config.json", {"hidden_act": "silu"}, "hidden_act"),
+        ("config.json", {"hidden_act": "mish"}, "hidden_act"),
         ("config.json", {"is_decoder": True}, "is_decoder"),
         ("config.json", {"num_attention_heads": 7}, "7 heads"),
         ("config.json", {"max_position_embeddings": 2**30}, "values"),

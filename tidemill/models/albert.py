@@ -35,8 +35,9 @@ class Albert(Bert):
     ]
     IGNORED: ClassVar[tuple[str, ...]] = (*Bert.IGNORED, r"(albert\.)?pooler\.(weight|bias)", r"(predictions|sop_classifier)\..*")
     KEYS: ClassVar = {
-        **Bert.KEYS, "vocab_size": 30000, "embedding_size": 128, "hidden_size": 4096, "num_hidden_groups": 1, "inner_group_num": 1,
-        "num_attention_heads": 64, "intermediate_size": 16384, "hidden_act": "gelu_new",
+        **Bert.KEYS, "vocab_size": 30000, "embedding_size": 128, "hidden_size": 4096,
+        "num_hidden_groups": 1, "inner_group_num": 1, "num_attention_heads": 64,
+        "intermediate_size": 16384, "hidden_act": "gelu_new",
     }  # fmt: skip
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:

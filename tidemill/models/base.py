@@ -251,7 +251,7 @@ class Model(nn.Module, ABC):
         self._check_missing(checkpoint, targets, found)
 
     def _check_unused(self, checkpoint: Checkpoint, tensor: WeightTensor, targets: Collection[str]) -> None:
-        """A stored tensor that the model has no use for may be a bias of zeros, as some quantizers write it, and nothing else."""
+        """A stored tensor without use may be a bias of zeros, which some quantizers write, and nothing else."""
         what = f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture}"
         layer = tensor.name.removesuffix(".bias")
         if layer == tensor.name or f"{layer}.weight" not in targets:

@@ -65,8 +65,9 @@ class Bert(Model):
         r"(cls|lm_head)\..*",  # of masked language models
     )
     KEYS: ClassVar[Keys] = {  # of config.json
-        "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
-        "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "is_decoder": False,
+        "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 3072, "hidden_act": "gelu", "max_position_embeddings": 512,
+        "type_vocab_size": 2, "layer_norm_eps": 1e-12, "is_decoder": False,
         "position_embedding_type": "absolute", "matryoshka_dimensions": Nullable(list),
     }  # fmt: skip
     ALIASES: ClassVar[dict[str, str]] = {}  # other names of keys

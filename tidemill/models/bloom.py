@@ -53,8 +53,9 @@ class Bloom(Llama):
         return View(tensor, tensor.name, rows=rows)
 
     KEYS: ClassVar = {
-        "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5,
-        "apply_residual_connection_post_layernorm": False, "seq_length": _CONTEXT, "tie_word_embeddings": True,
+        "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8,
+        "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False,
+        "seq_length": _CONTEXT, "tie_word_embeddings": True,
     }  # fmt: skip
     ALIASES: ClassVar = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 

@@ -27,8 +27,9 @@ class DistilBert(Bert):
     ]
     IGNORED: ClassVar[tuple[str, ...]] = (*Bert.IGNORED, r"vocab_(transform|layer_norm|projector)\..*")
     KEYS: ClassVar = {
-        "vocab_size": 30522, "max_position_embeddings": 512, "n_layers": 6, "n_heads": 12, "dim": 768, "hidden_dim": 3072,
-        "activation": "gelu", "matryoshka_dimensions": Nullable(list),
+        "vocab_size": 30522, "max_position_embeddings": 512, "n_layers": 6, "n_heads": 12,
+        "dim": 768, "hidden_dim": 3072, "activation": "gelu",
+        "matryoshka_dimensions": Nullable(list),
     }  # fmt: skip
     ALIASES: ClassVar = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 

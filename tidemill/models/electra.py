@@ -21,7 +21,8 @@ class Electra(Bert):
     NAMES: ClassVar = [*Bert.NAMES, ("project", "project", "embeddings_project", "")]
     IGNORED: ClassVar[tuple[str, ...]] = (*Bert.IGNORED, r"(discriminator|generator)_(predictions|lm_head)\..*")
     KEYS: ClassVar = {
-        **Bert.KEYS, "embedding_size": 128, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024
+        **Bert.KEYS, "embedding_size": 128, "hidden_size": 256, "num_attention_heads": 4,
+        "intermediate_size": 1024,
     }  # fmt: skip
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:

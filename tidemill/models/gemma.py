@@ -54,11 +54,14 @@ class Gemma2(Llama):
     block: ClassVar = Block
     every: ClassVar = 2  # layers, the last of which is without a window, in files that do not say
     KEYS: ClassVar = {
-        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256.0,
-        "sliding_window": Nullable(int, 4096), "layer_types": Nullable(list), "final_logit_softcapping": Nullable(float, 30.0),
-        "attn_logit_softcapping": Nullable(float, 50.0), "use_bidirectional_attention": False, **rope_keys(),
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False,
+        "query_pre_attn_scalar": 256.0, "sliding_window": Nullable(int, 4096),
+        "layer_types": Nullable(list), "final_logit_softcapping": Nullable(float, 30.0),
+        "attn_logit_softcapping": Nullable(float, 50.0), "use_bidirectional_attention": False,
+        **rope_keys(),
     }  # fmt: skip
     NAMES: ClassVar = [
         *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
@@ -96,7 +99,9 @@ class Gemma2(Llama):
         refuse(settings, ["use_bidirectional_attention"], source)
         config = from_settings(settings, checkpoint, act="hidden_activation")
         every = settings.get("sliding_window_pattern") or cls.every
-        kinds = settings["layer_types"] or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+        kinds = settings["layer_types"] or [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
+        ]
         config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
         softcap, scale = settings["attn_logit_softcapping"] or 0.0, max(settings["query_pre_attn_scalar"], 1e-6) ** -0.5
         layers = tuple(replace(spec, scale=scale, softcap=softcap) for spec in config.attention_layers)
@@ -130,9 +135,9 @@ class Gemma3(Gemma2):
     ]
 
     KEYS: ClassVar = {
-        **Gemma2.KEYS, "vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": Nullable(float),
-        "attn_logit_softcapping": Nullable(float), "sliding_window_pattern": 6, "rope_local_base_freq": _LOCAL_THETA,
-        **rope_keys(1000000.0),
+        **Gemma2.KEYS, "vocab_size": 262208, "max_position_embeddings": 131072,
+        "final_logit_softcapping": Nullable(float), "attn_logit_softcapping": Nullable(float),
+        "sliding_window_pattern": 6, "rope_local_base_freq": _LOCAL_THETA, **rope_keys(1000000.0),
     }  # fmt: skip
 
     @classmethod

@@ -46,9 +46,10 @@ class Block(nn.Module):
 class GPT2(Llama):
     block: ClassVar = Block
     KEYS: ClassVar = {
-        "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": Nullable(int),
-        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "tie_word_embeddings": True,
+        "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "n_inner": Nullable(int), "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False, "tie_word_embeddings": True,
     }  # fmt: skip
     ALIASES: ClassVar = {
         "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",

@@ -7,7 +7,7 @@ matrices, columns of gate and up in turn.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -118,11 +118,12 @@ class GptOss(Llama):
         return replace(config, layers=tuple(replace(spec, has_sinks=True) for spec in config.attention_layers))
 
     KEYS: ClassVar = {
-        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
-        "num_key_value_heads": Nullable(int, 8), "head_dim": Nullable(int, 64), "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": True, "sliding_window": Nullable(int, 128),
-        "layer_types": Nullable(list), "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": SWIGLU_ALPHA,
-        "swiglu_limit": SWIGLU_LIMIT, **rope_keys(150000.0),
+        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": Nullable(int, 8),
+        "head_dim": Nullable(int, 64), "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "attention_bias": True, "sliding_window": Nullable(int, 128),
+        "layer_types": Nullable(list), "num_local_experts": 128, "num_experts_per_tok": 4,
+        "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT, **rope_keys(150000.0),
     }  # fmt: skip
     ALIASES: ClassVar = {"num_experts": "num_local_experts"}
 
@@ -135,7 +136,8 @@ class GptOss(Llama):
         config = from_settings(settings | {"rope_parameters": settings["rope_parameters"] or _YARN}, checkpoint)
         kinds = settings["layer_types"] or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
         config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
-        spec = hf_experts(settings, config, num="num_local_experts", renormalise=True, **_ROUTING)
+        more: dict[str, Any] = {"renormalise": True, **_ROUTING}
+        spec = hf_experts(settings, config, num="num_local_experts", **more)
         return replace(config, experts=(spec,) * num_layers)
 
     @classmethod

@@ -21,9 +21,11 @@ _SCALES = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_m
 
 class Granite(Llama):
     KEYS: ClassVar = {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, **_SCALES, **rope_keys(),
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, **_SCALES, **rope_keys(),
     }  # fmt: skip
 
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
@@ -68,10 +70,11 @@ class GraniteMoE(Granite):
         ("blocks.{}.mlp.experts", "downs", "=model.layers.{}.block_sparse_moe.output_linear.weight", "blk.{}.ffn_down_exps"),
     ]
     KEYS: ClassVar = {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "num_local_experts": 8,
-        "num_experts_per_tok": 2, **_SCALES, **rope_keys(),
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "num_local_experts": 8, "num_experts_per_tok": 2, **_SCALES, **rope_keys(),
     }  # fmt: skip
 
     @classmethod

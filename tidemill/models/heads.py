@@ -21,8 +21,9 @@ _MAX_LABELS = 4096
 
 
 def ties_head(checkpoint: Checkpoint, is_tied: bool, tables: Collection[str], heads: Collection[str]) -> bool:
-    """Whether logits are those of the embeddings' table. A stored head with other values is used, whatever `is_tied`, which is what
-    the configuration says: as Transformers does it. `tables`, `heads`: their stored names."""
+    """Whether logits are those of the embeddings' table. A stored head with other values is used,
+    whatever the configuration says (`is_tied`), as in Transformers. `tables`, `heads`: their
+    stored names."""
     if not is_tied or not checkpoint.has_weights:
         return is_tied
     found = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
@@ -43,7 +44,7 @@ def _digest(tensor: WeightTensor) -> bytes:
         last = min(first + step, num_rows)
         values = torch.empty((last - first, width), dtype=torch.float32, device="cpu")
         tensor.rows(first, last).read_into(values)
-        made.update(values.numpy())
+        made.update(values.numpy().data)
     return made.digest()
 
 

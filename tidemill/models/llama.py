@@ -63,9 +63,11 @@ class Llama(CausalLM):
     block: ClassVar[type[nn.Module]] = Block
     has_experts: ClassVar = False
     KEYS: ClassVar[Keys] = {  # of config.json
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, **rope_keys(),
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, **rope_keys(),
     }  # fmt: skip
     ALIASES: ClassVar[dict[str, str]] = {}  # other names of keys
     HEADS: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # names of the stored head
@@ -221,20 +223,23 @@ def _is_base(checkpoint: Checkpoint, heads: tuple[str, ...]) -> bool:
 
 class Mistral(Llama):
     KEYS: ClassVar = {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int, 8), "head_dim": Nullable(int), "hidden_act": "silu",
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "sliding_window": Nullable(int, 4096), **rope_keys(),
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int, 8),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "sliding_window": Nullable(int, 4096),
+        **rope_keys(),
     }  # fmt: skip
 
 
 class SmolLM3(Llama):
     KEYS: ClassVar = {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-        "num_key_value_heads": Nullable(int, 4), "head_dim": Nullable(int), "hidden_act": "silu",
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False,
-        "mlp_bias": False, "use_sliding_window": False, "sliding_window": Nullable(int), "no_rope_layers": Nullable(list),
-        "no_rope_layer_interval": _SMOLLM3_EVERY, "layer_types": Nullable(list), **rope_keys(2000000.0),
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": Nullable(int, 4),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False,
+        "mlp_bias": False, "use_sliding_window": False, "sliding_window": Nullable(int),
+        "no_rope_layers": Nullable(list), "no_rope_layer_interval": _SMOLLM3_EVERY,
+        "layer_types": Nullable(list), **rope_keys(2000000.0),
     }  # fmt: skip
 
     @classmethod

@@ -41,10 +41,11 @@ class Mamba(Llama):
     block: ClassVar = Block
     PREFIXES: ClassVar[tuple[str, ...]] = ("backbone.", "")
     KEYS: ClassVar = {
-        "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16, "conv_kernel": 4, "expand": 2,
-        "intermediate_size": Nullable(int), "time_step_rank": Nullable(object, "auto"), "hidden_act": "silu",
-        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True,
-        "max_position_embeddings": MAX_CONTEXT,
+        "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16,
+        "conv_kernel": 4, "expand": 2, "intermediate_size": Nullable(int),
+        "time_step_rank": Nullable(object, "auto"), "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+        "tie_word_embeddings": True, "max_position_embeddings": MAX_CONTEXT,
     }  # fmt: skip
     NAMES: ClassVar = [
         ("embed", "weight", "backbone.embeddings", "token_embd"),

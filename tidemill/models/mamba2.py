@@ -43,9 +43,10 @@ class Mamba2(Mamba):
         return torch.cat([channels, gate, steps])
 
     KEYS: ClassVar = {
-        "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64, "state_size": 128,
-        "conv_kernel": 4, "n_groups": 8, "hidden_act": "silu", "layer_norm_epsilon": 1e-5, "use_bias": False,
-        "use_conv_bias": True, "time_step_limit": Nullable(list), "tie_word_embeddings": False,
+        "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128,
+        "head_dim": 64, "state_size": 128, "conv_kernel": 4, "n_groups": 8, "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+        "time_step_limit": Nullable(list), "tie_word_embeddings": False,
         "max_position_embeddings": MAX_CONTEXT,
     }  # fmt: skip
 

@@ -40,9 +40,10 @@ class Mixtral(Llama):
     ]
 
     KEYS: ClassVar = {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int, 8), "head_dim": Nullable(int), "hidden_act": "silu",
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": Nullable(int),
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int, 8),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": Nullable(int),
         "num_local_experts": 8, "num_experts_per_tok": 2, **rope_keys(1000000.0),
     }  # fmt: skip
     ALIASES: ClassVar = {"num_experts": "num_local_experts"}
@@ -64,7 +65,8 @@ class Mixtral(Llama):
 def hf_experts(
     settings: Settings, config: ModelConfig, *, num: str = "num_experts", size: str = "intermediate_size", **more: Any
 ) -> MoESpec:
-    """What config.json says of the experts. `num`, `size`: the keys of their number and size. `more`: other fields of the spec."""
+    """What config.json says of the experts. `num`, `size`: the keys of their number and size.
+    `more`: other fields of the spec."""
     fields = {"num_experts": settings[num], "top_k": settings["num_experts_per_tok"], "expert_size": settings[size]}
     return MoESpec(**fields | {"act": config.act} | more)
 

@@ -53,10 +53,10 @@ class MPNet(Roberta):
         ("distance_bias", "weight", "encoder.relative_attention_bias", ""),
     ]
     KEYS: ClassVar = {
-        "vocab_size": 30527, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
-        "hidden_act": "gelu", "max_position_embeddings": 512, "layer_norm_eps": 1e-12, "is_decoder": False,
-        "position_embedding_type": "absolute", "relative_attention_num_buckets": _NUM_BUCKETS,
-        "matryoshka_dimensions": Nullable(list),
+        "vocab_size": 30527, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 3072, "hidden_act": "gelu", "max_position_embeddings": 512,
+        "layer_norm_eps": 1e-12, "is_decoder": False, "position_embedding_type": "absolute",
+        "relative_attention_num_buckets": _NUM_BUCKETS, "matryoshka_dimensions": Nullable(list),
     }  # fmt: skip
     has_distance_bias: ClassVar = True
 

@@ -44,9 +44,11 @@ class Olmo(Llama):
     block: ClassVar = Block
     NAMES: ClassVar = [line for line in Llama.NAMES if not line[0].endswith("norm")]
     KEYS: ClassVar = {
-        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
-        "tie_word_embeddings": False, "attention_bias": False, "clip_qkv": Nullable(float), **rope_keys(),
+        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, "attention_bias": False, "clip_qkv": Nullable(float),
+        **rope_keys(),
     }  # fmt: skip
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:

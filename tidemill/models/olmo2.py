@@ -73,8 +73,9 @@ class Olmo2(Llama):
     ]
 
     KEYS: ClassVar = {
-        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False, **rope_keys(),
     }  # fmt: skip
 
@@ -103,7 +104,8 @@ class Olmo2(Llama):
 
 class Olmo3(Olmo2):
     KEYS: ClassVar = {
-        **Olmo2.KEYS, "sliding_window": Nullable(int, 4096), "layer_types": Nullable(list), **rope_keys(500000.0)
+        **Olmo2.KEYS, "sliding_window": Nullable(int, 4096), "layer_types": Nullable(list),
+        **rope_keys(500000.0),
     }  # fmt: skip
 
     @classmethod

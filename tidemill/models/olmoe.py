@@ -28,10 +28,12 @@ class Olmoe(Llama):
     ]
 
     KEYS: ClassVar = {
-        "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False, "clip_qkv": Nullable(float),
-        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, **rope_keys(),
+        "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False,
+        "clip_qkv": Nullable(float), "num_experts": 64, "num_experts_per_tok": 8,
+        "norm_topk_prob": False, **rope_keys(),
     }  # fmt: skip
     ALIASES: ClassVar = {"num_local_experts": "num_experts"}
 

@@ -49,9 +49,11 @@ class Phi(Llama):
     ]
 
     KEYS: ClassVar = {
-        "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "gelu_new", "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "partial_rotary_factor": 0.5, "qk_layernorm": False, **rope_keys(),
+        "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "gelu_new", "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "partial_rotary_factor": 0.5,
+        "qk_layernorm": False, **rope_keys(),
     }  # fmt: skip
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:

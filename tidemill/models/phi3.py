@@ -18,10 +18,11 @@ _FUSED = {
 class Phi3(Llama):
     NAMES: ClassVar = [(layer, part, *_FUSED.get(layer, stored)) for layer, part, *stored in Llama.NAMES]
     KEYS: ClassVar = {
-        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int), "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": Nullable(int), "partial_rotary_factor": 1.0,
-        **rope_keys(), "original_max_position_embeddings": 4096,
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": Nullable(int),
+        "partial_rotary_factor": 1.0, **rope_keys(), "original_max_position_embeddings": 4096,
     }  # fmt: skip
 
     @classmethod

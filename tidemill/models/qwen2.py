@@ -13,10 +13,12 @@ from tidemill.weights.checkpoint import Checkpoint
 
 class Qwen2(Llama):
     KEYS: ClassVar = {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
+        "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": Nullable(int, 32), "head_dim": Nullable(int), "hidden_act": "silu",
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "use_sliding_window": False,
-        "sliding_window": Nullable(int, 4096), "max_window_layers": 28, "layer_types": Nullable(list), **rope_keys(),
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "use_sliding_window": False, "sliding_window": Nullable(int, 4096), "max_window_layers": 28,
+        "layer_types": Nullable(list), **rope_keys(),
     }  # fmt: skip
 
     @classmethod

@@ -105,12 +105,15 @@ class Qwen3Next(Llama):
         return _delta_order(self.whole.state_layers[0], "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
 
     KEYS: ClassVar = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "attention_bias": False, "partial_rotary_factor": 0.25, "layer_types": Nullable(list),
-        "full_attention_interval": _ATTENTION_EVERY, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "decoder_sparse_step": 1,
-        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10, "num_experts": 512,
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "partial_rotary_factor": 0.25, "layer_types": Nullable(list),
+        "full_attention_interval": _ATTENTION_EVERY, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "decoder_sparse_step": 1, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10, "num_experts": 512,
         "norm_topk_prob": True, "mlp_only_layers": Nullable(list), **rope_keys(),
     }  # fmt: skip
 

@@ -35,12 +35,15 @@ class Qwen2MoE(Qwen2):
     ]
 
     KEYS: ClassVar = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": Nullable(int, 16), "head_dim": Nullable(int), "hidden_act": "silu",
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "use_sliding_window": False,
-        "sliding_window": Nullable(int, 4096), "max_window_layers": 28, "layer_types": Nullable(list), "qkv_bias": True,
-        "decoder_sparse_step": 1, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-        "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False, "mlp_only_layers": Nullable(list), **rope_keys(),
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "use_sliding_window": False, "sliding_window": Nullable(int, 4096), "max_window_layers": 28,
+        "layer_types": Nullable(list), "qkv_bias": True, "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False,
+        "mlp_only_layers": Nullable(list), **rope_keys(),
     }  # fmt: skip
 
     @classmethod
@@ -73,12 +76,14 @@ class Qwen3MoE(Qwen3):
     NAMES: ClassVar = [*Qwen3.NAMES, *_NAMES]
 
     KEYS: ClassVar = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 32,
-        "num_key_value_heads": Nullable(int, 4), "head_dim": Nullable(int), "hidden_act": "silu",
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-        "use_sliding_window": False, "sliding_window": Nullable(int, 4096), "decoder_sparse_step": 1,
-        "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
-        "mlp_only_layers": Nullable(list), **rope_keys(),
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": Nullable(int, 4),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "use_sliding_window": False, "sliding_window": Nullable(int, 4096),
+        "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+        "num_experts": 128, "norm_topk_prob": False, "mlp_only_layers": Nullable(list),
+        **rope_keys(),
     }  # fmt: skip
     ALIASES: ClassVar = {"num_local_experts": "num_experts"}
 

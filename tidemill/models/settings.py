@@ -16,7 +16,10 @@ from tidemill.model_config import RopeScaling
 
 _NUMBERS_BELOW = 2**31
 _SCALINGS = ("linear", "llama3", "yarn", "longrope")
-_SCALING_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_SCALING_NUMBERS = (
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ class Rope:
 
 
 def read_rope(settings: Settings, source: object, given: Settings | None = None) -> Rope:
-    """The rotation of all layers. Older files have `rope_scaling` beside `rope_theta`, newer ones all in `rope_parameters`. `given`:
-    the parameters of some layers, in files that have them layer by layer."""
+    """The rotation of all layers. Older files have `rope_scaling` beside `rope_theta`, newer ones all
+    in `rope_parameters`. `given`: the parameters of some layers, in files that tell layers apart."""
     rope = given if given is not None else settings["rope_scaling"] or settings["rope_parameters"] or {}
     original = settings["max_position_embeddings"]
     if given is None and settings["original_max_position_embeddings"] is not None:  # before that of the parameters

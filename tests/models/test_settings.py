@@ -77,8 +77,6 @@ def test_every_family_is_compared():
     assert {ARCHITECTURES["hf", name_of(family)] for family in CONFIGS} >= {
         ARCHITECTURES["hf", name] for name in loaded if "Classification" not in name
     }
-    for name in loaded:
-        assert hasattr(transformers, name), f"Transformers has no {name}"
 
 
 @pytest.mark.parametrize("family", CONFIGS)

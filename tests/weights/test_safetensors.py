@@ -66,13 +66,10 @@ def test_integer_tensor(folder):
     fails(folder, "model.norm.weight", "I32")
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [("hidden_size", "values"), ("num_hidden_layers", "layers.3"), ("vocab_size", "asks for [32000, 64]")],
-)
-def test_a_missing_key_has_the_familys_default(folder, key, words):
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_missing_key_has_the_familys_default(folder, key):
     edit_config(folder, **{key: None})
-    fails(folder, words)
+    fails(folder, "the configuration describes", "the tensors hold 152768")
     edit_config(folder, rms_norm_eps=None)
     checkpoint = open_checkpoint(folder)
     assert model_class(checkpoint).read_config(checkpoint).norm_eps == 1e-6

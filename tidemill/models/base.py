@@ -259,7 +259,8 @@ class Model(nn.Module, ABC):
         if read_values(tensor).any():
             keys = [key for key in self.bias_keys if ("mlp" in key) == ("mlp" in layer)]
             key = keys[0] if keys else ""
-            fix = f"Set {key} to true in config.json if it was trained with these biases." if key else "The family has none there."
+            fix = f"Set {key} to true in config.json if the model was trained with these biases."
+            fix = fix if key else "The family has none there."
             raise CheckpointError(f"{what}: its configuration gives this layer no bias.", fix=fix)
 
     @property

@@ -102,7 +102,9 @@ class Llama(CausalLM):
             self.ignored = (*self.IGNORED, *map(re.escape, self.HEADS))  # copies of the table
         else:
             self.head = Head(config.hidden_size, config.vocab_size, weights)
-            self.names = [*self.NAMES, *(("head", "head", name.removesuffix(".weight"), "output") for name in self.HEADS)]
+            usual, *others = (name.removesuffix(".weight") for name in self.HEADS)
+            more = [("head", "head", name, "") for name in others]
+            self.names = [*self.NAMES, ("head", "head", usual, "output"), *more]
         if config.labels is not None:
             self.labels = Labels(config, weights)
             self.names = [*self.names, ("labels", "labels", "score", "")]

@@ -11,7 +11,7 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.layers.base import Layer
 from tidemill.model_config import ModelConfig
-from tidemill.models.roberta import Roberta
+from tidemill.models.roberta import Roberta, RobertaCrossEncoder
 from tidemill.models.settings import Nullable, Settings
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
@@ -78,3 +78,7 @@ class MPNet(Roberta):
     @classmethod
     def first_of(cls, settings: Settings) -> int:
         return _FIRST
+
+
+class MPNetCrossEncoder(MPNet, RobertaCrossEncoder):
+    pass

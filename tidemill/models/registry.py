@@ -13,7 +13,6 @@ _DECODERS = {  # "module:class" by how Hugging Face's classes begin; imported wh
     "Bloom": "bloom:Bloom",
     "GPT2": "gpt2:GPT2",
     "Gemma2": "gemma:Gemma2",
-    "Gemma3": "gemma:Gemma3",
     "Gemma3Text": "gemma:Gemma3",
     "GptOss": "gpt_oss:GptOss",
     "Granite": "granite:Granite",
@@ -46,25 +45,22 @@ _ENCODERS = {
     "Roberta": "roberta:Roberta",
     "XLMRoberta": "roberta:XLMRoberta",
 }
-_OTHERS = {"GPT2LMHeadModel": "gpt2:GPT2", "Gemma3ForConditionalGeneration": "gemma:Gemma3Multimodal"}
-_WITHOUT = {  # what Transformers has no class for, or one of several parts
-    "GPT2ForCausalLM", "Gemma3Model", "Gemma3ForSequenceClassification", "Gemma3TextForCausalLM", "MPNetForPreTraining",
-    "MPNetForSequenceClassification", "RobertaForPreTraining", "CamembertForPreTraining", "XLMRobertaForPreTraining",
-    "DistilBertForPreTraining", "BitNetForSequenceClassification", "GraniteForSequenceClassification",
-    "GraniteMoeForSequenceClassification", "MambaForSequenceClassification", "Mamba2ForSequenceClassification",
-    "OlmoeForSequenceClassification",
-}  # fmt: skip
+_OTHERS = {
+    "GPT2LMHeadModel": "gpt2:GPT2",
+    "Gemma3ForCausalLM": "gemma:Gemma3",
+    "Gemma3ForConditionalGeneration": "gemma:Gemma3Multimodal",
+}
 
 
 def _hugging_face() -> dict[tuple[str, str], str]:
-    """Of each family, the classes of Hugging Face that it loads."""
+    """The classes of Hugging Face that the families load."""
     made = dict(_OTHERS)
     for begin, target in _DECODERS.items():
         made |= dict.fromkeys((f"{begin}ForCausalLM", f"{begin}Model", f"{begin}ForSequenceClassification"), target)
     for begin, target in _ENCODERS.items():
         made |= dict.fromkeys((f"{begin}Model", f"{begin}ForMaskedLM", f"{begin}ForPreTraining"), target)
         made[f"{begin}ForSequenceClassification"] = f"{target}CrossEncoder"
-    return {("hf", name): f"tidemill.models.{target}" for name, target in made.items() if name not in _WITHOUT}
+    return {("hf", name): f"tidemill.models.{target}" for name, target in made.items()}
 
 
 # (format, name the format uses) to "module:class"

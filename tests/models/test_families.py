@@ -325,10 +325,12 @@ def test_gemma3_with_vision_and_a_head_of_its_own(name, in_text, tmp_path):
     reference = make("Gemma3 with vision")
     reference.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    text.pop("tie_word_embeddings", None)
     prompt, head = list(range(5, 65)), torch.randn(reference.lm_head.weight.shape) * 0.2
     edit_weights(tmp_path, lambda weights: weights.update({name: head}))
     for outer in (False, True, None):
-        edit_config(tmp_path, tie_word_embeddings=outer, text_config=text | {"tie_word_embeddings": in_text})
+        inner = {} if in_text is None else {"tie_word_embeddings": in_text}
+        edit_config(tmp_path, tie_word_embeddings=outer, text_config=text | inner)
         expected = type(reference).from_pretrained(tmp_path).eval()
         with torch.inference_mode():
             logits = expected(torch.tensor([prompt])).logits[0]

@@ -22,10 +22,12 @@ def make_encoder(path: Path, name: str, **config: Any) -> Any:
 
     family = name.partition("For")[0].removesuffix("Model")
     torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**SIZES | config)).eval().float()
+    sizes = {"hidden_dim" if key == "intermediate_size" and family == "DistilBert" else key: size for key, size in SIZES.items()}
+    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**sizes | config)).eval().float()
     for weight_name, weight in model.named_parameters():
-        if "LayerNorm" in weight_name or "bias" in weight_name:
-            weight.data.normal_(1.0 if weight_name.endswith("LayerNorm.weight") else 0.0, 0.2)
+        is_norm = any(part in weight_name for part in ("LayerNorm", "layer_norm"))
+        if is_norm or "bias" in weight_name:
+            weight.data.normal_(1.0 if is_norm and weight_name.endswith("weight") else 0.0, 0.2)
     model.save_pretrained(path)
     word_piece(path)
     return model

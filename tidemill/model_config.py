@@ -212,9 +212,15 @@ class Pooler:
 
     how: str  # mean, cls (the first token's) or score
     is_normalized: bool = True  # embeddings have length 1
-    num_labels: int = 0  # of a cross-encoder
-    activation: str = "identity"  # of its scores: identity or sigmoid
     dimensions: tuple[int, ...] = ()  # that its embeddings were trained to be cut to (Matryoshka); none: not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelHead:
+    """Scores of labels, from one hidden state: an encoder's first, a decoder's last."""
+
+    num: int
+    activation: str = "identity"  # of the scores: identity or sigmoid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +246,16 @@ class ModelConfig:
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
     is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
     num_positions: int = 0  # rows of a learned position embedding; 0: there is none
+    most_positions: int = 0  # of an encoder: those of them, the last, that tokens have
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what a layer adds
     logits_scale: float = 1.0  # multiplies logits
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     num_token_types: int = 0  # learned, of the texts of a pair
     pooler: Pooler | None = None  # an encoder has one
+    labels: LabelHead | None = None  # of a cross-encoder or classifier
+    num_own_layers: int = 0  # the first so many have weights, which the others share; 0: all have their own
+    embedding_size: int = 0  # of tables that a projection follows; 0: hidden_size
     has_head: bool = True  # False: of a decoder that makes embeddings alone
     embeds_by: str | None = None  # a decoder's embeddings, if its folder says: mean or last
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
@@ -297,8 +307,8 @@ class ModelConfig:
     @property
     def own_pooling(self) -> str | None:
         """What it does with a prompt: pool its hidden states, or (None) generate."""
-        if self.pooler is not None:
-            return self.pooler.how
+        if self.labels is not None or self.pooler is not None:
+            return "score" if self.pooler is None else self.pooler.how
         return None if self.has_head else self.embeds_by or "last"
 
     def check_pooling(self, pooling: str | None) -> None:
@@ -326,8 +336,12 @@ class ModelConfig:
         mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
         dense = (3 if self.is_gated else 2) * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
-        embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * h
-        return mixers + 2 * h * self.num_layers + feed_forward + -(-embeddings // self.num_ranks) + h
+        layers = mixers + 2 * h * self.num_layers + feed_forward
+        size = self.embedding_size or h
+        embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * size
+        projection = h * self.embedding_size
+        own = layers * (self.num_own_layers or self.num_layers) // max(self.num_layers, 1)
+        return own + -(-embeddings // self.num_ranks) + projection + h
 
     @property
     def num_active_parameters(self) -> int:

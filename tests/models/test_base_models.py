@@ -9,8 +9,10 @@ from tests.encoders import pooling_files
 from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tests.models.test_families import make
 from tests.models.test_llama import prompts
+from tests.models.test_settings import tiny
 from tests.weights.test_safetensors import edit_config, edit_weights, fails
 from tidemill.errors import InvalidRequest
+from tidemill.frontend.scoring import check_scores
 from tidemill.sampling import SamplingParams
 
 
@@ -94,3 +96,41 @@ def test_what_is_missing_is_named(tmp_path):
     edit_config(tmp_path, is_causal=True)
     edit_weights(tmp_path, lambda weights: weights.pop("layers.1.mlp.up_proj.weight"))
     fails(tmp_path, "tensor model.layers.1.mlp.up_proj.weight is missing")
+
+
+@pytest.mark.parametrize("family", ["Gemma3Text", "GPT2", "Mamba", "Gemma2", "Olmo2", "Phi"])
+def test_base_models_of_other_families(family, tmp_path):
+    reference = tiny(tmp_path / "whole", family, tie_word_embeddings=False)
+    base = reference.base_model
+    base.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [f"{family}Model"]
+    model, prompt = load_model(tmp_path), list(range(5, 60))
+    assert model.config.own_pooling == "last"
+    made = vectors(make_core(model), {"x": prompt}, "mean")["x"]
+    with torch.inference_mode():
+        expected = base(torch.tensor([prompt])).last_hidden_state[0].double().mean(0)
+    assert (made - expected / expected.norm()).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama", "GPT2", "Gemma3Text", "Bloom"])
+def test_classifiers_equal_transformers(family, num_labels, tmp_path):
+    import transformers
+
+    config = tiny(tmp_path / "whole", family).config
+    config.num_labels = num_labels
+    torch.manual_seed(1)
+    reference = getattr(transformers, f"{family}ForSequenceClassification")(config).eval().float()
+    reference.save_pretrained(tmp_path)
+    model, asked = load_model(tmp_path), prompts(4, 96)
+    assert model.config.own_pooling == "score"
+    core = make_core(model, token_budget=40)  # in several chunks
+    for name, scores in vectors(core, asked, "score").items():
+        with torch.inference_mode():
+            expected = reference(torch.tensor([asked[name]])).logits[0].double()
+        expected = expected.sigmoid() if num_labels == 1 else expected
+        assert (scores - expected).abs().max() < 1e-4
+    with pytest.raises(InvalidRequest, match="generates no text"):
+        model.config.check_pooling(None)
+    if num_labels == 1:
+        assert check_scores(model.config)

@@ -19,6 +19,8 @@ from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
 
+MORE = {"Electra": {"embedding_size": 32}, "Albert": {"embedding_size": 32, "num_hidden_layers": 4, "num_hidden_groups": 2}}
+
 
 def prompts() -> list[list[int]]:
     """Around the kernels' blocks of 32 keys and tiles of queries, and as long as the model takes."""
@@ -32,11 +34,17 @@ def pooled(core, asked: dict[str, list[int]], how: str, **more) -> dict[str, lis
     return {name: answer.last.embedding for name, answer in answers.items()}
 
 
-@pytest.fixture(scope="module", params=["BertModel", "RobertaModel", "MPNetModel", "BertForMaskedLM"])
+ENCODERS = [
+    "BertModel", "RobertaModel", "MPNetModel", "BertForMaskedLM", "DistilBertModel", "DistilBertForMaskedLM", "ElectraModel",
+    "ElectraForPreTraining", "AlbertModel", "AlbertForMaskedLM", "CamembertModel",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=ENCODERS)
 def saved(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    reference = make_encoder(path, request.param)
-    return getattr(reference, "bert", reference), path
+    reference = make_encoder(path, request.param, **MORE.get(request.param.partition("For")[0].removesuffix("Model"), {}))
+    return getattr(reference, reference.base_model_prefix, reference), path
 
 
 def test_embeddings_equal_transformers_alone_and_among_others(saved, backend):
@@ -76,9 +84,16 @@ def test_cls_pooling_and_vectors_that_are_not_normalized(tmp_path, backend):
         assert (torch.tensor(made) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["BertForSequenceClassification", "XLMRobertaForSequenceClassification"])
-def test_scores_of_pairs_equal_transformers(name, tmp_path, backend):
-    reference = make_encoder(tmp_path, name, num_labels=1, type_vocab_size=2)
+WITHOUT_TYPES = ["DistilBert", "MPNet"]
+CROSS_ENCODERS = ["Bert", "XLMRoberta", "Electra", "Albert", "Camembert", *WITHOUT_TYPES]
+
+
+@pytest.mark.parametrize("family", CROSS_ENCODERS)
+def test_scores_of_pairs_equal_transformers(family, tmp_path, backend):
+    more = {} if family in WITHOUT_TYPES else {"type_vocab_size": 2}
+    reference = make_encoder(
+        tmp_path, f"{family}ForSequenceClassification", num_labels=1, **more | MORE.get(family, {})
+    )
     llm = LLM(str(tmp_path), progress=False)
     first, second = "the old mill", ["slow water turns the wheel", "night", "a boat of stone " * 20]
     made = llm.score(first, second)
@@ -87,7 +102,8 @@ def test_scores_of_pairs_equal_transformers(name, tmp_path, backend):
         ids, start = llm.tokenizer.encode_pair(first, text, max_tokens=128)
         types = torch.tensor([[int(i >= start) for i in range(len(ids))]])
         with torch.inference_mode():
-            expected = reference(torch.tensor([ids]), token_type_ids=types).logits[0].sigmoid()
+            more = {"token_type_ids": types} if family not in WITHOUT_TYPES else {}
+            expected = reference(torch.tensor([ids]), **more).logits[0].sigmoid()
         assert one.prompt_token_ids == ids
         assert abs(one.score - expected.item()) < 1e-5
     with pytest.raises(InvalidRequest, match="cross-encoder"):
@@ -209,7 +225,7 @@ def test_an_encoder_takes_a_gpu_that_is_there(tmp_path):
     ("name", "change", "problem"),
     [
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ("config.json", {"hidden_act": "silu"}, "hidden_act"),
+        ("config.json", {"hidden_act": "mish"}, "hidden_act"),
         ("config.json", {"is_decoder": True}, "is_decoder"),
         ("config.json", {"num_attention_heads": 7}, "7 heads"),
         ("config.json", {"max_position_embeddings": 2**30}, "values"),

@@ -32,6 +32,9 @@ SHAPES = {
     "rope linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "rope llama3": {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
     "rope yarn": {"rope_scaling": YARN},
+    "rope yarn, mscale 1 and 1": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "rope yarn, mscale 0.7 and 1.5": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.5}},
+    "gelu": {"hidden_act": "gelu"},
 }
 
 

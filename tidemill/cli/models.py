@@ -121,11 +121,11 @@ def _positions(config: ModelConfig) -> str:
 
 
 def _pooling(config: ModelConfig) -> str:
-    pooler = config.pooler
+    pooler, labels = config.pooler, config.labels
+    if labels is not None:
+        return f"scores of pairs, {labels.num} label{'s' if labels.num > 1 else ''}, {labels.activation}"
     if pooler is None:
         return f"{config.embeds_by} by default" if config.embeds_by else "mean or last"
-    if pooler.how == "score":
-        return f"scores of pairs, {pooler.num_labels} label{'s' if pooler.num_labels > 1 else ''}, {pooler.activation}"
     return pooler.how + (", normalized" if pooler.is_normalized else "")
 
 

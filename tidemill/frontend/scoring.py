@@ -30,18 +30,17 @@ def pairs_of(first: Sequence[str], second: Sequence[str], names: tuple[str, str]
 
 def check_scores(model: ModelConfig) -> bool:
     """Whether the model is a cross-encoder. One with several labels has no single score."""
-    pooler = model.pooler
-    if pooler is None or pooler.how != "score":
+    if model.labels is None:
         return False
-    if pooler.num_labels != 1:
-        what = f"This model is a classifier of {pooler.num_labels} labels: it has no single score of a pair."
+    if model.labels.num != 1:
+        what = f"This model is a classifier of {model.labels.num} labels: it has no single score of a pair."
         raise InvalidRequest(what, fix="Serve a cross-encoder with one label, or an embedding model.", param="model")
     return True
 
 
 def without_activation(score: float, model: ModelConfig) -> float:
     """Of a cross-encoder: what its activation was applied to, in float64."""
-    if model.pooler is None or model.pooler.activation != "sigmoid":
+    if model.labels is None or model.labels.activation != "sigmoid":
         return score
     score = min(max(score, 1e-300), 1 - 2**-53)  # where the logistic function is 0 or 1
     return math.log(score) - math.log1p(-score)

@@ -52,7 +52,7 @@ def rope_frequencies(
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32((high - low) or 0.001)
     extrapolated = 1 - ramp.clip(0, 1)
     freqs = freqs / factor * (1 - extrapolated) + freqs * extrapolated
     attention_factor = scaling.attention_factor

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, read_counts
 from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
-from tidemill.layers.base import Layer
+from tidemill.layers.base import Layer, read_values
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
@@ -29,13 +29,14 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.layers.streamed import Reads, Streaming
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
+from tidemill.models.heads import Labels
+from tidemill.models.settings import required
 from tidemill.parallel.cuts import part_config
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
 
-_NUMBERS_BELOW = 2**31
 _INTEGERS = frozenset({"I64", "BOOL"})  # stored types of what is no weight, like position ids
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
@@ -59,6 +60,7 @@ class Model(nn.Module, ABC):
         self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
+        self.labels: Labels | None = None
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
         self.streaming: Streaming | None = None  # if not all weights are in memory
@@ -127,15 +129,17 @@ class Model(nn.Module, ABC):
         """Of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden state, or (none)
         each token's, one after the other."""
         if how == "score":
-            return self.scores(hidden_TH[:1].contiguous())[0]
+            one_SH = hidden_TH[-1:] if self.config.pooler is None else hidden_TH[:1]
+            return self.scores(one_SH.contiguous())[0]
         if how == "none":
             return hidden_TH.double().flatten()
         states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
         return states.double().sum(0)
 
-    def scores(self, first_SH: torch.Tensor) -> torch.Tensor:
-        """Of a cross-encoder, [S, labels] in float64: from the hidden states of the first tokens of pairs."""
-        raise NotImplementedError
+    def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
+        """Of a model with labels, [S, labels] in float64: from one hidden state of each text or pair."""
+        assert self.labels is not None
+        return self.labels.scores(one_SH)
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
@@ -152,7 +156,7 @@ class Model(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Experts):
                 yield module.weights
-            elif isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router):
+            elif isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router | Labels):
                 yield module.weight
 
     def lora_places(self) -> dict[str, tuple[Linear, str]]:
@@ -162,7 +166,7 @@ class Model(nn.Module, ABC):
             name.removesuffix(".weight"): (layer, part)
             for name, places in self._targets("hf").items()
             for layer, part in (places if len(places) == 1 else ())
-            if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head) and part in layer.outs
+            if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head | Labels) and part in layer.outs
         }
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
@@ -201,6 +205,7 @@ class Model(nn.Module, ABC):
             model.keep(stage)
             targets = model._targets(checkpoint.format)
         if not random:
+            targets |= model.stand_ins(targets, {tensor.name for tensor in checkpoint.tensors()})
             model._check_layout(checkpoint, targets, others)
         num_ranks = weights.part.tables.size
         done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
@@ -237,16 +242,31 @@ class Model(nn.Module, ABC):
             places = targets.get(tensor.name)
             if places is None:
                 if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
-                    raise CheckpointError(
-                        f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
-                        f"with {self.whole.num_layers} layers."
-                    )
+                    self._check_unused(checkpoint, tensor, targets)
                 continue
             pieces = cut(tensor, [layer.parts[part] for layer, part in places])
             for (layer, part), piece in zip(places, pieces, strict=True):
                 layer.check_shape(part, piece)
                 found.add((layer, part))
         self._check_missing(checkpoint, targets, found)
+
+    def _check_unused(self, checkpoint: Checkpoint, tensor: WeightTensor, targets: Collection[str]) -> None:
+        """A stored tensor without use may be a bias of zeros, which some quantizers write, and nothing else."""
+        what = f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture}"
+        layer = tensor.name.removesuffix(".bias")
+        if layer == tensor.name or f"{layer}.weight" not in targets:
+            raise CheckpointError(f"{what} with {self.whole.num_layers} layers.")
+        if read_values(tensor).any():
+            keys = [key for key in self.bias_keys if ("mlp" in key) == ("mlp" in layer)]
+            key = keys[0] if keys else ""
+            fix = f"Set {key} to true in config.json if the model was trained with these biases."
+            fix = fix if key else "The family has none there."
+            raise CheckpointError(f"{what}: its configuration gives this layer no bias.", fix=fix)
+
+    @property
+    def bias_keys(self) -> list[str]:
+        """Keys of a configuration that give layers biases."""
+        return []
 
     def _check_missing(
         self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], found: set[tuple[Layer, str]]
@@ -279,6 +299,12 @@ class Model(nn.Module, ABC):
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
         them."""
         raise ConfigError(f"{type(self).__name__} cannot be divided into stages.", fix="Leave --pipeline-parallel out.")
+
+    def stand_ins(
+        self, targets: dict[str, list[tuple[Layer, str]]], stored: Collection[str]
+    ) -> dict[str, list[tuple[Layer, str]]]:
+        """Further targets, where a stored tensor stands in for one that is not stored."""
+        return {}
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Something to compute a trial step with."""
@@ -401,21 +427,3 @@ def stored_kv_bits(checkpoint: Checkpoint) -> int:
         raise CheckpointError(f"{source}: kv_cache_scheme is {str(scheme)[:50]!r}, not a table.")
     bits: int = required(scheme, "num_bits", int, source)
     return bits
-
-
-def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, source: object) -> Any:
-    """A key that may be missing or null."""
-    return default if metadata.get(key) is None else required(metadata, key, kind, source)
-
-
-def required(metadata: dict[str, Any], key: str, kind: type, source: object) -> Any:
-    """A key of a configuration, of the type it must have: a whole number that is not negative, or a finite one."""
-    value = metadata.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and kind in (int, float) and not 0 <= value < _NUMBERS_BELOW:
-        raise CheckpointError(f"{source}: key {key} is {str(value)[:100]}; it must be from 0 to {_NUMBERS_BELOW - 1}.")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-        problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
-        raise CheckpointError(f"{source}: key {key} {problem}; it must be of type {kind.__name__}.")
-    return value

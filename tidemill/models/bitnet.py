@@ -14,6 +14,7 @@ from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig
 from tidemill.models import llama
+from tidemill.models.settings import Nullable, rope_keys
 from tidemill.parallel.cuts import Size, attention_heads, num_of, whole_of
 from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
@@ -68,3 +69,10 @@ class BitNet(llama.Llama):
         ("blocks.{}.attn.sub_norm", "weight", "model.layers.{}.self_attn.attn_sub_norm", ""),
         ("blocks.{}.mlp.sub_norm", "weight", "model.layers.{}.mlp.ffn_sub_norm", ""),
     ]
+    KEYS: ClassVar = {
+        "vocab_size": 128256, "hidden_size": 2560, "intermediate_size": 6912,
+        "num_hidden_layers": 30, "num_attention_heads": 20, "num_key_value_heads": Nullable(int, 5),
+        "head_dim": Nullable(int), "hidden_act": "relu2", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False,
+        **rope_keys(500000.0),
+    }  # fmt: skip

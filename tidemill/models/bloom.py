@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
-from tidemill.models.base import optional, required, stored_kv_bits, stored_values
+from tidemill.models.base import stored_kv_bits, stored_values
 from tidemill.models.gpt2 import Block
-from tidemill.models.llama import Llama, check_numbers
+from tidemill.models.llama import Llama, source_of
+from tidemill.models.settings import Settings, refuse
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.views import View
@@ -51,40 +52,36 @@ class Bloom(Llama):
         rows = torch.arange(heads * 3 * dim, device="cpu").view(heads, 3, dim).transpose(0, 1).reshape(-1)
         return View(tensor, tensor.name, rows=rows)
 
+    KEYS: ClassVar = {
+        "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8,
+        "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False,
+        "seq_length": _CONTEXT, "tie_word_embeddings": True,
+    }  # fmt: skip
+    ALIASES: ClassVar = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
     @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
-        size, num_heads = _either(data, "hidden_size", "n_embed", source), _either(data, "n_head", "num_attention_heads", source)
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        source, size, num_heads = source_of(checkpoint), settings["hidden_size"], settings["n_head"]
         if num_heads < 1 or size % num_heads:
             raise CheckpointError(f"{source}: {num_heads} heads do not divide {size} dimensions.")
-        if data.get("apply_residual_connection_post_layernorm"):
-            raise CheckpointError(f"{source}: apply_residual_connection_post_layernorm is not supported.")
+        refuse(settings, ["apply_residual_connection_post_layernorm"], source)
         dim = size // num_heads
         spec = AttentionSpec(
             num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, scale=dim**-0.5, rotation=None, has_alibi=True
         )
-        config = ModelConfig(
+        return ModelConfig(
             architecture=checkpoint.architecture,
-            vocab_size=required(data, "vocab_size", int, source),
+            vocab_size=settings["vocab_size"],
             hidden_size=size,
             intermediate_size=4 * size,
-            layers=alike(_either(data, "n_layer", "num_hidden_layers", source), spec),
-            max_context=optional(data, "seq_length", int, _CONTEXT, source),
-            norm_eps=optional(data, "layer_norm_epsilon", float, 1e-5, source),
+            layers=alike(settings["n_layer"], spec),
+            max_context=settings["seq_length"],
+            norm_eps=settings["layer_norm_epsilon"],
             act="gelu_tanh",
             is_gated=False,
-            tie_embeddings=data.get("tie_word_embeddings") is not False,
             attention_bias=True,
             attention_out_bias=True,
             mlp_bias=True,
             stored=stored_values(checkpoint),
             kv_bits=stored_kv_bits(checkpoint),
         )
-        check_numbers(config, source)
-        return config
-
-
-def _either(data: dict[str, Any], key: str, other: str, source: object) -> int:
-    """Files of different ages name a size differently."""
-    value: int = required(data, other if data.get(key) is None else key, int, source)
-    return value

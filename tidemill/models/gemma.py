@@ -5,29 +5,33 @@ layers by angles of their own. Of Gemma 3 with vision, the text model is read.""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from tidemill.errors import CheckpointError
 from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, RopeScaling, Rotation
-from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama, gguf_windows, hf_scaling, windows
+from tidemill.models.llama import Llama, from_settings, gguf_windows, source_of, windows_of, with_windows
+from tidemill.models.settings import (
+    Nullable,
+    Settings,
+    optional,
+    read_layered_rope,
+    read_settings,
+    refuse,
+    required,
+    rope_keys,
+)  # fmt: skip
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, PartOf
 
-_LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers, in files that do not say
 _WIDE = (46, 62)  # layers of the 27B models, whose scores are scaled by the size of a head as if hidden_size were cut into heads
-_GEMMA3 = {  # what the configuration of a text model leaves out, above all within that of a model that also sees
-    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-}  # fmt: skip
+_LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers, in files that do not say
+_OUTER = {"tie_word_embeddings": True, "quantization_config": Nullable(dict)}  # of a model that also sees
 _VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 
@@ -49,6 +53,16 @@ class Block(nn.Module):
 class Gemma2(Llama):
     block: ClassVar = Block
     every: ClassVar = 2  # layers, the last of which is without a window, in files that do not say
+    KEYS: ClassVar = {
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False,
+        "query_pre_attn_scalar": 256.0, "sliding_window": Nullable(int, 4096),
+        "layer_types": Nullable(list), "final_logit_softcapping": Nullable(float, 30.0),
+        "attn_logit_softcapping": Nullable(float, 50.0), "use_bidirectional_attention": False,
+        **rope_keys(),
+    }  # fmt: skip
     NAMES: ClassVar = [
         *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
         ("blocks.{}.post_attn_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
@@ -77,26 +91,21 @@ class Gemma2(Llama):
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
-        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else cls._of_hf(config, checkpoint)
+        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else config
 
     @classmethod
-    def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
-        scalar = optional(data, "query_pre_attn_scalar", float, float(config.head_dim), source)
-        softcap = optional(data, "attn_logit_softcapping", float, None, source) or 0.0
-        every = optional(data, "sliding_window_pattern", int, None, source) or cls.every
-        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(config.num_layers)]
-        sizes = windows(data | {"layer_types": data.get("layer_types") or kinds}, config.num_layers, source)
-        layers = (
-            replace(spec, scale=scalar**-0.5, softcap=softcap, window=window)
-            for spec, window in zip(config.attention_layers, sizes, strict=True)
-        )
-        return replace(
-            config,
-            layers=tuple(layers),
-            logits_softcap=optional(data, "final_logit_softcapping", float, None, source) or 0.0,
-            tie_embeddings=bool(data.get("tie_word_embeddings", True)),
-        )
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        source, num_layers = source_of(checkpoint), settings["num_hidden_layers"]
+        refuse(settings, ["use_bidirectional_attention"], source)
+        config = from_settings(settings, checkpoint, act="hidden_activation")
+        every = settings.get("sliding_window_pattern") or cls.every
+        kinds = settings["layer_types"] or [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
+        ]
+        config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
+        softcap, scale = settings["attn_logit_softcapping"] or 0.0, max(settings["query_pre_attn_scalar"], 1e-6) ** -0.5
+        layers = tuple(replace(spec, scale=scale, softcap=softcap) for spec in config.attention_layers)
+        return replace(config, layers=layers, logits_softcap=settings["final_logit_softcapping"] or 0.0)
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -125,30 +134,17 @@ class Gemma3(Gemma2):
         ("blocks.{}.attn.k_norm", "weight", "model.layers.{}.self_attn.k_norm", "blk.{}.attn_k_norm"),
     ]
 
-    @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        if checkpoint.format == "gguf":
-            return super().read_config(checkpoint)
-        if checkpoint.metadata.get("use_bidirectional_attention"):
-            raise CheckpointError(f"{checkpoint.path / 'config.json'}: use_bidirectional_attention is not supported.")
-        return super().read_config(PartOf(checkpoint, _GEMMA3 | checkpoint.metadata))
+    KEYS: ClassVar = {
+        **Gemma2.KEYS, "vocab_size": 262208, "max_position_embeddings": 131072,
+        "final_logit_softcapping": Nullable(float), "attn_logit_softcapping": Nullable(float),
+        "sliding_window_pattern": 6, "rope_local_base_freq": _LOCAL_THETA, **rope_keys(1000000.0),
+    }  # fmt: skip
 
     @classmethod
-    def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
-        rope = optional(data, "rope_parameters", dict, {}, source)
-        scaled = optional(data, "rope_scaling", dict, {}, source)  # as older files say it, beside the two thetas
-
-        def rotation(kind: str, older: dict[str, Any], key: str, theta: float) -> tuple[float, RopeScaling | None]:
-            given = optional(rope, kind, dict, None, source) or older
-            theta = optional(given, "rope_theta", float, optional(data, key, float, theta, source), source)
-            return theta, hf_scaling(given, config.max_context, source)
-
-        return cls._with_rotations(
-            super()._of_hf(config, checkpoint),
-            rotation("sliding_attention", {}, "rope_local_base_freq", _LOCAL_THETA),
-            rotation("full_attention", scaled, "rope_theta", 1e6),
-        )
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        local, full = read_layered_rope(settings, settings["rope_local_base_freq"], source_of(checkpoint))
+        config = super().of_settings(settings, checkpoint)
+        return cls._with_rotations(config, (local.theta, local.scaling), (full.theta, full.scaling))
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -173,20 +169,13 @@ class Gemma3Multimodal(Gemma3):
 
     PREFIXES: ClassVar = ("model.", "language_model.model.", "model.language_model.")
     IGNORED: ClassVar = (*Gemma3.IGNORED, _VISION)
-
-    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
-        super().__init__(config, weights)
-        if config.tie_embeddings:
-            self.ignored = (*self.ignored, r"language_model\.lm_head\.weight")
-        else:
-            self.names = [*self.names, ("head", "head", "language_model.lm_head", "")]
+    HEADS: ClassVar = (*Gemma3.HEADS, "language_model.lm_head.weight")
 
     @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        data = checkpoint.metadata
-        text = required(data, "text_config", dict, checkpoint.path / "config.json")
-        outer = {key: data[key] for key in ("tie_word_embeddings", "quantization_config") if data.get(key) is not None}
-        # Where both say it, Transformers goes by the outer one.
-        config = super().read_config(PartOf(checkpoint, text | outer, _VISION))
+    def read_hf(cls, checkpoint: Checkpoint) -> ModelConfig:
+        """Where both parts of the configuration say whether the head is the table, Transformers goes by the outer one."""
+        data, source = checkpoint.metadata, source_of(checkpoint)
+        text = required(data, "text_config", dict, source) | read_settings(data, _OUTER, source)
+        config = super().read_hf(PartOf(checkpoint, text, _VISION))
         note = "The vision tower and its projector are not read: the model takes and gives text."
         return replace(config, notes=(*config.notes, note))

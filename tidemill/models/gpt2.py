@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from tidemill.layers.embedding import Embedding
 from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
-from tidemill.models.base import optional, required, stored_kv_bits, stored_values
-from tidemill.models.llama import ACTS, Llama, check_numbers, table_rows
+from tidemill.models.base import stored_kv_bits, stored_values
+from tidemill.models.llama import ACTS, Llama, check_numbers, source_of, table_rows
+from tidemill.models.settings import Nullable, Settings, one_of, optional, refuse, required
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.packed.base import PackedTensor
@@ -23,12 +24,8 @@ from tidemill.weights.views import View
 
 _PREFIX = "transformer."
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face's files hold [in, out]
-_KEYS = {
-    "hf": ("n_embd", "n_layer", "n_head", "n_positions", "layer_norm_epsilon"),
-    "gguf": (
-        "gpt2.embedding_length", "gpt2.block_count", "gpt2.attention.head_count", "gpt2.context_length",
-        "gpt2.attention.layer_norm_epsilon",
-    ),
+_GGUF = {  # keys of GGUF files, after the architecture, by those of config.json
+    "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_positions": "context_length",
 }  # fmt: skip
 
 
@@ -48,6 +45,16 @@ class Block(nn.Module):
 
 class GPT2(Llama):
     block: ClassVar = Block
+    KEYS: ClassVar = {
+        "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "n_inner": Nullable(int), "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False, "tie_word_embeddings": True,
+    }  # fmt: skip
+    ALIASES: ClassVar = {
+        "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }  # fmt: skip
     NAMES: ClassVar = [
         ("embed", "weight", "transformer.wte", "token_embd"),
         ("positions", "weight", "transformer.wpe", "position_embd"),
@@ -73,7 +80,7 @@ class GPT2(Llama):
         """The first files of the family leave out the prefix."""
         if checkpoint_format == "gguf":
             return tensor
-        has_prefix = tensor.name.startswith((_PREFIX, "lm_head."))
+        has_prefix = tensor.name.startswith((_PREFIX, "lm_head.", "score."))
         name = tensor.name if has_prefix else _PREFIX + tensor.name
         is_packed = isinstance(tensor, PackedTensor)  # quantized matrices are [out, in] in every layout
         return View(tensor, name, transposed=name.endswith(_TRANSPOSED) and not is_packed)
@@ -84,53 +91,55 @@ class GPT2(Llama):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        data, is_gguf = checkpoint.metadata, checkpoint.format == "gguf"
-        source = checkpoint.path if is_gguf else checkpoint.path / "config.json"
-        kinds = (int, int, int, int, float)
-        values: list[Any] = [required(data, key, kind, source) for key, kind in zip(_KEYS[checkpoint.format], kinds, strict=True)]
-        size, num_layers, num_heads, context, eps = values
-        if num_heads < 1 or size % num_heads:
-            raise CheckpointError(f"{source}: {num_heads} heads do not divide {size} dimensions.")
-        dim = size // num_heads
-        config = ModelConfig(
-            architecture=checkpoint.architecture,
-            vocab_size=table_rows(checkpoint) if is_gguf else required(data, "vocab_size", int, source),
-            hidden_size=size,
-            intermediate_size=optional(data, "gpt2.feed_forward_length" if is_gguf else "n_inner", int, 4 * size, source),
-            layers=alike(
-                num_layers,
-                AttentionSpec(num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, scale=dim**-0.5, rotation=None),
-            ),
-            max_context=context,
-            num_positions=context,
-            norm_eps=eps,
-            act="gelu_tanh",
-            is_gated=False,
-            tie_embeddings=True,
-            attention_bias=True,
-            attention_out_bias=True,
-            mlp_bias=True,
-            stored=stored_values(checkpoint),
-            kv_bits=stored_kv_bits(checkpoint),
-        )
-        config = _of_gguf(config, checkpoint) if is_gguf else _of_hf(config, data, source)
-        check_numbers(config, source)
+        config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else cls.read_hf(checkpoint)
+        check_numbers(config, checkpoint.path)
         return config
 
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        source = source_of(checkpoint)
+        refuse(settings, ["add_cross_attention"], source)
+        config = _config(settings, checkpoint, source)
+        scale = config.head_dim**-0.5 if settings["scale_attn_weights"] else 1.0
+        by_layer = settings["scale_attn_by_inverse_layer_idx"]
+        layers = (replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.attention_layers))
+        return replace(config, layers=tuple(layers), act=one_of(settings, "activation_function", ACTS, source))
 
-def _of_gguf(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    @classmethod
+    def table_names(cls) -> tuple[str, ...]:
+        return "transformer.wte.weight", "wte.weight"
+
+
+def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
+    data, source = checkpoint.metadata, checkpoint.path
+    settings: Settings = {key: required(data, f"gpt2.{name}", int, source) for key, name in _GGUF.items()}
+    settings["layer_norm_epsilon"] = required(data, "gpt2.attention.layer_norm_epsilon", float, source)
+    settings["n_inner"] = optional(data, "gpt2.feed_forward_length", int, None, source)
+    settings["vocab_size"] = table_rows(checkpoint)
     has_head = any(tensor.name == "output.weight" for tensor in checkpoint.tensors())
-    return replace(config, tie_embeddings=not has_head)
+    return replace(_config(settings, checkpoint, source), tie_embeddings=not has_head)
 
 
-def _of_hf(config: ModelConfig, data: dict[str, Any], source: object) -> ModelConfig:
-    act = data.get("activation_function", "gelu_new")
-    if act not in ACTS:
-        raise CheckpointError(f"{source}: activation_function {act!r} is not supported.", fix=f"{', '.join(ACTS)} are.")
-    if data.get("add_cross_attention"):
-        raise CheckpointError(f"{source}: add_cross_attention is not supported.")
-    scale = 1.0 if data.get("scale_attn_weights") is False else config.head_dim**-0.5
-    by_layer = bool(data.get("scale_attn_by_inverse_layer_idx"))
-    layers = (replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.attention_layers))
-    tied = data.get("tie_word_embeddings") is not False
-    return replace(config, layers=tuple(layers), act=ACTS[act], tie_embeddings=tied)
+def _config(settings: Settings, checkpoint: Checkpoint, source: object) -> ModelConfig:
+    size, num_heads, context = settings["n_embd"], settings["n_head"], settings["n_positions"]
+    if num_heads < 1 or size % num_heads:
+        raise CheckpointError(f"{source}: {num_heads} heads do not divide {size} dimensions.")
+    dim = size // num_heads
+    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_heads, head_dim=dim, scale=dim**-0.5, rotation=None)
+    return ModelConfig(
+        architecture=checkpoint.architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=size,
+        intermediate_size=settings["n_inner"] or 4 * size,
+        layers=alike(settings["n_layer"], spec),
+        max_context=context,
+        num_positions=context,
+        norm_eps=settings["layer_norm_epsilon"],
+        act="gelu_tanh",
+        is_gated=False,
+        attention_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        stored=stored_values(checkpoint),
+        kv_bits=stored_kv_bits(checkpoint),
+    )

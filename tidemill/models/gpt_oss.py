@@ -7,7 +7,7 @@ matrices, columns of gate and up in turn.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,14 +17,18 @@ from tidemill.kernels.glu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from tidemill.layers.base import read_values
 from tidemill.layers.moe import Experts, MoE
 from tidemill.model_config import ModelConfig, MoESpec
-from tidemill.models.base import optional, required
-from tidemill.models.llama import Block, Llama
+from tidemill.models.llama import Block, Llama, from_settings, source_of, windows_of, with_windows
 from tidemill.models.mixtral import gguf_experts, hf_experts
+from tidemill.models.settings import Nullable, Settings, required, rope_keys
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.views import View
 
 _EXPERTS, _HF = "blocks.{}.mlp.experts", "model.layers.{}.mlp.experts"
+_YARN = {  # of files that do not say
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _ROUTING = {"scoring": "topk_then_softmax", "act": "swiglu_clamped", "has_bias": True}
 
 
@@ -110,17 +114,31 @@ class GptOss(Llama):
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
-        config = cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else cls._of_hf(config, checkpoint)
+        config = cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else config
         return replace(config, layers=tuple(replace(spec, has_sinks=True) for spec in config.attention_layers))
 
+    KEYS: ClassVar = {
+        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": Nullable(int, 8),
+        "head_dim": Nullable(int, 64), "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "attention_bias": True, "sliding_window": Nullable(int, 128),
+        "layer_types": Nullable(list), "num_local_experts": 128, "num_experts_per_tok": 4,
+        "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT, **rope_keys(150000.0),
+    }  # fmt: skip
+    ALIASES: ClassVar = {"num_experts": "num_local_experts"}
+
     @classmethod
-    def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        source, num_layers = source_of(checkpoint), settings["num_hidden_layers"]
         for key, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-            if optional(data, key, float, value, source) != value:
-                raise CheckpointError(f"{source}: {key} is {data[key]}; only {value} is supported.")
-        spec = hf_experts(checkpoint, config, renormalise=True, **_ROUTING)
-        return replace(config, experts=(spec,) * config.num_layers)
+            if settings[key] != value:
+                raise CheckpointError(f"{source}: {key} is {settings[key]}; only {value} is supported.")
+        config = from_settings(settings | {"rope_parameters": settings["rope_parameters"] or _YARN}, checkpoint)
+        kinds = settings["layer_types"] or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+        config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
+        more: dict[str, Any] = {"renormalise": True, **_ROUTING}
+        spec = hf_experts(settings, config, num="num_local_experts", **more)
+        return replace(config, experts=(spec,) * num_layers)
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -10,23 +13,27 @@ from torch import nn
 
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep, EnteringStep
+from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.layers.stage import ResidualSum, StageBlocks
 from tidemill.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
-from tidemill.models.base import CausalLM, optional, required, stored_kv_bits, stored_values
+from tidemill.models.base import CausalLM, stored_kv_bits, stored_values
+from tidemill.models.heads import Labels, ties_head
+from tidemill.models.settings import Keys, Nullable, Settings, one_of, optional, read_rope, read_settings, required, rope_keys
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import decoder_pooling
 
 _SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
-_SCALINGS = ("linear", "llama3", "yarn", "longrope")
 _LONGROPE = {"short_factors": "rope_factors_short.weight", "long_factors": "rope_factors_long.weight"}
 ACTS = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+    "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 
 
@@ -55,6 +62,15 @@ class Block(nn.Module):
 class Llama(CausalLM):
     block: ClassVar[type[nn.Module]] = Block
     has_experts: ClassVar = False
+    KEYS: ClassVar[Keys] = {  # of config.json
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, **rope_keys(),
+    }  # fmt: skip
+    ALIASES: ClassVar[dict[str, str]] = {}  # other names of keys
+    HEADS: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # names of the stored head
     NAMES: ClassVar = [
         ("embed", "weight", "model.embed_tokens", "token_embd"),
         ("blocks.{}.attn_norm", "weight", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
@@ -83,10 +99,15 @@ class Llama(CausalLM):
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
-            self.ignored = (*self.IGNORED, r"lm_head\.weight")  # a stored copy of the table, if any
+            self.ignored = (*self.IGNORED, *map(re.escape, self.HEADS))  # copies of the table
         else:
             self.head = Head(config.hidden_size, config.vocab_size, weights)
-            self.names = [*self.NAMES, ("head", "head", "lm_head", "output")]
+            usual, *others = (name.removesuffix(".weight") for name in self.HEADS)
+            more = [("head", "head", name, "") for name in others]
+            self.names = [*self.NAMES, ("head", "head", usual, "output"), *more]
+        if config.labels is not None:
+            self.labels = Labels(config, weights)
+            self.names = [*self.names, ("labels", "labels", "score", "")]
 
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         return self.embed(ids_T)
@@ -137,6 +158,19 @@ class Llama(CausalLM):
         size = self.config.hidden_size
         return torch.sin(torch.arange(positions_T.numel() * size, dtype=torch.float32)).view(-1, size)
 
+    def stand_ins(
+        self, targets: dict[str, list[tuple[Layer, str]]], stored: Collection[str]
+    ) -> dict[str, list[tuple[Layer, str]]]:
+        """The head, of which the table was left out as its copy."""
+        tables, heads = self.table_names(), [name for name in self.HEADS if name in stored]
+        places = next((targets[name] for name in tables if name in targets), None)
+        is_needed = self.config.tie_embeddings and places is not None and not any(name in stored for name in tables)
+        return {heads[0]: places} if is_needed and heads and places else {}
+
+    @property
+    def bias_keys(self) -> list[str]:
+        return [key for key in ("mlp_bias", "qkv_bias", "attention_bias") if key in self.KEYS]
+
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
         if checkpoint_format != "gguf" or part.partition(".")[0] not in ("q", "k"):
@@ -149,22 +183,90 @@ class Llama(CausalLM):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         if not cls.has_experts and checkpoint.metadata.get(f"{checkpoint.architecture}.expert_count"):
             raise CheckpointError(f"{checkpoint.path}: {checkpoint.architecture} with experts is not supported.")
-        config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else _from_hf(checkpoint)
+        config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else cls.read_hf(checkpoint)
         check_numbers(config, checkpoint.path)
-        return replace(config, notes=_notes(config))
+        return replace(config, notes=(*config.notes, *_notes(config)))
+
+    @classmethod
+    def read_hf(cls, checkpoint: Checkpoint) -> ModelConfig:
+        settings = read_settings(checkpoint.metadata, cls.KEYS, source_of(checkpoint), cls.ALIASES)
+        return cls.with_head(cls.of_settings(settings, checkpoint), settings, checkpoint)
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        """What the family makes of its keys, without what follows the last norm."""
+        return from_settings(settings, checkpoint)
+
+    @classmethod
+    def with_head(cls, config: ModelConfig, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        """A head of its own, that of the embeddings' table, none, or that of a classifier."""
+        if (labels := Labels.read(checkpoint)) is not None:
+            return replace(config, labels=labels, has_head=False, tie_embeddings=True)
+        is_tied = ties_head(checkpoint, settings["tie_word_embeddings"], cls.table_names(), cls.HEADS)
+        has_head = is_tied or not _is_base(checkpoint, cls.HEADS)
+        by = decoder_pooling(checkpoint.path)
+        return replace(config, tie_embeddings=is_tied or not has_head, has_head=has_head, embeds_by=by)  # tied: for trials alone
+
+    @classmethod
+    def table_names(cls) -> tuple[str, ...]:
+        """How the embeddings' table may be called."""
+        name = next(f"{hf}.weight" for layer, _, hf, _ in cls.NAMES if layer == "embed")
+        return tuple(dict.fromkeys(prefix + name.removeprefix(cls.PREFIXES[0]) for prefix in cls.PREFIXES))
+
+
+def _is_base(checkpoint: Checkpoint, heads: tuple[str, ...]) -> bool:
+    """Whether it is a model without its head, as those that make embeddings are saved."""
+    is_named_so = checkpoint.architecture.endswith("Model")
+    if not checkpoint.has_weights:
+        return is_named_so
+    names = {tensor.name for tensor in checkpoint.tensors()}
+    return names.isdisjoint(heads) and (is_named_so or any(name.startswith("layers.") for name in names))
+
+
+class Mistral(Llama):
+    KEYS: ClassVar = {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int, 8),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "sliding_window": Nullable(int, 4096),
+        **rope_keys(),
+    }  # fmt: skip
 
 
 class SmolLM3(Llama):
+    KEYS: ClassVar = {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": Nullable(int, 4),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False,
+        "mlp_bias": False, "use_sliding_window": False, "sliding_window": Nullable(int),
+        "no_rope_layers": Nullable(list), "no_rope_layer_interval": _SMOLLM3_EVERY,
+        "layer_types": Nullable(list), **rope_keys(2000000.0),
+    }  # fmt: skip
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        """Files list which layers are rotated, or say how many are between those that are not. Only these may have windows."""
+        config, source = from_settings(settings, checkpoint), source_of(checkpoint)
+        are_rotated = settings["no_rope_layers"]
+        if are_rotated is None:
+            every = settings["no_rope_layer_interval"] or _SMOLLM3_EVERY
+            are_rotated = [(layer + 1) % every > 0 for layer in range(config.num_layers)]
+        if len(are_rotated) < config.num_layers:
+            raise CheckpointError(f"{source}: no_rope_layers has {len(are_rotated)} entries for {config.num_layers} layers.")
+        window = settings["sliding_window"] if settings["use_sliding_window"] or settings["layer_types"] else None
+        kinds = settings["layer_types"] or ["full_attention" if is_rotated else "sliding_attention" for is_rotated in are_rotated]
+        config = with_windows(config, windows_of(kinds[: config.num_layers], window, config.num_layers, source))
+        specs = zip(config.attention_layers, are_rotated, strict=False)
+        return replace(config, layers=tuple(spec if is_rotated else replace(spec, rotation=None) for spec, is_rotated in specs))
+
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """Every so many layers, one is not rotated. Hugging Face's files list them, or say how many; GGUF's do not."""
-        config, data = super().read_config(checkpoint), checkpoint.metadata
-        if data.get("no_rope_layers") is not None:
+        config = super().read_config(checkpoint)
+        if checkpoint.format != "gguf":
             return config
-        every = optional(data, "no_rope_layer_interval", int, _SMOLLM3_EVERY, checkpoint.path) or _SMOLLM3_EVERY
-        layers = (
-            replace(spec, rotation=None) if (i + 1) % every == 0 else spec for i, spec in enumerate(config.attention_layers)
-        )
+        specs = enumerate(config.attention_layers)  # files of GGUF do not say which layers are rotated
+        layers = (replace(spec, rotation=None) if (i + 1) % _SMOLLM3_EVERY == 0 else spec for i, spec in specs)
         return replace(config, layers=tuple(layers))
 
 
@@ -212,105 +314,60 @@ def check_numbers(config: ModelConfig, source: object) -> None:
             raise CheckpointError(f"{source}: the {name} of the configuration cannot be used.")
 
 
-def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
-    data, source = checkpoint.metadata, checkpoint.path / "config.json"
-
-    def need(key: str, kind: type = int) -> Any:
-        return required(data, key, kind, source)
-
-    act = data.get("hidden_activation") or data.get("hidden_act", "silu")
-    if act not in ACTS:
-        raise CheckpointError(f"{source}: hidden_act {act!r} is not supported.", fix=f"{', '.join(ACTS)} are.")
-    num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
-    trained, num_layers = need("max_position_embeddings"), need("num_hidden_layers")
-    # Newer files put both under rope_parameters.
-    rope = optional(data, "rope_parameters", dict, None, source) or optional(data, "rope_scaling", dict, {}, source)
-    if data.get("original_max_position_embeddings") is not None:
-        rope = {"original_max_position_embeddings": data["original_max_position_embeddings"]} | rope
-    theta = optional(data, "rope_theta", float, optional(rope, "rope_theta", float, 10000.0, source), source)
-    head_dim = optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source)
-    partial = optional(data, "partial_rotary_factor", float, None, source) or optional(
-        rope, "partial_rotary_factor", float, 1.0, source
-    )
+def from_settings(settings: Settings, checkpoint: Checkpoint, act: str = "hidden_act") -> ModelConfig:
+    """What families of decoders have in common. A key that the family's table does not have is not there. `act`: the key of the
+    activation."""
+    source, num_heads, hidden_size = source_of(checkpoint), settings["num_attention_heads"], settings["hidden_size"]
+    rope = read_rope(settings, source)
+    head_dim = settings.get("head_dim") or hidden_size // max(num_heads, 1)
+    num_rotated = head_dim if "partial_rotary_factor" not in settings else int(head_dim * (rope.partial or 1.0))
     spec = AttentionSpec(
         num_heads=num_heads,
-        num_kv_heads=optional(data, "num_key_value_heads", int, num_heads, source),
+        num_kv_heads=settings["num_key_value_heads"] or num_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rotation=Rotation(num_dims=int(head_dim * partial), theta=theta, scaling=hf_scaling(rope, trained, source)),
+        rotation=Rotation(num_dims=num_rotated, theta=rope.theta, scaling=rope.scaling),
     )
-    alike(num_layers, spec)  # so many layers there can be
-    layers = [replace(spec, window=window) for window in windows(data, num_layers, source)]
-    for layer, is_rotated in enumerate(optional(data, "no_rope_layers", list, None, source) or []):
-        if not is_rotated and layer < num_layers:
-            layers[layer] = replace(layers[layer], rotation=None)
-    if data.get("is_causal") is False:
+    layers = alike(settings["num_hidden_layers"], replace(spec, window=settings.get("sliding_window") or 0))
+    if checkpoint.metadata.get("is_causal") is False:
         raise CheckpointError(f"{source}: is_causal is false: a decoder that sees the whole text is not supported.")
-    is_tied = bool(data.get("tie_word_embeddings", False))
-    has_head = is_tied or not _is_base(checkpoint)
+    has_bias = settings.get("attention_bias", False)
     return ModelConfig(
         architecture=checkpoint.architecture,
-        vocab_size=need("vocab_size"),
+        vocab_size=settings["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=need("intermediate_size"),
-        layers=tuple(layers),
-        max_context=trained,
-        norm_eps=need("rms_norm_eps", float),
-        act=ACTS[act],
-        tie_embeddings=is_tied or not has_head,  # for trials alone
-        has_head=has_head,
-        embeds_by=decoder_pooling(checkpoint.path),
-        attention_bias=bool(data.get("attention_bias", False)),
-        attention_out_bias=bool(data.get("attention_bias", False)),
-        mlp_bias=bool(data.get("mlp_bias", False)),
+        intermediate_size=settings["intermediate_size"],
+        layers=layers,
+        max_context=settings["max_position_embeddings"],
+        norm_eps=settings["rms_norm_eps"],
+        act=one_of(settings, act, ACTS, source) if act in settings else "silu",
+        attention_bias=has_bias,
+        attention_out_bias=has_bias and _stores(checkpoint, "o_proj.bias"),
+        mlp_bias=settings.get("mlp_bias", False),
         stored=stored_values(checkpoint),
         kv_bits=stored_kv_bits(checkpoint),
     )
 
 
-def _is_base(checkpoint: Checkpoint) -> bool:
-    """Whether it is a model without its head, as those that make embeddings are saved."""
-    is_named_so = checkpoint.architecture.endswith("Model")
-    if not checkpoint.has_weights:
-        return is_named_so
-    names = [tensor.name for tensor in checkpoint.tensors()]
-    return any(name.startswith("layers.") for name in names) or (is_named_so and "lm_head.weight" not in names)
+def source_of(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path / "config.json"
 
 
-def windows(data: dict[str, Any], num_layers: int, source: object) -> list[int]:
-    """Each layer's sliding window, 0 without one. Newer files list the kinds of their layers; in older ones of Qwen's, windows
-    are switched on, and begin at a certain layer."""
-    window = optional(data, "sliding_window", int, None, source) or 0
-    if not window or data.get("use_sliding_window") is False:
-        return [0] * num_layers
-    kinds = optional(data, "layer_types", list, None, source)
-    if kinds is None:
-        first = optional(data, "max_window_layers", int, 0, source) if data.get("use_sliding_window") else 0
-        return [window if layer >= first else 0 for layer in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+def _stores(checkpoint: Checkpoint, ending: str) -> bool:
+    """Whether a tensor of such a name is there; without weights, whether it may be."""
+    return not checkpoint.has_weights or any(tensor.name.endswith(ending) for tensor in checkpoint.tensors())
+
+
+def windows_of(kinds: list[str], window: int | None, num_layers: int, source: object) -> list[int]:
+    """Each layer's sliding window, 0 without one, by the kinds of the layers."""
+    if len(kinds) != num_layers or set(map(str, kinds)) - {"sliding_attention", "full_attention"}:
         raise CheckpointError(f"{source}: layer_types must name sliding_attention or full_attention for each layer.")
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    return [window or 0 if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "su" or "long_factor" in rope:  # how older files say it
-        kind = "longrope"
-    if kind in ("default", "dynamic"):
-        return None  # dynamic scaling starts past max_position_embeddings, where this engine's context ends
-    if kind not in _SCALINGS:
-        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix=f"{', '.join(_SCALINGS)} are.")
-    fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    given: dict[str, Any] = {name: required(rope, name, float, source) for name in fields if rope.get(name) is not None}
-    original = optional(rope, "original_max_position_embeddings", int, context, source)
-    if kind != "longrope":
-        factor, truncate = required(rope, "factor", float, source), rope.get("truncate") is not False
-        return RopeScaling(kind=kind, factor=factor, original_context=original, truncate=truncate, **given)
-    for name in ("short_factor", "long_factor"):
-        values = required(rope, name, list, source)
-        given[f"{name}s"] = tuple(required({name: value}, name, float, source) for value in values)
-    factor = optional(rope, "factor", float, context / max(original, 1), source)
-    return RopeScaling(kind=kind, factor=factor, original_context=original, **given)
+def with_windows(config: ModelConfig, sizes: list[int]) -> ModelConfig:
+    layers = tuple(replace(spec, window=size) for spec, size in zip(config.attention_layers, sizes, strict=True))
+    return replace(config, layers=layers)
 
 
 def table_rows(checkpoint: Checkpoint) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,8 +13,9 @@ from tidemill.errors import CheckpointError
 from tidemill.layers.mamba import MambaMixer, StateMixer, StateParameters, StateStep
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, StateSpec, alike
-from tidemill.models.base import optional, required, stored_values
-from tidemill.models.llama import Llama
+from tidemill.models.base import stored_values
+from tidemill.models.llama import Llama, source_of
+from tidemill.models.settings import Nullable, Settings, one_of, required
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -37,6 +39,14 @@ class Block(nn.Module):
 
 class Mamba(Llama):
     block: ClassVar = Block
+    PREFIXES: ClassVar[tuple[str, ...]] = ("backbone.", "")
+    KEYS: ClassVar = {
+        "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16,
+        "conv_kernel": 4, "expand": 2, "intermediate_size": Nullable(int),
+        "time_step_rank": Nullable(object, "auto"), "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+        "tie_word_embeddings": True, "max_position_embeddings": MAX_CONTEXT,
+    }  # fmt: skip
     NAMES: ClassVar = [
         ("embed", "weight", "backbone.embeddings", "token_embd"),
         ("blocks.{}.norm", "weight", "backbone.layers.{}.norm", "blk.{}.attn_norm"),
@@ -59,23 +69,19 @@ class Mamba(Llama):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        is_gguf = checkpoint.format == "gguf"
-        spec, num_layers = cls._of_gguf(checkpoint) if is_gguf else cls._of_hf(checkpoint)
-        return _config(checkpoint, alike(num_layers, spec))
+        return _from_gguf(checkpoint, *cls._of_gguf(checkpoint)) if checkpoint.format == "gguf" else cls.read_hf(checkpoint)
 
     @classmethod
-    def _of_hf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
-        hidden_size = required(data, "hidden_size", int, source)
-        rank = data.get("time_step_rank", "auto")
-        inner = optional(data, "intermediate_size", int, 2 * hidden_size, source)
-        spec = _mamba(
-            inner,
-            required(data, "state_size", int, source),
-            required(data, "conv_kernel", int, source),
-            math.ceil(hidden_size / 16) if rank == "auto" else required(data, "time_step_rank", int, source),
-        )
-        return spec, required(data, "num_hidden_layers", int, source)
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        return config_of(settings, cls.state_of(settings, source_of(checkpoint)), checkpoint)
+
+    @classmethod
+    def state_of(cls, settings: Settings, source: object) -> StateSpec:
+        hidden_size = settings["hidden_size"]
+        inner = settings["intermediate_size"] or settings["expand"] * hidden_size
+        is_auto = settings["time_step_rank"] in ("auto", None)
+        rank = math.ceil(hidden_size / 16) if is_auto else required(settings, "time_step_rank", int, source)
+        return _mamba(inner, settings["state_size"], settings["conv_kernel"], rank)
 
     @classmethod
     def _of_gguf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:
@@ -92,40 +98,39 @@ def _mamba(inner: int, state_size: int, kernel: int, rank: int) -> StateSpec:
     return StateSpec(kind="mamba", num_heads=inner // size, head_dim=size, state_size=state_size, kernel=kernel, rank=rank)
 
 
-def _config(checkpoint: Checkpoint, layers: tuple[Any, ...]) -> ModelConfig:
+def _from_gguf(checkpoint: Checkpoint, spec: StateSpec, num_layers: int) -> ModelConfig:
+    data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+    shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
+    if "token_embd.weight" not in shapes:
+        raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
+    settings = {
+        "vocab_size": shapes["token_embd.weight"][0],
+        "hidden_size": required(data, f"{arch}.embedding_length", int, source),
+        "layer_norm_epsilon": required(data, f"{arch}.attention.layer_norm_rms_epsilon", float, source),
+        "max_position_embeddings": required(data, f"{arch}.context_length", int, source),
+        "use_bias": "blk.0.ssm_in.bias" in shapes,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in shapes,
+        "num_hidden_layers": num_layers,
+        "hidden_act": "silu",
+    }
+    return replace(config_of(settings, spec, checkpoint), tie_embeddings="output.weight" not in shapes)
+
+
+def config_of(settings: Settings, spec: StateSpec, checkpoint: Checkpoint) -> ModelConfig:
     """What Mamba and Mamba-2 files say alike."""
-    data, arch = checkpoint.metadata, checkpoint.architecture
-    shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()} if checkpoint.has_weights else {}
-    if checkpoint.format == "gguf":
-        source: Any = checkpoint.path
-        if "token_embd.weight" not in shapes:
-            raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
-        vocab_size, hidden_size = shapes["token_embd.weight"][0], required(data, f"{arch}.embedding_length", int, source)
-        eps = required(data, f"{arch}.attention.layer_norm_rms_epsilon", float, source)
-        context = min(required(data, f"{arch}.context_length", int, source), MAX_CONTEXT)
-        is_tied, bias, conv_bias = "output.weight" not in shapes, "blk.0.ssm_in.bias" in shapes, "blk.0.ssm_conv1d.bias" in shapes
-    else:
-        source = checkpoint.path / "config.json"
-        act = data.get("hidden_act", "silu")
-        if act != "silu":
-            raise CheckpointError(f"{source}: hidden_act {act!r} is not supported.", fix="silu is.")
-        vocab_size, hidden_size = (required(data, key, int, source) for key in ("vocab_size", "hidden_size"))
-        eps = required(data, "layer_norm_epsilon", float, source)
-        context = min(optional(data, "max_position_embeddings", int, MAX_CONTEXT, source), MAX_CONTEXT)
-        is_tied = bool(data.get("tie_word_embeddings", arch == "MambaForCausalLM"))
-        bias, conv_bias = bool(data.get("use_bias", False)), bool(data.get("use_conv_bias", True))
+    context, eps = min(settings["max_position_embeddings"], MAX_CONTEXT), settings["layer_norm_epsilon"]
     if not 0 <= eps <= 1 or context < 1:
-        raise CheckpointError(f"{source}: the norm epsilon or the context length of the configuration cannot be used.")
+        raise CheckpointError(f"{checkpoint.path}: the norm epsilon or the context length of the configuration cannot be used.")
+    one_of(settings, "hidden_act", {"silu": "silu"}, source_of(checkpoint))
     return ModelConfig(
-        architecture=arch,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
+        architecture=checkpoint.architecture,
+        vocab_size=settings["vocab_size"],
+        hidden_size=settings["hidden_size"],
         intermediate_size=0,
-        layers=layers,
+        layers=alike(settings["num_hidden_layers"], spec),
         max_context=context,
         norm_eps=eps,
-        tie_embeddings=is_tied,
-        attention_bias=bias,
-        conv_bias=conv_bias,
+        attention_bias=settings["use_bias"],
+        conv_bias=settings["use_conv_bias"],
         stored=stored_values(checkpoint),
     )

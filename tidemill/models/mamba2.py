@@ -10,8 +10,8 @@ from tidemill.errors import CheckpointError
 from tidemill.layers.mamba import StateMixer
 from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.models import mamba
-from tidemill.models.base import optional, required
-from tidemill.models.mamba import Mamba
+from tidemill.models.mamba import MAX_CONTEXT, Mamba
+from tidemill.models.settings import Nullable, Settings, required
 from tidemill.parallel.cuts import state_cut, together
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
@@ -42,24 +42,27 @@ class Mamba2(Mamba):
         )
         return torch.cat([channels, gate, steps])
 
+    KEYS: ClassVar = {
+        "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128,
+        "head_dim": 64, "state_size": 128, "conv_kernel": 4, "n_groups": 8, "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+        "time_step_limit": Nullable(list), "tie_word_embeddings": False,
+        "max_position_embeddings": MAX_CONTEXT,
+    }  # fmt: skip
+
     @classmethod
-    def _of_hf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
-        num_heads, head_dim, size, kernel, groups, layers = (
-            required(data, key, int, source)
-            for key in ("num_heads", "head_dim", "state_size", "conv_kernel", "n_groups", "num_hidden_layers")
-        )
-        low, *high = optional(data, "time_step_limit", list, [0.0, float("inf")], source)
+    def state_of(cls, settings: Settings, source: object) -> StateSpec:
+        num_heads, head_dim, groups = settings["num_heads"], settings["head_dim"], settings["n_groups"]
+        low, *high = settings["time_step_limit"] or [0.0, float("inf")]
         if low != 0 or high not in ([float("inf")], ["Infinity"], [{"__float__": "Infinity"}]):
             raise CheckpointError(f"{source}: time_step_limit {[low, *high]} is not supported.", fix="[0, infinity] is.")
         if groups < 1 or num_heads * head_dim % groups:
             raise CheckpointError(f"{source}: {num_heads * head_dim} inner values cannot be cut into {groups} groups.")
         # A group is normed on its own, as in the authors' code. Transformers before 5.23 normed all of them together.
-        spec = StateSpec(
-            kind="mamba2", num_heads=num_heads, head_dim=head_dim, state_size=size, num_groups=groups, kernel=kernel,
-            norm_size=num_heads * head_dim // groups,
+        return StateSpec(
+            kind="mamba2", num_heads=num_heads, head_dim=head_dim, state_size=settings["state_size"], num_groups=groups,
+            kernel=settings["conv_kernel"], norm_size=num_heads * head_dim // groups,
         )  # fmt: skip
-        return spec, layers
 
     @classmethod
     def _of_gguf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:

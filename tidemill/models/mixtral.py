@@ -7,19 +7,14 @@ from typing import Any, ClassVar
 
 from tidemill.errors import CheckpointError
 from tidemill.model_config import ModelConfig, MoESpec
-from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama
+from tidemill.models.llama import Llama, from_settings
+from tidemill.models.settings import Nullable, Settings, optional, required, rope_keys
 from tidemill.weights.checkpoint import Checkpoint
 
 Names = list[tuple[str, str, str, str]]
 
 # How GGUF files say that experts are chosen.
 _GATING = {1: "softmax_then_topk", 3: "topk_then_softmax"}
-# Keys of other families' routers that change what is computed, and the values that do not.
-_PLAIN_ROUTING = {
-    "scoring_func": ("softmax",), "topk_method": ("greedy",), "n_group": (0, 1), "topk_group": (0, 1),
-    "routed_scaling_factor": (1, 1.0), "n_shared_experts": (0,),
-}  # fmt: skip
 
 
 def expert_names(layer: str, router: str, gate: str, up: str, down: str) -> Names:
@@ -44,31 +39,36 @@ class Mixtral(Llama):
         *expert_names("model.layers.{}.block_sparse_moe", "gate", "w1", "w3", "w2"),
     ]
 
+    KEYS: ClassVar = {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int, 8),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": Nullable(int),
+        "num_local_experts": 8, "num_experts_per_tok": 2, **rope_keys(1000000.0),
+    }  # fmt: skip
+    ALIASES: ClassVar = {"num_experts": "num_local_experts"}
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        config = from_settings(settings, checkpoint)
+        spec = hf_experts(settings, config, num="num_local_experts", renormalise=True)
+        return replace(config, experts=(spec,) * config.num_layers)
+
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
-        spec = (
-            gguf_experts(checkpoint, config, renormalise=True)
-            if checkpoint.format == "gguf"
-            else hf_experts(checkpoint, config, renormalise=True)
-        )
-        return replace(config, experts=(spec,) * config.num_layers)
+        if checkpoint.format != "gguf":
+            return config
+        return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers)
 
 
-def hf_experts(checkpoint: Checkpoint, config: ModelConfig, *, renormalise: bool, **more: Any) -> MoESpec:
-    """What config.json says of the experts. `more`: other fields of the spec."""
-    data, source = checkpoint.metadata, checkpoint.path / "config.json"
-    for key, plain in _PLAIN_ROUTING.items():
-        if data.get(key) is not None and data[key] not in plain:
-            raise CheckpointError(f"{source}: routing with {key} = {data[key]!r} is not supported.", fix="Softmax and top-k are.")
-    key = "num_local_experts" if data.get("num_local_experts") is not None else "num_experts"
-    fields = {
-        "num_experts": required(data, key, int, source),
-        "top_k": required(data, "num_experts_per_tok", int, source),
-        "expert_size": optional(data, "moe_intermediate_size", int, config.intermediate_size, source),
-        "act": config.act,
-    }
-    return MoESpec(**fields | more, renormalise=renormalise)
+def hf_experts(
+    settings: Settings, config: ModelConfig, *, num: str = "num_experts", size: str = "intermediate_size", **more: Any
+) -> MoESpec:
+    """What config.json says of the experts. `num`, `size`: the keys of their number and size.
+    `more`: other fields of the spec."""
+    fields = {"num_experts": settings[num], "top_k": settings["num_experts_per_tok"], "expert_size": settings[size]}
+    return MoESpec(**fields | {"act": config.act} | more)
 
 
 def gguf_experts(checkpoint: Checkpoint, config: ModelConfig, *, renormalise: bool, **more: Any) -> MoESpec:

@@ -11,12 +11,13 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.layers.base import Layer
 from tidemill.model_config import ModelConfig
-from tidemill.models.base import optional
-from tidemill.models.roberta import Roberta
+from tidemill.models.roberta import Roberta, RobertaCrossEncoder
+from tidemill.models.settings import Nullable, Settings
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _NUM_BUCKETS, _MAX_DISTANCE = 32, 128
+_FIRST = 2  # position in the table of positions
 
 
 class DistanceBias(Layer):
@@ -51,8 +52,13 @@ class MPNet(Roberta):
         ("blocks.{}.attn_norm", "weight", "encoder.layer.{}.attention.LayerNorm", ""),
         ("distance_bias", "weight", "encoder.relative_attention_bias", ""),
     ]
+    KEYS: ClassVar = {
+        "vocab_size": 30527, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 3072, "hidden_act": "gelu", "max_position_embeddings": 512,
+        "layer_norm_eps": 1e-12, "is_decoder": False, "position_embedding_type": "absolute",
+        "relative_attention_num_buckets": _NUM_BUCKETS, "matryoshka_dimensions": Nullable(list),
+    }  # fmt: skip
     has_distance_bias: ClassVar = True
-    has_types: ClassVar = False
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
@@ -63,9 +69,16 @@ class MPNet(Roberta):
         return [table] * self.config.num_layers
 
     @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        source = checkpoint.path / "config.json"
-        buckets = optional(checkpoint.metadata, "relative_attention_num_buckets", int, _NUM_BUCKETS, source)
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint, source: object) -> ModelConfig:
+        buckets = settings["relative_attention_num_buckets"]
         if buckets != _NUM_BUCKETS:
             raise CheckpointError(f"{source}: relative_attention_num_buckets is {buckets}; {_NUM_BUCKETS} is supported.")
-        return super().read_config(checkpoint)
+        return super().of_settings(settings, checkpoint, source)
+
+    @classmethod
+    def first_of(cls, settings: Settings) -> int:
+        return _FIRST
+
+
+class MPNetCrossEncoder(MPNet, RobertaCrossEncoder):
+    pass

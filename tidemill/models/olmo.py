@@ -14,16 +14,12 @@ from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import ModelConfig
 from tidemill.models import gpt2
-from tidemill.models.base import optional
-from tidemill.models.llama import Llama
+from tidemill.models.llama import Llama, from_settings, source_of
+from tidemill.models.settings import Nullable, Settings, optional, rope_keys
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, PartOf
 
 _EPS = 1e-5
-_KEYS = {  # of the limit; of the norms' epsilon, as a Llama's files call it
-    "hf": ("clip_qkv", "rms_norm_eps"),
-    "gguf": ("olmo.attention.clamp_kqv", "olmo.attention.layer_norm_rms_epsilon"),
-}
 
 
 class ClippedAttention(Attention):
@@ -47,17 +43,34 @@ class Block(gpt2.Block):
 class Olmo(Llama):
     block: ClassVar = Block
     NAMES: ClassVar = [line for line in Llama.NAMES if not line[0].endswith("norm")]
+    KEYS: ClassVar = {
+        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, "attention_bias": False, "clip_qkv": Nullable(float),
+        **rope_keys(),
+    }  # fmt: skip
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, is_learned=False)
 
     @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        config = from_settings(settings | {"rms_norm_eps": _EPS}, checkpoint)
+        return _clipped(config, settings["clip_qkv"], "clip_qkv", source_of(checkpoint))
+
+    @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        data, source = checkpoint.metadata, checkpoint.path
-        key, eps = _KEYS[checkpoint.format]
-        limit = optional(data, key, float, None, source)
-        if limit is not None and not 0 < limit < 1e30:
-            raise CheckpointError(f"{source}: {key} is {limit}, which cannot be used.")
-        config = super().read_config(PartOf(checkpoint, data | {eps: _EPS}))
-        return replace(config, clip_qkv=limit or 0.0)
+        if checkpoint.format != "gguf":
+            return super().read_config(checkpoint)
+        data, key = checkpoint.metadata, "olmo.attention.clamp_kqv"
+        limit = optional(data, key, float, None, checkpoint.path)
+        config = super().read_config(PartOf(checkpoint, data | {"olmo.attention.layer_norm_rms_epsilon": _EPS}))
+        return _clipped(config, limit, key, checkpoint.path)
+
+
+def _clipped(config: ModelConfig, limit: float | None, key: str, source: object) -> ModelConfig:
+    if limit is not None and not 0 < limit < 1e30:
+        raise CheckpointError(f"{source}: {key} is {limit}, which cannot be used.")
+    return replace(config, clip_qkv=limit or 0.0)

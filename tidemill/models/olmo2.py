@@ -4,7 +4,7 @@ OLMo 3 has windows in most layers, whose rotation is not scaled."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,15 +15,14 @@ from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, Rotation
-from tidemill.models.base import optional
-from tidemill.models.llama import Llama, check_numbers, gguf_windows, hf_scaling, windows
+from tidemill.models.llama import Llama, from_settings, gguf_windows, source_of, windows_of
+from tidemill.models.settings import Nullable, Settings, read_layered_rope, rope_keys
 from tidemill.parallel.cuts import attention_heads
 from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _EVERY = 4  # layers, the last of which is without a window, in files that do not say
-_THETA = 500000.0
 
 
 class NormedAttention(Attention):
@@ -73,6 +72,13 @@ class Olmo2(Llama):
         ("blocks.{}.post_mlp_norm", "weight", "model.layers.{}.post_feedforward_layernorm", "blk.{}.post_ffw_norm"),
     ]
 
+    KEYS: ClassVar = {
+        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": False, **rope_keys(),
+    }  # fmt: skip
+
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         for block in self.blocks:
             residual_TH = block(residual_TH, step)
@@ -97,26 +103,22 @@ class Olmo2(Llama):
 
 
 class Olmo3(Olmo2):
+    KEYS: ClassVar = {
+        **Olmo2.KEYS, "sliding_window": Nullable(int, 4096), "layer_types": Nullable(list),
+        **rope_keys(500000.0),
+    }  # fmt: skip
+
     @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        config = super().read_config(checkpoint)
-        data, source = checkpoint.metadata, checkpoint.path / "config.json"
-        rope = optional(data, "rope_parameters", dict, {}, source)
-        scaled = optional(data, "rope_scaling", dict, {}, source)  # how older files say it
-        theta = optional(data, "rope_theta", float, _THETA, source)
-
-        def rotation(kind: str, otherwise: dict[str, Any]) -> Rotation:
-            given = optional(rope, kind, dict, None, source) or otherwise
-            scaling = hf_scaling(given, config.max_context, source)
-            return Rotation(num_dims=config.head_dim, theta=optional(given, "rope_theta", float, theta, source), scaling=scaling)
-
-        kinds = ["full_attention" if (i + 1) % _EVERY == 0 else "sliding_attention" for i in range(config.num_layers)]
-        sizes = windows(data | {"layer_types": data.get("layer_types") or kinds}, config.num_layers, source)
-        local, whole = rotation("sliding_attention", {}), rotation("full_attention", scaled)
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        config, source, num_layers = from_settings(settings, checkpoint), source_of(checkpoint), settings["num_hidden_layers"]
+        ropes = read_layered_rope(settings, settings["rope_theta"], source)
+        local, full = (Rotation(num_dims=config.head_dim, theta=rope.theta, scaling=rope.scaling) for rope in ropes)
+        kinds = settings["layer_types"] or [
+            "sliding_attention" if (i + 1) % _EVERY else "full_attention" for i in range(num_layers)
+        ]
+        sizes = windows_of(kinds, settings["sliding_window"], num_layers, source)
         layers = (
-            replace(spec, window=size, rotation=local if size else whole)
-            for spec, size in zip(config.attention_layers, sizes, strict=True)
+            replace(spec, window=size, rotation=local if kind == "sliding_attention" else full)
+            for spec, size, kind in zip(config.attention_layers, sizes, kinds, strict=True)
         )
-        config = replace(config, layers=tuple(layers))
-        check_numbers(config, source)
-        return config
+        return replace(config, layers=tuple(layers))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from tidemill.errors import CheckpointError
 from tidemill.kernels.norm import add
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Head
 from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import ModelConfig
-from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama
+from tidemill.models.llama import Llama, from_settings, source_of
+from tidemill.models.settings import Nullable, Settings, refuse, required, rope_keys
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, PartOf
-
-_ROTATED = 0.5  # of a head, in files that do not say
 
 
 class Block(nn.Module):
@@ -51,6 +48,14 @@ class Phi(Llama):
         ("norm", "weight", "model.final_layernorm", "output_norm"),
     ]
 
+    KEYS: ClassVar = {
+        "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "gelu_new", "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "partial_rotary_factor": 0.5,
+        "qk_layernorm": False, **rope_keys(),
+    }  # fmt: skip
+
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
         self.norm = LayerNorm(config.hidden_size, config.norm_eps)
@@ -62,26 +67,17 @@ class Phi(Llama):
         return
 
     @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        refuse(settings, ["qk_layernorm"], source_of(checkpoint), "(norms of query and key heads) is not supported")
+        return from_settings(settings | {"rms_norm_eps": settings["layer_norm_eps"]}, checkpoint)
+
+    @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """As a Llama's, which calls the norms' epsilon otherwise."""
-        data, is_gguf = checkpoint.metadata, checkpoint.format == "gguf"
-        own = _of_gguf(data, checkpoint.path) if is_gguf else _of_hf(data, checkpoint.path / "config.json")
-        config = super().read_config(PartOf(checkpoint, data | own))
+        """GGUF files name the norms' epsilon otherwise than a Llama's."""
+        if is_gguf := checkpoint.format == "gguf":
+            data = checkpoint.metadata
+            eps = required(data, "phi2.attention.layer_norm_epsilon", float, checkpoint.path)
+            checkpoint = PartOf(checkpoint, data | {"phi2.attention.layer_norm_rms_epsilon": eps})
+        config = super().read_config(checkpoint)
         act = "gelu_tanh" if is_gguf else config.act
         return replace(config, act=act, is_gated=False, attention_bias=True, attention_out_bias=True, mlp_bias=True)
-
-
-def _of_gguf(data: dict[str, Any], source: object) -> dict[str, Any]:
-    return {"phi2.attention.layer_norm_rms_epsilon": required(data, "phi2.attention.layer_norm_epsilon", float, source)}
-
-
-def _of_hf(data: dict[str, Any], source: object) -> dict[str, Any]:
-    if data.get("qk_layernorm"):
-        raise CheckpointError(f"{source}: qk_layernorm (norms of query and key heads) is not supported.")
-    rope = optional(data, "rope_parameters", dict, {}, source)
-    rotated = rope.get("partial_rotary_factor", _ROTATED)
-    return {
-        "rms_norm_eps": optional(data, "layer_norm_eps", float, 1e-5, source),
-        "partial_rotary_factor": optional(data, "partial_rotary_factor", float, rotated, source),
-        "hidden_act": data.get("hidden_act", "gelu_new"),
-    }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tidemill.models.llama import Llama
+from tidemill.model_config import ModelConfig
+from tidemill.models.llama import Llama, from_settings
+from tidemill.models.settings import Nullable, Settings, rope_keys
+from tidemill.weights.checkpoint import Checkpoint
 
 _FUSED = {
     "blocks.{}.attn.qkv": ("model.layers.{}.self_attn.qkv_proj", "blk.{}.attn_qkv"),
@@ -14,6 +17,22 @@ _FUSED = {
 
 class Phi3(Llama):
     NAMES: ClassVar = [(layer, part, *_FUSED.get(layer, stored)) for layer, part, *stored in Llama.NAMES]
+    KEYS: ClassVar = {
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": Nullable(int),
+        "partial_rotary_factor": 1.0, **rope_keys(), "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        """Older files call longrope su or yarn."""
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = settings[key] or {}
+            if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+                settings[key] = rope | {"rope_type": "longrope"}
+        return from_settings(settings, checkpoint)
 
     def row_order(self, checkpoint_format: str, part: str) -> None:
         """GGUF keeps this family's rows as they are."""

@@ -16,11 +16,11 @@ from tidemill.layers.mamba import StateMixer, StateParameters
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
-from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama
+from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.qwen3 import Qwen3
-from tidemill.models.qwen_moe import Qwen2MoE, are_sparse
+from tidemill.models.qwen_moe import Qwen2MoE, with_experts
+from tidemill.models.settings import Nullable, Settings, optional, required, rope_keys
 from tidemill.parallel.cuts import attention_heads, state_cut, together
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
@@ -104,10 +104,23 @@ class Qwen3Next(Llama):
             return None
         return _delta_order(self.whole.state_layers[0], "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
 
+    KEYS: ClassVar = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "partial_rotary_factor": 0.25, "layer_types": Nullable(list),
+        "full_attention_interval": _ATTENTION_EVERY, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "decoder_sparse_step": 1, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10, "num_experts": 512,
+        "norm_topk_prob": True, "mlp_only_layers": Nullable(list), **rope_keys(),
+    }  # fmt: skip
+
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = replace(super().read_config(checkpoint), qk_norm=True, gated_attention=True)
-        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else cls._of_hf(config, checkpoint)
+        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else config
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -123,24 +136,29 @@ class Qwen3Next(Llama):
         experts = gguf_experts(checkpoint, config, renormalise=True, shared_size=shared)
         are_states = [(layer + 1) % interval > 0 for layer in range(config.num_layers)]
         state = _delta(heads, inner // heads, size, groups, kernel)
-        return _assembled(config, are_states, state, experts, [True] * config.num_layers)
+        return replace(_assembled(config, are_states, state), experts=(experts,) * config.num_layers)
 
     @classmethod
-    def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        data, num, source = checkpoint.metadata, config.num_layers, checkpoint.path / "config.json"
-        interval = optional(data, "full_attention_interval", int, _ATTENTION_EVERY, source) or _ATTENTION_EVERY
-        kinds = optional(data, "layer_types", list, None, source) or [
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        config, num = from_settings(settings, checkpoint), settings["num_hidden_layers"]
+        interval = settings["full_attention_interval"] or _ATTENTION_EVERY
+        kinds = settings["layer_types"] or [
             "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num)
         ]
-        if len(kinds) != num or set(kinds) - {"linear_attention", "full_attention"}:
+        if len(kinds) != num or set(map(str, kinds)) - {"linear_attention", "full_attention"}:
+            source = source_of(checkpoint)
             raise CheckpointError(f"{source}: layer_types must name linear_attention or full_attention for each layer.")
-        state = _delta(*(required(data, f"linear_{key}", int, source) for key in _KEYS))
-        shared = required(data, "shared_expert_intermediate_size", int, source)
-        experts = hf_experts(checkpoint, config, renormalise=data.get("norm_topk_prob") is not False, shared_size=shared)
-        return _assembled(config, [kind == "linear_attention" for kind in kinds], state, experts, are_sparse(checkpoint, num))
+        config = _assembled(config, [kind == "linear_attention" for kind in kinds], _delta(*(settings[key] for key in _KEYS)))
+        spec = hf_experts(
+            settings, config, size="moe_intermediate_size", shared_size=settings["shared_expert_intermediate_size"],
+            renormalise=settings["norm_topk_prob"],
+        )  # fmt: skip
+        return with_experts(config, spec, settings)
 
 
-_KEYS = ("num_value_heads", "value_head_dim", "key_head_dim", "num_key_heads", "conv_kernel_dim")
+_KEYS = (
+    "linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_conv_kernel_dim"
+)  # fmt: skip
 
 
 def _delta(num_heads: int, head_dim: int, key_dim: int, num_keys: int, kernel: int) -> StateSpec:
@@ -150,11 +168,11 @@ def _delta(num_heads: int, head_dim: int, key_dim: int, num_keys: int, kernel: i
     )  # fmt: skip
 
 
-def _assembled(config: ModelConfig, are_states: list[bool], state: StateSpec, experts: Any, sparse: list[bool]) -> ModelConfig:
+def _assembled(config: ModelConfig, are_states: list[bool], state: StateSpec) -> ModelConfig:
     layers: list[LayerSpec] = [state if is_state else spec for is_state, spec in zip(are_states, config.layers, strict=True)]
     if not any(isinstance(spec, AttentionSpec) for spec in layers):
         raise CheckpointError("A Qwen3-Next without attention layers is not supported.")
-    return replace(config, layers=tuple(layers), experts=tuple(experts if is_sparse else None for is_sparse in sparse))
+    return replace(config, layers=tuple(layers))
 
 
 def _delta_order(spec: StateSpec, part: str) -> torch.Tensor:

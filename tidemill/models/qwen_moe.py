@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.model_config import ModelConfig
-from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama
+from tidemill.model_config import ModelConfig, MoESpec
+from tidemill.models.llama import Llama, from_settings, source_of, windows_of, with_windows
 from tidemill.models.mixtral import expert_names, gguf_experts, hf_experts
 from tidemill.models.qwen2 import Qwen2
 from tidemill.models.qwen3 import Qwen3
+from tidemill.models.settings import Nullable, Settings, required, rope_keys
 from tidemill.weights.checkpoint import Checkpoint
 
 _NAMES = expert_names("model.layers.{}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
 
-def are_sparse(checkpoint: Checkpoint, num_layers: int) -> list[bool]:
-    """Which layers have experts. GGUF files have no word for it: all have."""
-    if checkpoint.format == "gguf":
-        return [True] * num_layers
-    data, source = checkpoint.metadata, checkpoint.path / "config.json"
-    every = max(1, optional(data, "decoder_sparse_step", int, 1, source))
-    dense = optional(data, "mlp_only_layers", list, None, source) or []
-    return [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+def with_experts(config: ModelConfig, spec: MoESpec, settings: Settings) -> ModelConfig:
+    """Experts in every so many layers, unless they are listed as dense."""
+    every, dense = max(1, settings["decoder_sparse_step"]), settings["mlp_only_layers"] or []
+    sparse = (layer not in dense and (layer + 1) % every == 0 for layer in range(config.num_layers))
+    return replace(config, experts=tuple(spec if is_sparse else None for is_sparse in sparse))
 
 
 class Qwen2MoE(Qwen2):
@@ -37,33 +34,70 @@ class Qwen2MoE(Qwen2):
         ("blocks.{}.mlp.experts", "shared_down", "model.layers.{}.mlp.shared_expert.down_proj", "blk.{}.ffn_down_shexp"),
     ]
 
+    KEYS: ClassVar = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": Nullable(int, 16), "head_dim": Nullable(int), "hidden_act": "silu",
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "use_sliding_window": False, "sliding_window": Nullable(int, 4096), "max_window_layers": 28,
+        "layer_types": Nullable(list), "qkv_bias": True, "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False,
+        "mlp_only_layers": Nullable(list), **rope_keys(),
+    }  # fmt: skip
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        config, num_layers = from_settings(settings, checkpoint), settings["num_hidden_layers"]
+        window = settings["sliding_window"] if settings["use_sliding_window"] else None
+        kinds = settings["layer_types"] or [
+            "full_attention" if i % 2 or i >= settings["max_window_layers"] else "sliding_attention" for i in range(num_layers)
+        ]
+        config = with_windows(config, windows_of(kinds, window, num_layers, source_of(checkpoint)))
+        spec = hf_experts(
+            settings, config, size="moe_intermediate_size", shared_size=settings["shared_expert_intermediate_size"],
+            renormalise=settings["norm_topk_prob"],
+        )  # fmt: skip
+        return with_experts(replace(config, attention_bias=settings["qkv_bias"]), spec, settings)
+
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        data, arch = checkpoint.metadata, checkpoint.architecture
         config = super().read_config(checkpoint)
-        if checkpoint.format == "gguf":
-            key = f"{arch}.expert_shared_feed_forward_length"
-            spec = gguf_experts(checkpoint, config, renormalise=False, shared_size=required(data, key, int, checkpoint.path))
-        else:
-            config = replace(config, attention_bias=data.get("qkv_bias") is not False, attention_out_bias=False)
-            key, source = "shared_expert_intermediate_size", checkpoint.path / "config.json"
-            spec = hf_experts(
-                checkpoint, config, renormalise=bool(data.get("norm_topk_prob")), shared_size=required(data, key, int, source)
-            )
-        sparse = are_sparse(checkpoint, config.num_layers)
-        return replace(config, experts=tuple(spec if is_sparse else None for is_sparse in sparse))
+        if checkpoint.format != "gguf":
+            return config
+        key = f"{checkpoint.architecture}.expert_shared_feed_forward_length"
+        shared = required(checkpoint.metadata, key, int, checkpoint.path)
+        spec = gguf_experts(checkpoint, config, renormalise=False, shared_size=shared)
+        return replace(config, experts=(spec,) * config.num_layers)
 
 
 class Qwen3MoE(Qwen3):
     has_experts: ClassVar = True
     NAMES: ClassVar = [*Qwen3.NAMES, *_NAMES]
 
+    KEYS: ClassVar = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": Nullable(int, 4),
+        "head_dim": Nullable(int), "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "use_sliding_window": False, "sliding_window": Nullable(int, 4096),
+        "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+        "num_experts": 128, "norm_topk_prob": False, "mlp_only_layers": Nullable(list),
+        **rope_keys(),
+    }  # fmt: skip
+    ALIASES: ClassVar = {"num_local_experts": "num_experts"}
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        """A window is every layer's."""
+        window = settings["sliding_window"] if settings["use_sliding_window"] else None
+        config = from_settings(settings | {"sliding_window": window}, checkpoint)
+        spec = hf_experts(settings, config, size="moe_intermediate_size", renormalise=settings["norm_topk_prob"])
+        return with_experts(config, spec, settings)
+
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
-        if checkpoint.format == "gguf":
-            spec = gguf_experts(checkpoint, config, renormalise=True)
-        else:
-            spec = hf_experts(checkpoint, config, renormalise=bool(checkpoint.metadata.get("norm_topk_prob")))
-        sparse = are_sparse(checkpoint, config.num_layers)
-        return replace(config, experts=tuple(spec if is_sparse else None for is_sparse in sparse))
+        if checkpoint.format != "gguf":
+            return config
+        return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=True),) * config.num_layers)

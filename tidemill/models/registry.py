@@ -8,53 +8,66 @@ from tidemill.errors import CheckpointError
 from tidemill.models.base import Model
 from tidemill.weights.checkpoint import Checkpoint
 
-# (format, name the format uses) to "module:class", imported when first needed
-ARCHITECTURES = {
-    ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
-    ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
-    ("hf", "LlamaModel"): "tidemill.models.llama:Llama",
-    ("hf", "MistralModel"): "tidemill.models.llama:Llama",
-    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:SmolLM3",
-    ("hf", "Qwen2ForCausalLM"): "tidemill.models.qwen2:Qwen2",
-    ("hf", "Qwen2Model"): "tidemill.models.qwen2:Qwen2",
-    ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
-    ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
-    ("hf", "Gemma3ForConditionalGeneration"): "tidemill.models.gemma:Gemma3Multimodal",
-    ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
-    ("hf", "Qwen3Model"): "tidemill.models.qwen3:Qwen3",
-    ("hf", "Qwen3NextForCausalLM"): "tidemill.models.qwen3_next:Qwen3Next",
-    ("hf", "MambaForCausalLM"): "tidemill.models.mamba:Mamba",
-    ("hf", "Mamba2ForCausalLM"): "tidemill.models.mamba2:Mamba2",
+_DECODERS = {  # "module:class" by how Hugging Face's classes begin; imported when first needed
+    "BitNet": "bitnet:BitNet",
+    "Bloom": "bloom:Bloom",
+    "GPT2": "gpt2:GPT2",
+    "Gemma2": "gemma:Gemma2",
+    "Gemma3Text": "gemma:Gemma3",
+    "GptOss": "gpt_oss:GptOss",
+    "Granite": "granite:Granite",
+    "GraniteMoe": "granite:GraniteMoE",
+    "Llama": "llama:Llama",
+    "Mamba": "mamba:Mamba",
+    "Mamba2": "mamba2:Mamba2",
+    "Mistral": "llama:Mistral",
+    "Mixtral": "mixtral:Mixtral",
+    "Olmo": "olmo:Olmo",
+    "Olmo2": "olmo2:Olmo2",
+    "Olmo3": "olmo2:Olmo3",
+    "Olmoe": "olmoe:Olmoe",
+    "Phi": "phi:Phi",
+    "Phi3": "phi3:Phi3",
+    "Qwen2": "qwen2:Qwen2",
+    "Qwen2Moe": "qwen_moe:Qwen2MoE",
+    "Qwen3": "qwen3:Qwen3",
+    "Qwen3Moe": "qwen_moe:Qwen3MoE",
+    "Qwen3Next": "qwen3_next:Qwen3Next",
+    "SmolLM3": "llama:SmolLM3",
+}
+_ENCODERS = {
+    "Albert": "albert:Albert",
+    "Bert": "bert:Bert",
+    "Camembert": "roberta:XLMRoberta",
+    "DistilBert": "distilbert:DistilBert",
+    "Electra": "electra:Electra",
+    "MPNet": "mpnet:MPNet",
+    "Roberta": "roberta:Roberta",
+    "XLMRoberta": "roberta:XLMRoberta",
+}
+_OTHERS = {
+    "GPT2LMHeadModel": "gpt2:GPT2",
+    "Gemma3ForCausalLM": "gemma:Gemma3",
+    "Gemma3ForConditionalGeneration": "gemma:Gemma3Multimodal",
+}
+
+
+def _hugging_face() -> dict[tuple[str, str], str]:
+    """The classes of Hugging Face that the families load."""
+    made = dict(_OTHERS)
+    for begin, target in _DECODERS.items():
+        made |= dict.fromkeys((f"{begin}ForCausalLM", f"{begin}Model", f"{begin}ForSequenceClassification"), target)
+    for begin, target in _ENCODERS.items():
+        made |= dict.fromkeys((f"{begin}Model", f"{begin}ForMaskedLM", f"{begin}ForPreTraining"), target)
+        made[f"{begin}ForSequenceClassification"] = f"{target}CrossEncoder"
+    return {("hf", name): f"tidemill.models.{target}" for name, target in made.items()}
+
+
+# (format, name the format uses) to "module:class"
+ARCHITECTURES = _hugging_face() | {
     ("gguf", "qwen3next"): "tidemill.models.qwen3_next:Qwen3Next",
     ("gguf", "mamba"): "tidemill.models.mamba:Mamba",
     ("gguf", "mamba2"): "tidemill.models.mamba2:Mamba2",
-    ("hf", "MixtralForCausalLM"): "tidemill.models.mixtral:Mixtral",
-    ("hf", "Qwen2MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen2MoE",
-    ("hf", "Qwen3MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen3MoE",
-    ("hf", "OlmoeForCausalLM"): "tidemill.models.olmoe:Olmoe",
-    ("hf", "GptOssForCausalLM"): "tidemill.models.gpt_oss:GptOss",
-    ("hf", "BertModel"): "tidemill.models.bert:Bert",
-    ("hf", "BertForMaskedLM"): "tidemill.models.bert:Bert",
-    ("hf", "BertForSequenceClassification"): "tidemill.models.bert:BertCrossEncoder",
-    ("hf", "RobertaModel"): "tidemill.models.roberta:Roberta",
-    ("hf", "RobertaForMaskedLM"): "tidemill.models.roberta:Roberta",
-    ("hf", "RobertaForSequenceClassification"): "tidemill.models.roberta:RobertaCrossEncoder",
-    ("hf", "XLMRobertaModel"): "tidemill.models.roberta:Roberta",
-    ("hf", "XLMRobertaForMaskedLM"): "tidemill.models.roberta:Roberta",
-    ("hf", "XLMRobertaForSequenceClassification"): "tidemill.models.roberta:RobertaCrossEncoder",
-    ("hf", "MPNetModel"): "tidemill.models.mpnet:MPNet",
-    ("hf", "MPNetForMaskedLM"): "tidemill.models.mpnet:MPNet",
-    ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
-    ("hf", "PhiForCausalLM"): "tidemill.models.phi:Phi",
-    ("hf", "BitNetForCausalLM"): "tidemill.models.bitnet:BitNet",
-    ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
-    ("hf", "BloomForCausalLM"): "tidemill.models.bloom:Bloom",
-    ("hf", "BloomModel"): "tidemill.models.bloom:Bloom",
-    ("hf", "OlmoForCausalLM"): "tidemill.models.olmo:Olmo",
-    ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
-    ("hf", "Olmo3ForCausalLM"): "tidemill.models.olmo2:Olmo3",
-    ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",
-    ("hf", "GraniteMoeForCausalLM"): "tidemill.models.granite:GraniteMoE",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",

@@ -246,5 +246,4 @@ class CudaEncoder:
     def _pool(self, spans: np.ndarray) -> torch.Tensor:
         """Of as many inputs as there may be, so that matmuls have one shape."""
         made = pool(self._hidden, upload(spans, self._device))
-        pooler = self.model.config.pooler
-        return self.model.scores(made.to(self._hidden.dtype)) if pooler is not None and pooler.how == "score" else made
+        return made if self.model.config.labels is None else self.model.scores(made.to(self._hidden.dtype))

@@ -48,7 +48,7 @@ def without_activation(score: float, model: ModelConfig) -> float:
 
 def label_probs(scores: Sequence[float], model: ModelConfig) -> list[float]:
     """Of a classifier: the probabilities of its labels. Of several that exclude each other, the softmax of their scores."""
-    if len(scores) == 1 or (model.pooler is not None and model.pooler.activation == "sigmoid"):
+    if len(scores) == 1 or (model.labels is not None and model.labels.activation == "sigmoid"):
         return list(scores)
     highest = max(scores)
     powers = [math.exp(score - highest) for score in scores]

@@ -75,7 +75,8 @@ class Labels(Linear):
 
 
 def _activation(data: dict[str, Any], num_labels: int, source: object) -> str:
-    """As sentence-transformers and vLLM read it: named in the configuration, else the logistic function of a single label, or of labels
+    """As sentence-transformers and vLLM read it: named in the configuration, else the logistic function of a single
+    label, or of labels
     that do not exclude each other."""
     newer = optional(data, "sentence_transformers", dict, {}, source)
     named = newer.get("activation_fn") or data.get("sbert_ce_default_activation_function")

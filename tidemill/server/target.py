@@ -1,7 +1,7 @@
 """Targets of HTTP requests: the one path that a target stands for, or a refusal.
 
-Who may use a route is decided on its path, and something else may route the request: a server behind the router, a proxy in between.
-So a target that two programs could take for different paths is refused.
+Who may use a route is decided on its path, and something else may route the request: a server behind the router, or a proxy. So
+a target that two programs could take for different paths is refused.
 """
 
 from __future__ import annotations

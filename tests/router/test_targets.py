@@ -22,7 +22,8 @@ ROOT = "/llm"
 BEFORE = (
     "", "/", "//", "/.", "/x/..", "/%2e", "/x/%2E%2e", "/%2f", "%2f", "/%252e%252e", ROOT, f"{ROOT}/", f"{ROOT}/.",
     f"{ROOT}{ROOT}", f"{ROOT}/x/..", "/%6clm", "/ll%6D", f"{ROOT}%2f..", f"{ROOT};x", f"{ROOT}#", "/v1",
-    "/v1/models/x%2f..%2f..", "/v1/models/..%2f..", "/v1/models/../..", "/v1/models/%2f", "http://localhost", "http://localhost:80", "http://user@localhost", "//localhost",
+    "/v1/models/x%2f..%2f..", "/v1/models/..%2f..", "/v1/models/../..", "/v1/models/%2f",
+    "http://localhost", "http://localhost:80", "http://user@localhost", "//localhost",
     "http://localhost/x/..", "\\", "/\\", "/%5c", "/;", "/x;/..", "?", "/health?", "/health#", "/health%3f", "/health%23", "\xe9",
 )  # fmt: skip
 AFTER = (
@@ -98,7 +99,7 @@ def test_one_way_to_read_a_target():
         b"/llm/v1/models/a%2fb": "/llm/v1/models/a/b",
     }.items():  # fmt: skip
         assert path_of(target) == path
-    for target in (b"", b"*", b"x", b"?", b"/a b", b"/a#", b"/a?#", b"/a?\xe9", b"/a%2fb", b"/v1/models/%2e%2e/x", b"/%ff", b"/%25"):
+    for target in (b"", b"*", b"x", b"?", b"/a b", b"/a#", b"/a?#", b"/a?\xe9", b"/a%2fb", b"/v1/models/%2e%2e/x", b"/%25"):
         with pytest.raises(InvalidRequest):
             path_of(target)
 

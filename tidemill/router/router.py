@@ -285,7 +285,7 @@ class Router:
             return None
         try:
             url = msgspec.json.decode(request.body, type=_Added).url
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"The body is not what it must be: {error}.", fix='Send {"url": "http://HOST:PORT"}.') from None
         if request.method == b"POST":
             upstream = self._make(url)

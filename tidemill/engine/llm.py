@@ -19,6 +19,7 @@ import msgspec
 from tidemill.config import EngineOptions
 from tidemill.engine.bars import loading_bar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
+from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
 from tidemill.engine.llm_inputs import (
     check_messages,
@@ -73,29 +74,40 @@ class LLM:
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
         with loading_bar(progress) as (bar, task):
-            self.core = load_core(
+            core = self._core = load_core(
                 given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
         self._next_id = 0
         self._pending: dict[str, _Pending] = {}
-        self.config = self.core.config
-        self.model_config = self.core.model_config
+        self.config = core.config
+        self.model_config = core.model_config
         chosen = given.sampling_defaults, given.default_max_tokens
         self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
         self._seed = seed
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
-        if self.config.kv_disk or self.config.kv_export:
-            weakref.finalize(self, self.core.close)  # when the script ends: what is cached goes to disk, and its socket goes
-        self._adapters = {adapter.name: adapter.adapter_id for adapter in self.core.adapters}
+        self._ending: Callable[[], object] = core.close
+        if self.config.kv_disk or self.config.kv_export:  # also when the script ends: what is cached goes to disk, its socket goes
+            self._ending = weakref.finalize(self, core.close)
+        self._adapters = {adapter.name: adapter.adapter_id for adapter in core.adapters}
         self._last_adapter = len(self._adapters)
 
     def close(self) -> None:
-        """Save what is cached on disk (`kv_disk`). Else this happens when the script ends."""
-        self.core.close()
+        """Free the memory of the weights and of the KV cache, and save what is cached on disk (`kv_disk`). Else this happens when
+        the script ends."""
+        ending, self._ending = self._ending, lambda: None
+        ending()
+        self._core = None
+        self._pending.clear()
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise TidemillError("This LLM was closed.", fix="Make a new one.")
+        return self._core
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load a LoRA adapter, under a name that is not in use."""
@@ -298,9 +310,7 @@ class LLM:
                     bar.update(task, completed=len(ids) - len(unfinished))
             return _reported(outputs, is_list)
         finally:
-            for request_id in ids:  # after an error or Ctrl-C
-                self.abandon(request_id)
-            self.events.extend(self.core.take_events())
+            self._leave(*ids)  # after an error or Ctrl-C
 
     def _adapter(self, name: str) -> int:
         if name not in self._adapters:
@@ -332,8 +342,7 @@ class LLM:
                     given = len(text)
         finally:
             self._interrupted = False
-            self.abandon(request_id)
-            self.events.extend(self.core.take_events())
+            self._leave(request_id)
 
     def submit(
         self, prompt_ids: list[int], params: SamplingParams, *, text: str | None = None, priority: int = 0, adapter: int = 0,
@@ -356,6 +365,12 @@ class LLM:
     def abandon(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
             self.core.abort(Abort(request_id, "caller left"))
+
+    def _leave(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.abandon(request_id)
+        if self._core is not None:
+            self.events.extend(self._core.take_events())
 
     def step(self) -> None:
         """What was submitted gets its next tokens."""

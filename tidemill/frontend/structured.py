@@ -11,7 +11,6 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 

@@ -239,7 +239,7 @@ def test_parameters_as_vllm_takes_them(llm):
 
 
 @pytest.mark.parametrize("how", ["close", "del"])
-@pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"kv_disk": "disk:4M", "max_loras": 2}], ids=["plain", "ngram", "disk"])
+@pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"kv_disk": "disk:4M", "max_loras": 2}], ids=str)
 def test_the_memory_of_an_llm_is_free_when_it_is_closed_without_a_collection(tiny_folder, tmp_path, how, options):
     if "kv_disk" in options:
         options = options | {"kv_disk": f"{tmp_path}/{options['kv_disk']}"}

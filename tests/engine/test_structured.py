@@ -49,7 +49,8 @@ def test_a_grammar_that_allows_nothing_more_ends_the_output_before_min_tokens(co
     """As soon as there is a choice, min_tokens decides: no output ends while it may go on."""
     grammars = {
         "": Grammar("regex", ""), "ab": Grammar("regex", "ab"), "a?": Grammar("regex", "a?"),
-        "[ab]{0,3}": Grammar("regex", "[ab]{0,3}"), "x|xyz": Grammar("choice", '["x", "xyz"]'), "rule": Grammar("grammar", 'root ::= "p"?'),
+        "[ab]{0,3}": Grammar("regex", "[ab]{0,3}"), "x|xyz": Grammar("choice", '["x", "xyz"]'),
+        "rule": Grammar("grammar", 'root ::= "p"?'),
     }  # fmt: skip
     bias = {tokenizer.eos_token_ids[0]: 100.0}  # it would end at once
     how = {"temperature": temperature, "min_tokens": 30, "logit_bias": bias, "max_tokens": 100}

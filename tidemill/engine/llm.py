@@ -90,7 +90,7 @@ class LLM:
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
         self._ending: Callable[[], object] = core.close
-        if self.config.kv_disk or self.config.kv_export:  # also when the script ends: what is cached goes to disk, its socket goes
+        if self.config.kv_disk or self.config.kv_export:  # when the script ends: what is cached goes to disk, its socket goes
             self._ending = weakref.finalize(self, core.close)
         self._adapters = {adapter.name: adapter.adapter_id for adapter in core.adapters}
         self._last_adapter = len(self._adapters)

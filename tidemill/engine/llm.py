@@ -74,13 +74,14 @@ class LLM:
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
         with loading_bar(progress) as (bar, task):
-            core = self._core = load_core(
+            self._core: EngineCore | None = load_core(
                 given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
         self._next_id = 0
         self._pending: dict[str, _Pending] = {}
+        core = self.core
         self.config = core.config
         self.model_config = core.model_config
         chosen = given.sampling_defaults, given.default_max_tokens

@@ -35,6 +35,15 @@ class Resumed(_Event, frozen=True):
     num_output: int
 
 
+class EngineDown(_Event, frozen=True):
+    """The engine process has ended, or could not be started again."""
+
+    reason: str
+    num_failed: int = 0  # starts in a row
+    retry_s: float = 0.0  # until it is started again
+    is_given_up: bool = False  # it takes no requests; others serve, and it is tried again for ever
+
+
 class EngineRestarted(_Event, frozen=True):
     reason: str
     num_requests: int  # under way, and submitted again
@@ -395,6 +404,7 @@ Event: TypeAlias = (
     | WeightsStreamed
     | DraftsVerified
     | StepLost
+    | EngineDown
     | EngineRestarted
     | KernelsFellBack
     | LayersDivided

@@ -1,7 +1,9 @@
 """The offline API, as a script uses it."""
 
+import gc
 import re
 import signal
+import weakref
 
 import msgspec
 import pytest
@@ -360,3 +362,33 @@ def test_parameters_show_what_applies(llm):
     assert text.endswith("max_tokens=5, stop=('x',))")
     assert "256" not in repr(SamplingParams())
     assert "<" not in repr(llm.get_default_sampling_params())
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+@pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"kv_disk": "disk:4M", "max_loras": 2}], ids=str)
+def test_the_memory_of_an_llm_is_free_when_it_is_closed_without_a_collection(tiny_folder, tmp_path, how, options):
+    if "kv_disk" in options:
+        options = options | {"kv_disk": f"{tmp_path}/{options['kv_disk']}"}
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(str(tiny_folder), progress=False, **options)
+        many = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, n=2, temperature=1.0, seed=1)]
+        llm.generate([[1, 2, 3]] * 2, many)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, grammar=Grammar("regex", "[ab]{4}")))
+        llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=4))
+        core = llm.core
+        held = [weakref.ref(one) for one in (core, core.runner, core.runner.cache, core.runner.model, core.scheduler)]
+        stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+        next(stream)
+        del core
+        if how == "close":
+            llm.close()
+            llm.close()
+            with pytest.raises(EngineDead, match="closed"):
+                llm.generate([1, 2, 3])
+            assert list(stream) == []
+        del llm, stream
+        assert [one() for one in held] == [None] * len(held)
+    finally:
+        gc.enable()

@@ -7,20 +7,27 @@ import dataclasses
 import os
 import signal
 from array import array
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
+from tests.core_link import CoreLink
 from tests.engine.test_client import collect, until
 from tests.helpers import LONG_S
 from tidemill.config import EngineOptions
+from tidemill.engine import client as client_module
+from tidemill.engine import replicas as replicas_module
 from tidemill.engine.client import EngineClient
 from tidemill.engine.metrics import MetricsOfReplicas
 from tidemill.engine.pending import EngineLost
 from tidemill.engine.replicas import Replicas, _gpus, joined
+from tidemill.engine.roles import routing_of
 from tidemill.errors import AdapterError, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
 from tidemill.kv.manager import CACHED, FIRST_OWNER, SHARED
 from tidemill.server.explain import ExplainerOfReplicas
+from tidemill.server.models import Models
 from tidemill.wire import Delta, Pages
 
 
@@ -133,6 +140,76 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
         finally:
             await asyncio.gather(alone.close(), replicas.close())
         assert replicas.gave_up.is_set()
+
+    asyncio.run(whole())
+
+
+class FailingLink(CoreLink):
+    """It cannot be started while a test says so."""
+
+    fails, num_tried = False, 0
+
+    async def start(self, *given, **more):
+        FailingLink.num_tried += 1
+        if FailingLink.fails:
+            raise EngineDead("no memory")
+        return await super().start(*given, **more)
+
+
+@pytest.mark.parametrize("how", [{"data_parallel": 2}, {"prefill_engines": 1, "decode_engines": 1}], ids=["alike", "roles"])
+def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, monkeypatch, how):
+    monkeypatch.setattr(FailingLink, "fails", False)
+    monkeypatch.setattr(replicas_module, "EngineLink", FailingLink)
+    for name in ("_FIRST_DELAY_S", "_MAX_GIVEN_UP_DELAY_S"):
+        monkeypatch.setattr(client_module, name, 0.001)
+    options = EngineOptions(model=str(tiny_folder), threads=1, **how)
+    routing = routing_of(options)
+    metrics, seen = MetricsOfReplicas(2, routing.names), []
+    labels = [f'replica="{at}"' + (f',role="{role}"' if role else "") for at, role in enumerate(routing.names or ("", ""))]
+
+    def value(name, at):
+        return float(metrics.render().decode().partition(f"tidemill_{name}{{{labels[at]}}} ")[2].split()[0])
+
+    async def whole():
+        replicas = Replicas(2, lambda batch: (metrics.take(batch), seen.extend(batch)), routing=routing)
+        service = SimpleNamespace(model_name="m", aliases=(), live=SimpleNamespace(), client=replicas, state="loaded")
+        models, prompts = Models([service]), [tuple(range(2 + at, 60 + at)) for at in range(4)]
+        names = [f"{at} ({role})" if role else str(at) for at, role in enumerate(routing.names or ("", ""))]
+        numbers = count()
+
+        async def outputs():
+            return await asyncio.gather(*(collect(replicas, f"r{next(numbers)}", 8, prompt=one, seed=1) for one in prompts))
+
+        try:
+            await replicas.start(options)
+            expected = await outputs()
+            assert models.health() == {"status": "ok", "engines": dict.fromkeys(names, "running")}
+            FailingLink.fails = True
+            lost = replicas._clients[1]
+            lost._link.kill()
+            await until(lambda: lost.death)
+            tried = FailingLink.num_tried
+            await until(lambda: FailingLink.num_tried > tried + client_module.MAX_FAILED_STARTS)
+            assert models.health() == {"status": "degraded", "engines": {names[0]: "running", names[1]: "down"}}
+            assert (value("engine_up", 1), value("engines_given_up_total", 1)) == (0, 1)
+            assert not replicas.gave_up.is_set()
+            assert await outputs() == expected
+            FailingLink.fails = False
+            await until(lambda: lost.working)
+            assert models.health()["status"] == "ok"
+            assert (value("engine_up", 1), value("engines_given_up_total", 1)) == (1, 1)
+            seen.clear()
+            fresh = [collect(replicas, f"f{at}", 8, prompt=[at, *range(90 - at, 40, -1)]) for at in range(2, 8)]  # cached nowhere
+            await asyncio.gather(*fresh)
+            assert {event.replica for event in seen if isinstance(event, Admitted)} == {0, 1}
+            FailingLink.fails = True
+            for client in replicas._clients:
+                client._link.kill()
+            await asyncio.wait_for(replicas.gave_up.wait(), LONG_S)
+            with pytest.raises(EngineDead, match="3 times in a row: no memory"):
+                await collect(replicas, "late")
+        finally:
+            await replicas.close()
 
     asyncio.run(whole())
 

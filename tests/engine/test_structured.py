@@ -45,6 +45,26 @@ def ask(grammar, seed=0, **more):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_allows_nothing_more_ends_the_output_before_min_tokens(core, tokenizer, temperature):
+    """As soon as there is a choice, min_tokens decides: no output ends while it may go on."""
+    grammars = {
+        "": Grammar("regex", ""), "ab": Grammar("regex", "ab"), "a?": Grammar("regex", "a?"),
+        "[ab]{0,3}": Grammar("regex", "[ab]{0,3}"), "x|xyz": Grammar("choice", '["x", "xyz"]'),
+        "rule": Grammar("grammar", 'root ::= "p"?'),
+    }  # fmt: skip
+    bias = {tokenizer.eos_token_ids[0]: 100.0}  # it would end at once
+    how = {"temperature": temperature, "min_tokens": 30, "logit_bias": bias, "max_tokens": 100}
+    answers = run(core, {name: ask(one, **how) for name, one in grammars.items()}, eos=tuple(tokenizer.eos_token_ids))
+    texts = {name: tokenizer.decode(answer.tokens) for name, answer in answers.items()}
+    assert {name: texts.pop(name) for name in ("", "ab", "a?", "rule")} == {"": "", "ab": "ab", "a?": "a", "rule": "p"}
+    assert texts["x|xyz"] == "xyz"
+    assert re.fullmatch("[ab]{3}", texts["[ab]{0,3}"])
+    assert {answer.finish_reason for answer in answers.values()} == {"stop"}
+    stop = {"regex": ask(Grammar("regex", "aab"), stop_token_ids=tuple(tokenizer.encode("a", add_special=False)), **how)}
+    assert tokenizer.decode(run(core, stop, eos=tuple(tokenizer.eos_token_ids))["regex"].tokens) == "aab"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_kind_of_grammar(core, tokenizer, temperature):
     asks = {
         "choice": Grammar("choice", json.dumps(["tide", "mill", "water wheel"])),

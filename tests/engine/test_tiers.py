@@ -16,9 +16,11 @@ import torch
 
 from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tidemill import events
+from tidemill.engine import kv_tiers
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
+from tidemill.kernels import machine, native
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.runner import page_file
@@ -226,6 +228,44 @@ def test_a_full_disk_is_an_event(llama, llama_expected, tmp_path):
     assert failed
     assert all(one.tier == "disk" for one in failed)
     core.close()
+
+
+def test_two_models_go_on_without_a_disk_that_is_full_when_they_start(llama, llama_expected, tmp_path, caplog):
+    with largest_file(0):
+        cores = [make_core(llama, slots=8, folder=tmp_path, max_requests=num) for num in (4, 8)]
+        cores.append(core_of(llama, cores[0].config, None, None, b"other weights"))
+    for core in cores:
+        answers, _, happened = one_by_one(core)
+        assert answers == llama_expected
+        (unused,) = kinds(happened, events.TierNotUsed)
+        assert "File too large" in unused.reason
+        core.close()
+    assert "pages of the KV cache on disk are not used" in caplog.text
+    assert not list(tmp_path.glob(f"*{page_file.SUFFIX}"))
+    core = make_core(llama, slots=8, folder=tmp_path)  # the lock was given back
+    assert not kinds(one_by_one(core)[2], events.TierNotUsed)
+    core.close()
+
+
+@pytest.mark.parametrize("part", ["instruction set", "build of kernels", "instruction set of torch"])
+def test_pages_of_a_machine_with_other_arithmetic_are_not_used(llama, llama_expected, tmp_path, monkeypatch, part):
+    filled(llama, tmp_path)
+    monkeypatch.setattr(kv_tiers, "arithmetic", lambda device: machine.arithmetic(device) | {part: "another"})
+    core = make_core(llama, slots=40, folder=tmp_path)
+    answers, started, _ = one_by_one(core)
+    assert answers == llama_expected
+    assert not any(one.num_disk for one in started.values())
+    core.close()
+
+
+def test_the_kernels_that_are_loaded_tell_machines_apart(monkeypatch):
+    here = machine.arithmetic("cpu")
+    for name in ("avx2", "avx512", "avx512 with AMX", "neon"):
+        with monkeypatch.context() as patched:
+            patched.setattr(native, "why", name)
+            assert (machine.arithmetic("cpu") == here) == (native.lib is None or native.why == here["instruction set"])
+            patched.setattr(native, "lib", None)
+            assert machine.arithmetic("cpu")["instruction set"] == "torch"
 
 
 def test_two_engines_do_not_share_a_file(llama, llama_expected, tmp_path):

@@ -1,6 +1,10 @@
 """A file of pages survives what can happen to a process and to a file."""
 
+import errno
+import fcntl
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tidemill.runner import page_file
 from tidemill.runner.page_file import SUFFIX, PageFile, PageFileError, least_bytes, stride
 
 PAGE, DIGEST = 1000, b"m" * 32
@@ -115,3 +120,75 @@ def test_a_file_of_something_else_is_not_used(tmp_path, change):
     assert again.contents == []
     assert bool(again.ignored) == (change != "empty")
     again.file.close()
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_keeps_no_lock_and_leaves_no_file(tmp_path, monkeypatch):
+    """The next engine of this process, of this model or of another, finds a folder as it was."""
+    with monkeypatch.context() as patched:
+        patched.setattr(page_file.os, "pwrite", no_space)
+        for digest in (DIGEST, b"o" * 32, DIGEST):
+            with pytest.raises(PageFileError, match="No space"):
+                PageFile.open(tmp_path, ROOM, digest, PAGE)
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    for digest in (DIGEST, b"o" * 32):
+        PageFile.open(tmp_path, ROOM, digest, PAGE).file.close()
+
+
+def make_strange(path: Path, kind: str) -> None:
+    """What may lie in a folder under the name of a file of pages."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "dangling link":
+        path.symlink_to(path.parent / "nowhere")
+    else:
+        content = {"empty": b"", "short": b"tidemill KV page\1", "garbage": b"\xff" * 5000, "unreadable": b"x" * 100}
+        path.write_bytes(content[kind])
+        path.chmod(0 if kind == "unreadable" else 0o600)
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+@pytest.mark.parametrize("kind", ["empty", "short", "garbage", "unreadable", "folder", "pipe", "dangling link"])
+def test_strange_files_of_others_are_no_obstacle(tmp_path, kind, is_locked):
+    other = tmp_path / f"{'0' * 32}{SUFFIX}"
+    make_strange(other, kind)
+    lock = os.open(other, os.O_RDONLY) if is_locked and other.is_file() and os.access(other, os.R_OK) else None
+    if lock is not None:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    opened = PageFile.open(tmp_path, ROOM, DIGEST, PAGE)
+    opened.file.write(0, key(1), page(1))
+    assert (read(opened.file, 0, 1) == page(1)).all()
+    opened.file.close()
+    if lock is not None:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("kind", ["short", "garbage", "unreadable", "folder", "pipe", "dangling link"])
+def test_a_strange_file_in_its_place_is_replaced_or_told(tmp_path, kind):
+    path = tmp_path / f"{DIGEST.hex()[:32]}{SUFFIX}"
+    make_strange(path, kind)
+    if path.is_file() and os.access(path, os.R_OK | os.W_OK):
+        opened = PageFile.open(tmp_path, ROOM, DIGEST, PAGE)
+        assert opened.contents == []
+        assert opened.ignored
+        opened.file.close()
+    else:
+        with pytest.raises(PageFileError, match=re.escape(str(tmp_path))):
+            PageFile.open(tmp_path, ROOM, DIGEST, PAGE)
+
+
+def test_a_folder_that_cannot_be_written_and_one_that_goes_away(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PageFileError):
+        PageFile.open(tmp_path / "file" / "folder", ROOM, DIGEST, PAGE)
+    opened = PageFile.open(tmp_path / "folder", ROOM, DIGEST, PAGE)
+    shutil.rmtree(tmp_path / "folder")
+    opened.file.write(0, key(1), page(1))
+    assert (read(opened.file, 0, 1) == page(1)).all()
+    opened.file.close()
+    PageFile.open(tmp_path / "folder", ROOM, DIGEST, PAGE).file.close()

@@ -50,6 +50,25 @@ def test_spans_add_up_and_say_why(model):
     assert check(last)["decode"]["because"].endswith(" tokens a step")
 
 
+def test_each_queued_request_is_told_what_it_waits_for(model):
+    """Also those that are admitted in the step in which they become the first of the queue."""
+    explainer, core = Explainer(), make_core(model, max_requests=8, token_budget=512)
+    for i in range(16):
+        core.submit(Submit(f"/r{i}", [1] * 4, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)))
+    explainer.take(core.step()[0].events)
+    taken = "all 8 slots are taken"
+    queued = [story for story in explainer.under_way() if story.state == "queued"]
+    assert [story._because("queued", None) for story in queued] == [taken] + [f"behind others in the queue: {taken}"] * 7
+    while core.has_work:
+        explainer.take(core.step()[0].events)
+    told = [story._because("queued", story.spans["queued"]) for story in explainer._ended.values()]
+    assert told[:8] == ["until the next step"] * 8
+    assert told[8:] == [taken] + [f"behind others in the queue: {taken}"] * 7
+    run(core, explainer, [("later", [1, 2, 3], 2)])
+    (later,) = explainer.find("later", None)
+    assert later._because("queued", later.spans["queued"]) == "until the next step"
+
+
 def test_drafts_are_told(model):
     explainer = Explainer()
     plain = make_core(model, speculate="off")

@@ -13,9 +13,17 @@ import pytest
 from tests.frontend.test_tokenizer import sentencepiece_metadata
 from tests.helpers import CHAT_TEMPLATE, byte_tokenizer, load_model, make_llama
 from tests.weights.test_gguf import write_gguf
+from tidemill.cli import settings
+from tidemill.draft.text import TextFile
 from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
+from tidemill.frontend.chat import _read_arguments
+from tidemill.frontend.sampling_defaults import read_source
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.kv_policy import read_policy
+from tidemill.parallel.stages import LayerTimes
+from tidemill.sim import profile
 from tidemill.weights.gguf import GGUFFile
+from tidemill.weights.locate import read_json
 
 TINY = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -325,3 +333,28 @@ def test_the_good_ones_are_good(good, good_gguf):
     use(good)
     use(good_gguf)
     assert gguf.GGUFReader(good_gguf).fields
+
+
+@pytest.mark.parametrize("depth", [900, 10**5])
+def test_options_and_files_that_are_nested_deeply_are_typed_errors(tmp_path, depth):
+    """Python reads about a thousand levels of JSON, and then raises what is no ValueError."""
+    deep = "[" * depth + "]" * depth
+    file = tmp_path / "file.json"
+    file.write_text(f'{{"format": {deep}, "x": {deep}}}\n')
+    readers = [
+        lambda: read_source(f'{{"x": {deep}}}'),
+        lambda: read_policy(f'{{"x": {deep}}}'),
+        lambda: LayerTimes.load(file),
+        lambda: profile._decode(file.read_bytes(), "a file"),
+        lambda: read_json(file),
+        lambda: TextFile(file, "model").read(),
+        lambda: settings._read_file(file),
+    ]
+    for read in readers:
+        with pytest.raises(TidemillError):
+            read()
+    (tmp_path / "file.toml").write_text(f"x = {deep}")
+    with pytest.raises(TidemillError):
+        settings._read_file(tmp_path / "file.toml")
+    arguments = _read_arguments({"function": {"name": "f", "arguments": deep}})["function"]["arguments"]
+    assert isinstance(arguments, str if depth > 1000 else list)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tidemill.errors import AdapterError
+from tidemill.errors import AdapterError, CheckpointError
 from tidemill.weights.lora import read_lora
 
 PLACES = {f"model.layers.{i}.self_attn.{name}": (16, 8) for i in range(2) for name in ("q_proj", "v_proj")}
@@ -96,6 +96,16 @@ def test_tensors_that_are_refused(kind, tmp_path):
     tensors, message = WRONG_TENSORS[kind]
     with pytest.raises(AdapterError, match=message):
         read_lora(folder(tmp_path, tensors), PLACES)
+
+
+@pytest.mark.parametrize("place", ["peft_type", "r", "lora_alpha", "rank_pattern", "modules_to_save", "base_model_name_or_path"])
+def test_settings_that_are_nested_deeply_are_a_typed_error(tmp_path, place):
+    """Deeper than this Python reads, and less deep than that: whatever looks at them then recurses, too."""
+    made = folder(tmp_path)
+    for depth in (100, 500, *range(900, 1000, 7), 10**5):
+        (made / "adapter_config.json").write_text('{"peft_type": "LORA", "%s": %s}' % (place, "[" * depth + "]" * depth))  # noqa: UP031
+        with pytest.raises(CheckpointError, match=r"cannot be read|nested more than 100 deep"):
+            read_lora(made, PLACES)
 
 
 def test_files_that_are_none(tmp_path):

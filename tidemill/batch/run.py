@@ -154,7 +154,7 @@ class Batch:
         if isinstance(request, Problem):
             return batch_lines.error_line(line.result_id, request.custom_id, request.code, request.message), True
         status, body = await backend.respond(request)
-        with contextlib.suppress(msgspec.ValidationError):  # a body without such figures
+        with contextlib.suppress(msgspec.ValidationError, RecursionError):  # a body without such figures
             usage = _decode_body(body).usage or _Usage()
             self.progress.num_prompt += usage.prompt_tokens + usage.input_tokens
             self.progress.num_output += usage.completion_tokens + usage.output_tokens

@@ -200,7 +200,7 @@ class Conversation:
                 isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
                 for each in messages
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             return self._complain(f"{name} cannot be read: {error}.")
         if not is_right:
             return self._complain(f"{name} holds no messages with a role and a text.")

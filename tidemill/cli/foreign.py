@@ -106,7 +106,7 @@ def _joined(args: list[str]) -> list[str]:
         if len(places) > 1:
             try:
                 objects = [_object(option, split[i + 1]) for i in places]
-            except ValueError:
+            except (ValueError, RecursionError):
                 return args  # told where it is read
             split[places[0] + 1] = json.dumps({name: value for one in objects for name, value in one.items()})
             for i in reversed(places[1:]):
@@ -169,7 +169,7 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -131,7 +131,7 @@ def _content(prompt: str | None, messages: Path | None) -> dict[str, Any]:
     assert messages is not None
     try:
         given = json.loads(messages.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{messages} cannot be read: {error}.", param="messages") from error
     if isinstance(given, list):
         return {"messages": given}

@@ -142,7 +142,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}.", param=CONFIG.key) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         fix = "Write options like max-context = 4096."
         raise ConfigError(f"The config file {path} is not TOML: {error}.", fix=fix, param=CONFIG.key) from error
     known = {option.key: option.name for option in OPTIONS}

@@ -74,7 +74,7 @@ class TextFile:
             if msgspec.json.decode(first) != {"model": self.model}:
                 raise ConfigError(f"{self.path} is the text of another model.", fix="Give another --out.", param="out")
             return [msgspec.json.decode(line, type=Example) for line in lines]
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{self.path} is corrupt: {error}.", fix="Delete it, and start again.") from error
 
     def append(self, sequences: list[Example]) -> None:

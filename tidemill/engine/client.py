@@ -6,7 +6,7 @@ sequences are independent of their batch, so the continuation is the one that wo
 
 A request that was admitted and had not got a token out of the engine that died may have caused it. Such suspects are tried one at
 a time, beside those that are beyond doubt, so that the one that kills engines is given up alone. The engine is given up only if
-it cannot be started several times in a row.
+it cannot be started several times in a row; one of several is tried again for ever, as others serve meanwhile.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ STALL_S = 60.0
 MAX_DEATHS = 3  # of engines at a request, without a token from them, before it is given up
 MAX_FAILED_STARTS = 3  # in a row, before the engine is given up
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0  # between two attempts to start
+_MAX_GIVEN_UP_DELAY_S = 60.0  # the same, of one of several engines that was given up
 PROBE = -(2**31)  # the priority of requests that only show that the engine works
 _WATCH_EVERY_S = 0.5
 _STALL_STEPS = 20  # a stalled engine has taken as long as this many of the longest steps
@@ -80,8 +81,9 @@ class EngineClient:
     ) -> None:
         """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
         `start_s`: without progress, after which a start has failed. `new_link`: to an engine that is to be started.
-        `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once. `gate`: why a
-        request must wait until it is let in; empty: it need not."""
+        `hands_over`: it is one of several. If it is lost, requests that cannot have caused it end with EngineLost at once; if it
+        cannot be started, it is tried again for ever, and takes no requests until that succeeds. `gate`: why a request must wait
+        until it is let in; empty: it need not."""
         self._on_events = on_events
         self._on_pages = on_pages
         self._stall_s, self._start_s = stall_s, start_s
@@ -393,6 +395,7 @@ class EngineClient:
                 why = await self._until_it_ends(self._link)
                 _log.error("the engine is gone: %s", why)
                 link, self._link = self._link, None
+                self._report([events.EngineDown(time.monotonic(), why)])
                 if self._hands_over:
                     self._hand_over(link.is_blameless)
                 await link.close()
@@ -404,7 +407,7 @@ class EngineClient:
             self._give_up(f"The engine cannot be supervised any more: {type(error).__name__}.")
 
     async def _start_again(self, options: EngineOptions) -> Link:
-        """Raises if the engine fails to start several times in a row. What this process lacks may come back, so an OSError is
+        """Raises if a sole engine fails to start several times in a row. What this process lacks may come back, so an OSError is
         retried for as long as it takes."""
         num_failed, delay_s = 0, _FIRST_DELAY_S
         while True:
@@ -416,13 +419,18 @@ class EngineClient:
                 _log.error("the engine could not be started again: %s", error)
                 await link.close()
                 num_failed += isinstance(error, TidemillError)
-                if num_failed == MAX_FAILED_STARTS:
-                    raise EngineDead(f"The engine could not be started {num_failed} times in a row: {error}") from error
+                why = str(error)
             except BaseException:
                 await link.close()
                 raise
+            if num_failed >= MAX_FAILED_STARTS and not self.death:
+                what = f"The engine could not be started {num_failed} times in a row: {why}"
+                if not self._hands_over:
+                    raise EngineDead(what)
+                self._give_up(what)
+            self._report([events.EngineDown(time.monotonic(), why, num_failed, delay_s, bool(self.death))])
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+            delay_s = min(2 * delay_s, _MAX_GIVEN_UP_DELAY_S if self.death else _MAX_DELAY_S)
 
     async def _until_it_ends(self, link: Link) -> str:
         """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by the clock: this process may have
@@ -454,6 +462,8 @@ class EngineClient:
     def _resume(self, link: Link, why: str) -> None:
         """What was under way goes on in the new engine."""
         self._link, self._last_step_s = link, time.monotonic()
+        self.death = ""
+        self.gave_up.clear()
         self.adapters.engine_started([])
         self.num_restarts += 1
         self._leaving.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -124,7 +125,7 @@ class EngineCore:
         if parts.drafters:
             how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
             self.drafting = Drafting(parts.drafters, *how)
-        self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events, self._end_holds)
+        self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events, weakly(self._end_holds))
         self._adapter_of: dict[str, Adapter] = {}  # by request id
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
         self._take_expert_counts = parts.take_expert_counts
@@ -139,7 +140,7 @@ class EngineCore:
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
-        self.beams = BeamSearches(self.scheduler, self._events, self._adopt, self._forget)
+        self.beams = BeamSearches(self.scheduler, self._events, weakly(self._adopt), weakly(self._forget))
         self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
     @property
@@ -553,6 +554,18 @@ class EngineCore:
             adapter = self._adapter_of.pop(live.request_id, None)
             if adapter is not None:
                 self.adapters.release(adapter)
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, for parts of its object: memory is freed as soon as nobody else has the object."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        found = ref()
+        assert found is not None, "its object has its parts"
+        found(*given)
+
+    return call
 
 
 def _salt(given: str, adapter: Adapter | None) -> str:

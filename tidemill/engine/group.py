@@ -51,12 +51,13 @@ def start_group(
         team.read_bytes = [model.num_bytes_read, *(loaded[rank].read_bytes for rank in sorted(loaded))]
         team.send_all(Prepare(weights))
         own = make_rank_runner(model, config, world, 0, channels)
-        shapes: dict[str, tuple[int, int]] = {}
+        shapes, no_disk = dict[str, tuple[int, int]](), ""
         for prepared in team.wait(Prepared).values():
             own.fallback = own.fallback or prepared.fallback
             shapes |= prepared.shapes
+            no_disk = no_disk or prepared.no_disk
         group.begin()
-        return model, WorkerGroup(own, team, shapes)
+        return model, WorkerGroup(own, team, shapes, no_disk)
     except WorkerLost as error:
         team.fail(error)
         team.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,7 @@ from tidemill import events
 from tidemill.config import EngineConfig
 from tidemill.config.transfer import rank_address
 from tidemill.events import EventSink
-from tidemill.kernels import native
-from tidemill.kernels.native.sources import source_hash
+from tidemill.kernels.machine import arithmetic
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tiers
 from tidemill.runner.base import Runner
@@ -22,17 +22,27 @@ from tidemill.transfer.base import PROTOCOL, Identity
 from tidemill.transfer.open import open_exporter, open_importer
 from tidemill.version import __version__
 
+_log = logging.getLogger("tidemill.engine")
 _PATIENCE_S = 2.0  # for an announcement that rank 0 has had
 
 
-def open_tiers(runner: Runner, config: EngineConfig, weights: bytes, emit: EventSink, now: Callable[[], float]) -> Tiers | None:
+def open_tiers(
+    runner: Runner, config: EngineConfig, weights: bytes, emit: EventSink, now: Callable[[], float], no_disk: str = ""
+) -> Tiers | None:
     """`weights`: a digest of them and of how positions are rotated. A file that cannot be used is an event, and pages are
-    computed again; other engines that have other pages are an error."""
+    computed again; other engines that have other pages are an error. `no_disk`: why another rank has no file."""
     if not config.has_tiers:
         return None
-    outside, opened = open_outside(runner, config, weights, 0, lambda why: emit(events.TierNotUsed(now(), "disk", why)))
+
+    def note(why: str) -> None:
+        emit(events.TierNotUsed(now(), "disk", why))
+        _log.warning("pages of the KV cache on disk are not used: %s", why)
+
+    outside, opened = open_outside(runner, config, weights, 0, note)
     runner.mover = make_mover(runner, config, outside)
-    num_records = opened.file.num_records if opened else 0
+    if no_disk:
+        note(no_disk)
+    num_records = opened.file.num_records if opened and not no_disk else 0
     if config.num_ranks > 1:  # each rank's file holds as many pages, also of one whose pages are larger
         num_records = min(num_records, records_in(config.kv_disk_bytes // config.num_ranks, config.page_bytes))
     return Tiers(
@@ -94,7 +104,7 @@ def _identity(config: EngineConfig, weights: bytes, rank: int) -> dict[str, str]
         "page size": config.page_size,
         "page layout": config.layout,
         "fast math": config.fast_math,
-        "build of kernels": native.lib is not None and source_hash(Path(native.__file__).parent),
+        **arithmetic(config.device),
         "weights": weights.hex(),
         "calibration": hashlib.sha256(calibration).hexdigest(),
     }

@@ -19,6 +19,7 @@ import torch
 
 from tidemill.engine.bars import loading_bar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
+from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
 from tidemill.engine.llm_inputs import (
     NO_LIMIT,
@@ -72,40 +73,49 @@ class LLM:
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
         with loading_bar(progress) as (bar, task):
-            self.core = load_core(
+            self._core: EngineCore | None = load_core(
                 given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
         self._next_id = 0
         self._pending: dict[str, OutputBuilder] = {}
-        self.config = self.core.config
-        self.model_config = self.core.model_config
+        core = self.core
+        self.config = core.config
+        self.model_config = core.model_config
         chosen = given.sampling_defaults, given.default_max_tokens
         self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
         self._seed = seed
         self._prompts = PromptEncoder(self.tokenizer, max(self.config.max_context, self.config.max_stream))
-        self._metrics, self._is_closed = Metrics(), False
+        self._metrics = Metrics()
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
-        if self.config.kv_disk or self.config.kv_export:
-            weakref.finalize(self, self.core.close)  # when the script ends: what is cached goes to disk, and its socket goes
-        self._adapters = {adapter.name: adapter.adapter_id for adapter in self.core.adapters}
+        self._ending: Callable[[], object] = core.close
+        if self.config.kv_disk or self.config.kv_export:  # when the script ends: what is cached goes to disk, its socket goes
+            self._ending = weakref.finalize(self, core.close)
+        self._adapters = {adapter.name: adapter.adapter_id for adapter in core.adapters}
         self._last_adapter = len(self._adapters)
 
     def close(self) -> None:
-        """Ends the engine: what is cached on disk is saved (`kv_disk`), worker processes end, and no call is taken any more. Else
-        this happens when the script ends. Safe to call twice."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.core.close()
+        """Free the memory of the weights and of the KV cache, end worker processes, and save what is cached on disk (`kv_disk`).
+        Else this happens when the script ends. Safe to call twice."""
+        ending, self._ending = self._ending, lambda: None
+        ending()
+        self._core = None
+        self._pending.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDead("This LLM is closed.", fix="Make another one.")
+        return self._core
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load a LoRA adapter, under a name that is not in use."""
@@ -341,9 +351,7 @@ class LLM:
                     bar.update(task, completed=len(ids) - len(unfinished))
             return _reported(outputs, is_list)
         finally:
-            for request_id in ids:  # after an error or Ctrl-C
-                self.abandon(request_id)
-            self._note(self.core.take_events())
+            self._leave(*ids)  # after an error or Ctrl-C
 
     def _adapter(self, name: str) -> int:
         if name not in self._adapters:
@@ -375,16 +383,13 @@ class LLM:
                     given = len(text)
         finally:
             self._interrupted = False
-            self.abandon(request_id)
-            self._note(self.core.take_events())
+            self._leave(request_id)
 
     def submit(
         self, prompt_ids: list[int], params: SamplingParams, *, text: str | None = None, priority: int = 0, adapter: int = 0,
         salt: str = "",
     ) -> tuple[str, RequestOutput]:  # fmt: skip
         """A request's id, and its output, which grows with each `step`."""
-        if self._is_closed:
-            raise EngineDead("This LLM is closed.", fix="Make another one.")
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
         params = self.defaults.fill(params, self.config.context_of(params) - len(prompt_ids))
@@ -398,6 +403,12 @@ class LLM:
     def abandon(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
             self.core.abort(Abort(request_id, "caller left"))
+
+    def _leave(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.abandon(request_id)
+        if self._core is not None:
+            self._note(self._core.take_events())
 
     def step(self) -> None:
         """What was submitted gets its next tokens."""

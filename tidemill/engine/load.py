@@ -97,7 +97,8 @@ def core_of(
     clock, emit = clock or MonotonicClock(), EventBuffer()
     runner: Runner = make_runner(model, config) if group is None else group
     is_long = model.config.has_long_factors(config.max_context)
-    tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now)
+    no_disk = "" if group is None else group.no_disk
+    tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now, no_disk)
     structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
     drafters = make_drafters(DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft))
     counts = model.take_expert_counts, group, model.take_weight_reads

@@ -41,6 +41,7 @@ _LIVE = (
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._is_given_up = False
         self.submitted = self._counter("requests_submitted", "Requests submitted (one per sample)")
         self.finished = self._counter("requests_finished", "Requests finished or aborted, by reason", ("reason",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
@@ -52,6 +53,7 @@ class Metrics:
         self.tier_tokens = self._counter("tier_cached_tokens", "Of the cached tokens, those that a tier held", ("tier",))
         self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved", ("tier", "direction"))
         self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
+        self.tiers_not_used = self._counter("tiers_not_used", "Files of KV pages, and other engines, not used", ("tier",))
         self.placed = self._counter("requests_placed", "Parts of requests, where engines have roles", ("part",))
         self.taken_over = self._counter("taken_over_tokens", "Tokens of requests that another engine began", ("kv",))
         self.recordings_stopped = self._counter("recordings_stopped", "Recordings of the load that could not be continued")
@@ -79,6 +81,8 @@ class Metrics:
             "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
         )
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
+        self.up = self._gauge("engine_up", "1 while the engine process works, 0 while it is started again or was given up")
+        self.given_up = self._counter("engines_given_up", "Times one of several engines was given up, to be tried again later")
         self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
         self.loads = self._counter("model_loads", "Times the model was loaded")
         self.unloads = self._counter("model_unloads", "Times the model was unloaded, or its engine given up")
@@ -113,17 +117,25 @@ class Metrics:
                 self.waiting.inc()
             case events.Resumed():
                 self.waiting.inc()
+            case events.EngineDown():
+                self.up.set(0)
+                self.given_up.inc(event.is_given_up and not self._is_given_up)
+                self._is_given_up = event.is_given_up
             case events.EngineRestarted():
+                self.up.set(1)
+                self._is_given_up = False
                 self.restarts.inc()
                 self.pinned_pages.set(0)
                 self.held_pages.set(0)
                 self.running.set(0)
                 self.waiting.set(0)
             case events.ModelLoaded():
+                self.up.set(1)
                 self.loaded.set(1)
                 self.loads.inc()
                 self.load_s.observe(event.duration_s)
             case events.ModelUnloaded():
+                self.up.set(0)
                 self.loaded.set(0)
                 self.unloads.inc()
             case events.Admitted():
@@ -146,6 +158,8 @@ class Metrics:
                 self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(event.num_bytes)
             case events.MovesFailed():
                 self.failed_moves.labels(event.tier, "load" if event.is_load else "store").inc(event.num_pages)
+            case events.TierNotUsed():
+                self.tiers_not_used.labels(event.tier).inc()
             case events.StepPlanned():
                 self.computed_tokens.inc(event.num_tokens)
                 self.running.set(event.num_running)

@@ -2,7 +2,8 @@
 
 Each replica is an engine process of its own, with a client that supervises it. A request goes where its routing says
 (`engine.routing`). If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have
-been the cause; then it waits until that replica has been started again. The model is given up when all replicas are.
+been the cause; then it waits until that replica has been started again. One that cannot be started is tried again for ever; the
+model is given up when all replicas are.
 """
 
 from __future__ import annotations
@@ -179,10 +180,14 @@ class Replicas:
 
     def described(self) -> list[dict[str, object]]:
         """Of each replica: its state and its load."""
-        states = ["running" if one.working else "restarting" if one.alive else "down" for one in self._clients]
-        told = [{"state": state, "load": one.num_pending} for state, one in zip(states, self._clients, strict=True)]
+        told = [{"state": _state(one), "load": one.num_pending} for one in self._clients]
         roles = [{"role": role} for role in self._routing.names] or [{} for _ in told]
         return [one | role for one, role in zip(told, roles, strict=True)]
+
+    def states(self) -> dict[str, str]:
+        """Of each replica that is to take requests: running, restarting, or down while it is given up; by number and role."""
+        roles = self._routing.names
+        return {f"{name} ({roles[int(name)]})" if roles else name: _state(one) for name, one in self._names.items()}
 
     # ---- requests
 
@@ -271,6 +276,10 @@ class Replicas:
             self._on_pages(joined([self._pages[at] for at in sorted(self._pages)]))
 
 
+def _state(client: EngineClient) -> str:
+    return "running" if client.working else "restarting" if client.alive else "down"
+
+
 async def all_started(starts: Iterable[Coroutine[Any, Any, Ready]]) -> None:
     """The first that fails ends the others."""
     tasks = [asyncio.create_task(one) for one in starts]
@@ -331,7 +340,8 @@ class ReplicaAdapters:
     async def load(self, name: str, path: str, in_place: bool = False) -> AdapterInfo:
         """Into all, or none."""
         if not all(client.working for client in self._clients):
-            raise EngineDead("A replica is restarting.", fix="Load the adapter again in a moment.")
+            what = "Not all replicas work: one is started again."
+            raise EngineDead(what, fix="Load the adapter again in a moment; /health says which replicas work.")
         loads = [client.adapters.load(name, path, in_place) for client in self._clients]
         done = await asyncio.gather(*loads, return_exceptions=True)
         failed = next((one for one in done if isinstance(one, BaseException)), None)

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import deque
 from functools import partial
+from itertools import count
 from typing import Any
 
 from tidemill.config import EngineConfig
@@ -144,24 +145,28 @@ class Worker:
         prepare = self._receive()
         if not isinstance(prepare, Prepare):
             return None
-        runner = make_rank_runner(model, config, world, rank, channels)
+        runner, no_disk = make_rank_runner(model, config, world, rank, channels), ""
         if config.has_tiers:
             weights = prepare.weights + bytes([model.config.has_long_factors(config.max_context)])
-            runner.mover = make_mover(runner, config, self._open_outside(runner, config, weights))
+            outside, no_disk = self._open_outside(runner, config, weights)
+            runner.mover = make_mover(runner, config, outside)
             runner.mover.report_to = partial(self._report, runner.mover)
-        self._send(Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes))
+        self._send(Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes, no_disk))
         group.begin()
         return runner
 
-    def _open_outside(self, runner: RankRunner, config: EngineConfig, weights: bytes) -> Outside:
+    def _open_outside(self, runner: RankRunner, config: EngineConfig, weights: bytes) -> tuple[Outside, str]:
+        """And why there is no file, if there should be one."""
         problems = list[str]()
-        for _ in range(_TRIES):  # a rank of the engine before may still have the file
+        for attempt in count(1):
             outside, opened = open_outside(runner, config, weights, self._rank, problems.append)
             if opened is not None or not config.kv_disk:
-                return outside
+                return outside, ""
+            if attempt == _TRIES:
+                break
             outside.close()
-            time.sleep(_PAUSE_S)
-        raise ConfigError(f"Worker {self._rank} cannot use its pages on disk: {problems[-1]}.", param="kv_disk")
+            time.sleep(_PAUSE_S)  # a rank of the engine before may still have the file
+        return outside, f"worker {self._rank}: {problems[-1]}"
 
     def _report(self, mover: PageMover, moved: Moved) -> None:
         mover.written.pop(moved.number, None)  # rank 0 sees to it that other engines know

@@ -143,7 +143,7 @@ def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Templates serialize arguments themselves, so they get the value, not its JSON text."""
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
 

@@ -95,7 +95,7 @@ def read_source(text: str) -> tuple[str, dict[str, float]]:
     fix = 'Choose model or neutral, or give a JSON object like {"temperature": 0.7, "top_p": 0.9}.'
     try:
         given = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         given = None
     if not isinstance(given, dict):
         raise ConfigError(f"There are no sampling defaults {text[:100]!r}.", fix=fix, param="sampling_defaults")

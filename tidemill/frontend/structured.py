@@ -11,13 +11,13 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar
+from tidemill.weights.locate import depth_of
 
 BACKENDS = ("llguidance", "xgrammar")
 MAX_CHARS = 128 * 1024
@@ -122,7 +122,7 @@ def _check(grammar: Grammar) -> None:
     value = json.loads(text)
     if grammar.kind == "json_schema" and not isinstance(value, dict | bool):
         raise InvalidRequest("A JSON schema is an object.", param=grammar.kind)
-    if grammar.kind != "choice" and _depth(value) > MAX_DEPTH:
+    if grammar.kind != "choice" and depth_of(value) > MAX_DEPTH:
         raise InvalidRequest(
             f"The {grammar.kind.replace('json', 'JSON').replace('_', ' ')} is nested more than {MAX_DEPTH} deep.",
             param=grammar.kind,
@@ -131,15 +131,3 @@ def _check(grammar: Grammar) -> None:
         isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
     ):
         raise InvalidRequest("The choice cannot be used: it must be a non-empty list of non-empty strings.", param=grammar.kind)
-
-
-def _depth(value: Any) -> int:
-    """Level by level, without recursion."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        below: list[Any] = []
-        for one in level:
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        level = [one for one in below if isinstance(one, dict | list)]
-    return depth

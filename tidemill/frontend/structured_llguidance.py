@@ -34,7 +34,8 @@ class LlgMatcher(Matcher):
         return words
 
     def take(self, token_ids: list[int]) -> None:
-        self._inner.consume_tokens(token_ids)
+        if not self.is_over:  # as of an empty pattern: the token that ends the output is too much
+            self._inner.consume_tokens(token_ids)
 
     @property
     def is_over(self) -> bool:

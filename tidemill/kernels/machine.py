@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 
 from tidemill.kernels import native
@@ -18,6 +19,21 @@ def detect() -> Machine:
     return replace(
         machine, gpu=torch.cuda.get_device_name(), gpu_bytes=total, gpu_free_bytes=free, num_gpus=torch.cuda.device_count()
     )
+
+
+def arithmetic(device: str) -> dict[str, str]:
+    """What the bits of a result depend on besides the model and the options: two machines that differ in it round differently."""
+    import torch
+
+    parts = {
+        "build of kernels": native.sources if native.lib else "torch",
+        "instruction set": native.why if native.lib else "torch",
+        "torch": torch.__version__,
+        "instruction set of torch": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    }
+    if device == "cuda":
+        parts["GPU"] = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
+    return parts
 
 
 def set_threads(num_threads: int) -> None:

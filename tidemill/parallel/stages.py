@@ -102,7 +102,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
             if head.format != FORMAT:
                 raise _unusable(f"{path} has format {head.format}, of Tidemill {head.version}; this version reads {FORMAT}.")
             return msgspec.json.decode(data, type=LayerTimes)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise _unusable(f"{path} has no times of layers: {error}.") from error
 
 

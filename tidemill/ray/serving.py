@@ -31,7 +31,6 @@ from tidemill.ray.scale import Autoscaler, Load, ScalePolicy
 from tidemill.wire import AdapterInfo, Loading, Pages, Ready
 
 _LOOK_EVERY_S = 1.0
-_TRY_AGAIN_S = 30.0  # after a replica was given up
 _log = logging.getLogger("tidemill.ray")
 
 
@@ -98,7 +97,6 @@ class RayReplicas(Replicas):
         self._num_finished = 0
         self._started: set[int] = set()  # replicas that take requests
         self._draining: set[int] = set()  # those that stop when they have none
-        self._try_again_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         super().__init__(options.num_at_most, on_events, stall_s, on_pages, start_s, routing)
         if options.policy is not None:
@@ -200,7 +198,6 @@ class RayReplicas(Replicas):
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
                 await self._stop_drained(options.model)
-                await self._revive(options, first)
                 if scaler is not None:
                     wanted = scaler.wanted(time.monotonic(), self.load(first.config.max_requests))
                     if wanted > len(self._started):
@@ -217,13 +214,6 @@ class RayReplicas(Replicas):
         unplaced = sum(self._clients[number].num_waiting for number in self._started)
         running, waiting = sum(one[0] for one in counts), sum(one[1] for one in counts) + unplaced
         return Load(len(self._started), running, waiting, num_slots, self._num_finished)
-
-    async def _revive(self, options: EngineOptions, first: Ready) -> None:
-        """One that was given up is tried again for as long as others go on."""
-        down = [number for number in self._started if self._clients[number].death]
-        if down and not self.death and time.monotonic() >= self._try_again_s:
-            self._try_again_s = time.monotonic() + _TRY_AGAIN_S
-            await self._start_one(down[0], options, first)
 
     async def _grow(self, options: EngineOptions, first: Ready, reason: str) -> None:
         if self._draining:

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol, cast
-from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -31,6 +30,7 @@ from tidemill.server.protocol import (
     READ_WITHIN_S,
     REST_WITHIN_S,
 )
+from tidemill.server.target import path_of
 
 BODY_WITHIN_S, PART_WITHIN_S = 120.0, 20.0  # all of a body, and the next part of it
 MAX_HEADERS = 256
@@ -276,13 +276,11 @@ class Front(asyncio.Protocol):
         request.method, version = parser.get_method(), parser.get_http_version()
         request.is_http10 = version == "1.0"
         request.keeps_alive = parser.should_keep_alive() and not parser.should_upgrade()
-        target = request.target
         if version not in ("1.0", "1.1"):
             raise InvalidRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.")
-        if request.method not in _METHODS or not target.startswith(b"/"):
-            raise InvalidRequest("The method or the target of the request is not one that is served here.")
-        path = target.partition(b"?")[0].decode("latin-1")
-        request.path = unquote(path) if "%" in path else path
+        if request.method not in _METHODS:
+            raise InvalidRequest("The method of the request is not one that is served here.")
+        request.path = path_of(request.target)
         self._in_head, self._num_head = False, 0
         self._max_body = MAX_UPLOAD_BYTES if request.path == "/v1/files" else MAX_BODY_BYTES
         if request.method == b"OPTIONS":

@@ -23,10 +23,10 @@ from tidemill.router.owners import ASK_WITHIN_S, EVERYWHERE, HOMES, Owners, refe
 from tidemill.router.request import Request
 from tidemill.router.upstream import Headers, Upstream
 from tidemill.sched.placement import Placement, hash_of
-from tidemill.server.guard import Access, Caller, NotFound, check_path
+from tidemill.server.guard import Access, Caller, NotFound
+from tidemill.server.target import MODEL_PATH
 
 UPSTREAMS_PATH = "/router/upstreams"
-MODEL_PATH = "/v1/models/"  # and its name
 MAX_UPSTREAMS = 256
 _LATEST = ":latest"  # which Ollama's clients add to names
 CHANGE_WITHIN_S = 300.0  # what every server is to do, such as loading an adapter
@@ -133,7 +133,6 @@ class Router:
 
     def admit(self, request: Request) -> Caller:
         """Who sends it, by its headers. Raises why it is refused."""
-        check_path(request.target)
         host, origin = request.get(b"host").decode("latin-1"), request.get(b"origin").decode("latin-1")
         if len(request.first) < len(request.headers) and [name for name, _ in request.headers].count(b"host") > 1:
             raise InvalidRequest("There is more than one Host header.")
@@ -286,7 +285,7 @@ class Router:
             return None
         try:
             url = msgspec.json.decode(request.body, type=_Added).url
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"The body is not what it must be: {error}.", fix='Send {"url": "http://HOST:PORT"}.') from None
         if request.method == b"POST":
             upstream = self._make(url)

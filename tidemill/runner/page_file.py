@@ -8,12 +8,13 @@ A record is whole or not there: a write that was cut off has a wrong checksum. N
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _RECORD = struct.Struct("<4sH34sQII")  # magic, length of the key, key, order, c
 _FIRST = 4096  # where the records begin
 _ALIGNMENT = 64
 SUFFIX = ".tidemill-kv"
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # neither through a link nor waiting, as for a pipe
 
 
 class PageFileError(Exception):
@@ -56,21 +58,9 @@ class PageFile:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder / ".lock"):
-                path = folder / f"{digest.hex()[:32]}{SUFFIX}"
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                if not _lock(fd):
-                    os.close(fd)
-                    raise PageFileError(f"{path} is in use by another engine")
-                room = quota - _make_room(folder, path, quota)
-                num_records = records_in(room, page_bytes)
-                if num_records < 1:
-                    os.close(fd)
-                    raise PageFileError(f"{folder}: {max(room, 0):,} bytes are left of its quota, too few for a page")
-                file = PageFile(fd, page_bytes, num_records)
-                contents, ignored = file._begin(path, digest)
-                return Opened(file, contents, ignored)
+                return _open(folder, folder / f"{digest.hex()[:32]}{SUFFIX}", quota, digest, page_bytes)
         except OSError as error:
-            raise PageFileError(f"{folder}: {error.strerror}") from error
+            raise PageFileError(f"{folder}: {error.strerror or error}") from error
 
     def close(self) -> None:
         os.close(self._fd)
@@ -97,7 +87,7 @@ class PageFile:
 
     # ---- inside
 
-    def _begin(self, path: Path, digest: bytes) -> tuple[list[tuple[bytes, int]], list[str]]:
+    def begin(self, path: Path, digest: bytes) -> tuple[list[tuple[bytes, int]], list[str]]:
         header, ignored = os.pread(self._fd, _HEADER.size, 0), []
         wrong = _what_is_wrong(header, digest, self.page_bytes)
         if header and wrong:
@@ -108,7 +98,8 @@ class PageFile:
         if os.fstat(self._fd).st_size > most:  # the quota was larger
             os.ftruncate(self._fd, most)
         fields = _MAGIC, _VERSION, digest, self.page_bytes, self.num_records
-        os.pwrite(self._fd, _HEADER.pack(*fields, _checksum(_HEADER, fields)), 0)
+        if os.pwrite(self._fd, _HEADER.pack(*fields, _checksum(_HEADER, fields)), 0) < _HEADER.size:
+            raise PageFileError(f"{path}: there is no space for its header")
         contents, num_bad = self._scan()
         if num_bad:
             ignored.append(f"{path}: {num_bad} records are cut off or corrupt")
@@ -178,27 +169,69 @@ def _read_record_header(header: bytes) -> tuple[bytes, int, int] | None:
     return key[:length], order, checksum
 
 
+def _open(folder: Path, path: Path, quota: int, digest: bytes, page_bytes: int) -> Opened:
+    """What was opened for nothing is closed again, and a file without a header is not left behind."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
+    try:
+        if not _lock(fd):
+            raise PageFileError(f"{path} is in use by another engine")
+        room = quota - _make_room(folder, path, quota)
+        num_records = records_in(room, page_bytes)
+        if num_records < 1:
+            raise PageFileError(f"{folder}: {max(room, 0):,} bytes are left of its quota, too few for a page")
+        file = PageFile(fd, page_bytes, num_records)
+        try:
+            contents, ignored = file.begin(path, digest)
+        except BaseException:
+            if not os.fstat(fd).st_size:
+                path.unlink()
+            raise
+        return Opened(file, contents, ignored)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def _make_room(folder: Path, own: Path, quota: int) -> int:
     """Bytes that files of other models hold. The oldest that no engine uses go, until they have at most half of the quota."""
     kept, idle = 0, list[tuple[float, int, Path]]()
     for path in folder.glob(f"*{SUFFIX}"):
         if path == own:
             continue
-        size = path.stat().st_size
-        with path.open("rb") as other:
-            if _lock(other.fileno()):
-                idle.append((path.stat().st_mtime, size, path))
+        try:
+            fd = os.open(path, os.O_RDONLY | _SAFELY)
+        except OSError:  # not for us to read, or gone by now
+            with contextlib.suppress(OSError):
+                kept += path.lstat().st_size
+            continue
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 continue
-            header = other.read(_HEADER.size)
-        _, _, _, page_bytes, num_records, _ = _HEADER.unpack(header)
-        kept += max(size, _FIRST + num_records * stride(page_bytes))  # it may grow to that
+            if _lock(fd):
+                idle.append((status.st_mtime, status.st_size, path))
+            else:
+                kept += max(status.st_size, _most_bytes(os.pread(fd, _HEADER.size, 0)))
+        finally:
+            os.close(fd)
     total = kept + sum(size for _, size, _ in idle)
     for _, size, path in sorted(idle):
         if total <= quota // 2:
             break
-        path.unlink()
-        total -= size
+        with contextlib.suppress(OSError):  # what may not be removed stays
+            path.unlink()
+            total -= size
     return total
+
+
+def _most_bytes(header: bytes) -> int:
+    """To which a file in use may grow; 0: its header is not written, or is none."""
+    if len(header) < _HEADER.size:
+        return 0
+    magic, version, digest, page_bytes, num_records, checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or checksum != _checksum(_HEADER, (magic, version, digest, page_bytes, num_records)):
+        return 0
+    return int(_FIRST + num_records * stride(page_bytes))
 
 
 def _lock(fd: int) -> bool:
@@ -209,10 +242,10 @@ def _lock(fd: int) -> bool:
     return True
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """While a file is opened; two engines that start together do not both take what is left of the quota."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

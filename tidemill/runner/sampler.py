@@ -75,11 +75,23 @@ class Asked:
         return made
 
     def held_back(self, i: int, state: RowState) -> list[int]:
-        """Tokens that would end sequence i before it has min_tokens."""
+        """Tokens that would end sequence i before it has min_tokens. None where its grammar allows no others: then the output is
+        complete, and nothing may follow."""
         row, p = self.rows[i], self.params[i]
         if self.positions[i] - state.num_prompt[row] >= p.min_tokens:
             return []
-        return [*p.stop_token_ids, *(() if p.ignore_eos else state.eos_token_ids[row])]
+        held = [*p.stop_token_ids, *(() if p.ignore_eos else state.eos_token_ids[row])]
+        mask = state.masks.get((row, self.positions[i]))
+        return [] if mask is not None and not _has_others(mask, held) else held
+
+
+def _has_others(mask: np.ndarray, tokens: list[int]) -> bool:
+    """The mask allows some token besides these."""
+    words = mask.view(np.uint32).copy()
+    for token in tokens:
+        if token < 32 * len(words):
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+    return bool(words.any())
 
 
 @dataclass(slots=True)

@@ -57,10 +57,13 @@ def append(state: RowState, drawn: list[Drawn]) -> None:
 
 
 class WorkerGroup:
-    def __init__(self, own: RankRunner, team: Team, lora_shapes: dict[str, tuple[int, int]] | None = None) -> None:
-        """`own`: of rank 0. `lora_shapes`: of the matrices that adapters may change on other ranks."""
+    def __init__(
+        self, own: RankRunner, team: Team, lora_shapes: dict[str, tuple[int, int]] | None = None, no_disk: str = ""
+    ) -> None:
+        """`own`: of rank 0. `lora_shapes`: of the matrices that adapters may change on other ranks. `no_disk`: why one of them
+        cannot use its pages on disk, so that none does."""
         self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
-        self.fallback, self.cache = own.fallback, own.cache
+        self.fallback, self.cache, self.no_disk = own.fallback, own.cache, no_disk
         self._mover: GroupMover | None = None
         self._loras = None
         if isinstance(own.loras, Loras):

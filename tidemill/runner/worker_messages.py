@@ -57,6 +57,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     fallback: str = ""
     shapes: dict[str, tuple[int, int]] = {}  # of the matrices that an adapter may change
+    no_disk: str = ""  # why its pages on disk cannot be used
 
 
 class SentPair(msgspec.Struct, frozen=True):

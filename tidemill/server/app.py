@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -75,14 +74,11 @@ def create_app(
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
 
-    def told() -> dict[str, Any]:
-        return {"models": models.states()} if len(models.names) > 1 else {}
-
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: the process can serve. It stays healthy while an engine restarts, and while one of several models works."""
-        alive = models.alive
-        return JSONResponse({"status": "ok" if alive else "engine is down"} | told(), 200 if alive else 503)
+        """Liveness: the process can serve. It stays healthy while an engine restarts, and while one of several models or engines
+        works: then its status is `degraded`."""
+        return JSONResponse(models.health(), 200 if models.alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -91,7 +87,8 @@ def create_app(
             await models.prove(_READY_WITHIN_S)
         except TidemillError as error:
             return JSONResponse({"status": error.message}, 503)
-        return JSONResponse({"status": "ready"} | told())
+        told = models.health()
+        return JSONResponse(told | {"status": "ready" if told["status"] == "ok" else told["status"]})
 
     @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:

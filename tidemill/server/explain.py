@@ -10,13 +10,14 @@ joined.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from tidemill import events
 from tidemill.events import Event
+from tidemill.sched.request import BACKGROUND
 
 _NUM_KEPT = 1000  # requests that have ended
 _NUM_REASONS = 16
@@ -38,6 +39,34 @@ class _Span:
         self.num_tokens += now.num_tokens - then.num_tokens
         self.num_sharing += now.num_sharing - then.num_sharing
         self.num_beside += now.num_beside - then.num_beside
+
+
+class _Line:
+    """Why the head of the queue could not start: what those behind it wait for, too. The scheduler tells it of the head alone, so
+    that a step costs the same however long the queue is."""
+
+    def __init__(self) -> None:
+        self._reasons: deque[tuple[int, str]] = deque(maxlen=_NUM_REASONS)  # numbered
+        self._num = 0
+        self._head = ""  # the request that cannot start at the moment
+
+    def stop(self, request_id: str, reason: str) -> None:
+        if not self._head or self._reasons[-1][1] != reason:
+            self._num += 1
+            self._reasons.append((self._num, reason))
+        self._head = request_id
+
+    def leave(self, request_id: str) -> None:
+        if request_id == self._head:
+            self._head = ""
+
+    @property
+    def position(self) -> int:
+        """The first reason that counts for a request that comes now."""
+        return self._num if self._head else self._num + 1
+
+    def since(self, position: int) -> list[str]:
+        return list(dict.fromkeys(reason for number, reason in self._reasons if number >= position))
 
 
 @dataclass(slots=True)
@@ -70,6 +99,13 @@ class Story:
     replica: int | None = None
     is_resumed: bool = False  # its first token came from another engine
     placed: list[str] = field(default_factory=list)  # why this engine has it, where engines have roles
+    line: _Line | None = None  # while it is queued
+    position: int = 0
+    behind: list[str] = field(default_factory=list)  # what those before it waited for
+
+    def leave_queue(self) -> None:
+        if self.line is not None:
+            self.behind, self.line = self.line.since(self.position), None
 
     def change(self, now: float, state: str) -> _Span:
         """Time since the last change goes to the state it was in; returns that span."""
@@ -120,7 +156,9 @@ class Story:
 
     def _because(self, name: str, span: _Span) -> str:
         if name == "queued":
-            return "; ".join(reason for reason, _ in self.why_waiting.most_common()) or "until the next step"
+            behind = self.behind if self.line is None else self.line.since(self.position)
+            own = "; ".join(reason for reason, _ in self.why_waiting.most_common())
+            return own or (f"behind others in the queue: {'; '.join(behind)}" if behind else "until the next step")
         if name == "preempted":
             return "; ".join(self.preempted)
         if name == "loading":
@@ -192,6 +230,8 @@ class Explainer:
         self._placed: OrderedDict[str, list[str]] = OrderedDict()  # by request, until it is submitted
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
         self._group = _DecodeGroup()
+        self._lines = _Line(), _Line()  # of the foreground and of the background, which comes after it
+        self._background: set[str] = set()  # queued requests
 
     def find(self, request_id: str, tenant: str | None) -> list[Story]:
         """The parts of a request, by the id that its client knows. `tenant`: only of this one."""
@@ -217,6 +257,11 @@ class Explainer:
                     event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams, replica=self._replica
                 )
                 self._live[event.request_id] = made
+                is_background = event.priority >= BACKGROUND
+                made.line = self._lines[is_background]
+                made.position = made.line.position
+                if is_background:
+                    self._background.add(event.request_id)
                 made.placed = self._placed.pop(event.request_id.partition(":")[0], made.placed)
             case events.Placed():  # before it is submitted
                 self._placed[event.request_id] = [f"{event.part}: {event.reason}"]
@@ -264,6 +309,7 @@ class Explainer:
                 story = self._alone(event.request_id)
                 if story is not None:
                     del self._live[event.request_id]
+                    self._leave_queue(story)
                     step = next((one for one in self._steps.values() if any(name == event.request_id for name, _ in one)), None)
                     span = story.change(now, "over")
                     if step is not None and isinstance(event, events.Finished):  # it comes before the step's end
@@ -273,6 +319,12 @@ class Explainer:
                     self._ended[event.request_id] = story
                     while len(self._ended) > _NUM_KEPT:
                         self._ended.popitem(last=False)
+
+    def _leave_queue(self, story: Story) -> None:
+        story.leave_queue()
+        self._background.discard(story.request_id)
+        for line in self._lines:
+            line.leave(story.request_id)
 
     def _note_hold(self, event: events.PrefixHeld | events.PrefixNotHeld | events.HoldRenewed | events.HoldEnded) -> None:
         """A session's hold is changed when its request has ended, and has its name."""
@@ -310,7 +362,10 @@ class Explainer:
             case events.Deferred():
                 if len(story.why_waiting) < _NUM_REASONS:
                     story.why_waiting[event.reason] += 1
+                for line in self._lines[1:] if event.request_id in self._background else self._lines:
+                    line.stop(event.request_id, event.reason)
             case events.Admitted():
+                self._leave_queue(story)
                 story.change(now, "between steps").num += 1
                 if not story.admitted_because:
                     story.admitted_because, story.num_cached = event.reason, event.num_cached

@@ -24,6 +24,7 @@ from tidemill.server import page
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.call import Call
 from tidemill.server.errors import error_body, headers_of, shaped
+from tidemill.server.target import path_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS  # for supervisors; the page holds no data
 # They show the requests of all tenants, or change the models of all.
@@ -143,7 +144,7 @@ class Access:
                 "The API key is missing." if not key else "The API key is not valid.",
                 fix="Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
             )
-        if path in ADMIN_PATHS:
+        if is_admin_path(path):
             self.check_may_see_all(caller)
         return caller
 
@@ -209,6 +210,12 @@ class Caller:
                 param="priority",
             )
         return priority - MOST_URGENT + BACKGROUND if self.in_background else priority
+
+
+def is_admin_path(path: str) -> bool:
+    """An admin's route, also under a prefix: the router does not know the root paths of its servers. None begins with /v1."""
+    path = path.rstrip("/")
+    return path in ADMIN_PATHS or (path.endswith(tuple(ADMIN_PATHS)) and not path.startswith("/v1/"))
 
 
 def tenant_name(digest: bytes) -> str:
@@ -280,7 +287,7 @@ class Guard:
         if self._access.is_allowed(origin):
             send = _with_origin(send, origin)
         try:
-            check_path(scope.get("raw_path", b""))
+            path_of(scope["state"].get("target") or scope.get("raw_path", b""))
             if sum(name == b"host" for name, _ in scope["headers"]) > 1:
                 raise InvalidRequest("There is more than one Host header.")
             self._access.check_host(headers.get(b"host", ""))
@@ -302,15 +309,6 @@ class Guard:
         most = MAX_UPLOAD_BYTES if path == "/v1/files" else MAX_BODY_BYTES
         if not length.isascii() or not length.isdigit() or int(length[:20]) > most:
             raise TooLarge(f"The body may have {most} bytes.")
-
-
-def check_path(target: bytes) -> None:
-    """`target`: as it was sent, with or without a query."""
-    raw = target.partition(b"?")[0].lower()
-    if raw.startswith(b"/v1/models/"):
-        raw = raw.replace(b"%2f", b"/")  # a model's name may have one
-    if b"//" in raw or b"%2f" in raw or b"%5c" in raw or b"%00" in raw or b"/.." in raw or b"\\" in raw:
-        raise NotFound("There is nothing under this path.")
 
 
 async def _refuse(error: TidemillError, path: str, send: Send) -> None:

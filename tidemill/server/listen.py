@@ -31,8 +31,11 @@ class Listen:
     root_path: str = ""
 
     def __post_init__(self) -> None:
-        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+        if self.root_path and not re.fullmatch(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)+", self.root_path):
             raise ConfigError(f"The root path is {self.root_path!r}.", fix="Write it like /llm.", param="root_path")
+        if f"{self.root_path}/".startswith("/v1/"):
+            what = f"The root path is {self.root_path!r}, and the API's own paths begin with /v1."
+            raise ConfigError(what, fix="Choose another, like /llm.", param="root_path")
 
     def url(self, port: int) -> str:
         scheme = "https" if self.tls_cert else "http"

@@ -284,6 +284,9 @@ def _words(event: Event) -> str | None:
             return f"{event.num_tokens} tokens {'pinned' if event.is_pinned else 'retained'}: {event.reason}"
         case events.PrefixNotHeld():
             return f"not held: {event.reason}"
+        case events.EngineDown():
+            how = f"; started again in {event.retry_s:.1f} s" if event.num_failed else ""
+            return f"{'given up' if event.is_given_up else 'engine down'}: {event.reason}{how}"
         case events.EngineRestarted():
             return f"engine restarted; {event.num_requests} requests continue"
         case events.ModelLoading():

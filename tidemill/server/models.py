@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from tidemill.config import EngineOptions
 from tidemill.engine.metrics import render_by_model
+from tidemill.engine.replicas import Replicas
 from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.server.guard import Caller
 from tidemill.server.service import Service
@@ -118,6 +119,15 @@ class Models:
     def states(self) -> dict[str, str]:
         """Of each model, by name."""
         return {service.model_name: service.state for service in self}
+
+    def health(self) -> dict[str, Any]:
+        """What works, in words, and of several models or engines each one's state. Degraded: some serve, and others do not."""
+        told: dict[str, Any] = {"models": self.states()} if len(self._services) > 1 else {}
+        failed = "failed" in told.get("models", {}).values()
+        if isinstance(self.default.client, Replicas):
+            told["engines"] = self.default.client.states()
+            failed |= any(state != "running" for state in told["engines"].values())
+        return {"status": "engine is down" if not self.alive else "degraded" if failed else "ok"} | told
 
     async def prove(self, within_s: float) -> None:
         """Raises unless an engine completes a step within this time, or models are loaded on demand and none is at the moment."""

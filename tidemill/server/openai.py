@@ -166,7 +166,7 @@ def make_router(models: Models) -> APIRouter:
         raw = await raw_body(request)
         try:
             names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"The body must be a JSON object: {error}.") from None
         call = request.state.caller.call
         if "prompt" in names:

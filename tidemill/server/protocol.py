@@ -91,6 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._disarm()
         self._set_idle(False)
         self._in_headers, self._in_body, self._num_bytes = False, True, 0
+        self.scope["state"]["target"] = self.url  # as it was sent: parsing leaves out parts of it
         return super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

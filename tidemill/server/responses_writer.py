@@ -252,7 +252,7 @@ def _copy(part: dict[str, Any]) -> dict[str, Any]:
 
 def _input_of(arguments: str) -> str:
     """Of a custom tool: the model writes {"input": ...}; if it is cut off or something else, it is passed on as it is."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         given = json.loads(arguments)
         if isinstance(given, dict) and isinstance(given.get("input"), str):
             return str(given["input"])

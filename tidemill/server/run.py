@@ -340,10 +340,11 @@ async def _until_served(server: _Server, serving: asyncio.Task[None], client: Cl
     giving_up = asyncio.create_task(client.gave_up.wait())
     await asyncio.wait([serving, giving_up], return_when=asyncio.FIRST_COMPLETED)
     giving_up.cancel()
+    death = client.death  # one of several engines may come back while the server ends
     server.should_exit = True
     await serving
-    if client.death:
-        raise EngineDead(client.death, fix="The messages above say more. The server ends, so that it can be started again.")
+    if death:
+        raise EngineDead(death, fix="The messages above say more. The server ends, so that it can be started again.")
 
 
 async def _drain(models: Models, batches: Batches, server: _Server, seconds: float) -> None:

@@ -186,14 +186,14 @@ def _decode(data: bytes, source: str) -> Profile:
         raise ConfigError(f"{source} is no profile: it has more than {_MAX_BYTES:,} bytes.", fix=again, param="profile")
     try:
         head = msgspec.json.decode(data, type=_Head)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
     if head.format != FORMAT:
         whose = f"a profile of format {head.format}, written by Tidemill {head.version}"
         raise ConfigError(f"{source} is {whose}; this version reads format {FORMAT}.", fix=again, param="profile")
     try:
         profile = msgspec.json.decode(data, type=Profile)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{source} is no profile: {error}.", fix=again, param="profile") from error
     for curve in (profile.cost.decode, profile.cost.mixed):
         increasing = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))

@@ -107,7 +107,7 @@ def check_same(own: Identity, theirs: Identity, peer: str) -> None:
     if differs:
         raise PeerMismatch(
             f"KV pages cannot be exchanged with {peer}: it has another {', another '.join(differs)}.",
-            fix="Start both engines with the same version, model and options of the KV cache.",
+            fix="Start both engines on machines of one kind, with the same version, model and options of the KV cache.",
             param="kv_import",
         )
 

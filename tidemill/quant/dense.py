@@ -35,8 +35,10 @@ class PanelRows(LinearRows):
         elif self._panels.dtype != dtype:
             self._panels = self._panels.float()
         begin = self._begins[name]
-        for piece in pieces(tensor) if row_order is None else [tensor]:
-            rows = torch.empty(piece.shape, dtype=self._panels.dtype, device="cpu")
+        parts = pieces(tensor) if row_order is None else [tensor]
+        buffer = torch.empty(parts[0].shape, dtype=self._panels.dtype, device="cpu")  # the first is the largest
+        for piece in parts:
+            rows = buffer[: piece.shape[0]]
             piece.read_into(rows)
             put_rows(self._panels, begin, rows if row_order is None else rows[row_order])
             begin += piece.shape[0]

@@ -19,7 +19,7 @@ from tidemill.weight_types import PLAIN_TYPES
 from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
-from tidemill.weights.locate import read_json, shards
+from tidemill.weights.locate import OTHER_FORMAT, read_json, shards, weight_files
 from tidemill.weights.packed.base import Scheme
 from tidemill.weights.packed.scheme import gathered, read_scheme
 from tidemill.weights.safetensors_file import SafetensorsFile
@@ -306,7 +306,7 @@ class SafetensorsCheckpoint:
 
     @property
     def has_weights(self) -> bool:
-        return any(self.path.glob("*.safetensors"))
+        return bool(weight_files(self.path))
 
     def _files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
@@ -316,8 +316,13 @@ class SafetensorsCheckpoint:
                 if not file.is_file():
                     raise CheckpointError(f"{index} lists {file.name}, which is not there.", fix="Download it again.")
             return files
-        files = sorted(self.path.glob("*.safetensors"))
+        files = weight_files(self.path)
         if not files:
+            if any(self.path.glob(f"{OTHER_FORMAT}*.safetensors")):
+                raise CheckpointError(
+                    f"{self.path} holds weights in Mistral's own format alone ({OTHER_FORMAT}*.safetensors).",
+                    fix="Download model*.safetensors of the repository, too, or convert them with Transformers' script for Mistral.",
+                )
             raise CheckpointError(
                 f"{self.path} holds no safetensors file.",
                 fix="Files that need unpickling (.bin, .pth) are not read: convert them to safetensors.",

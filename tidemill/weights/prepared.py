@@ -31,6 +31,7 @@ from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels.memory import PAGE, memory
 from tidemill.weights.choose import parts
 from tidemill.weights.digest import fingerprint_of
+from tidemill.weights.locate import weight_files
 
 VERSION = 2
 _MAGIC = b"tidemill weights"
@@ -70,7 +71,7 @@ def key_of(path: Path, about: str) -> str:
     made = hashlib.sha256(f"{VERSION}\n{about}\n".encode())
     for file in parts(path) if path.is_file() else [path]:
         made.update(fingerprint_of(file))
-    for file in parts(path) if path.is_file() else sorted(path.glob("*.safetensors")):
+    for file in parts(path) if path.is_file() else weight_files(path):
         made.update(f"{file.stat().st_mtime_ns}\n".encode())
     return made.hexdigest()[:40]
 

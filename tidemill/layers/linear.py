@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tidemill.layers.lora import Loras
 
 
-class _OwnPair(NamedTuple):
+class PartPair(NamedTuple):
+    """What a part of a layer has of an adapter's pair."""
+
     down_RK: torch.Tensor
     up_NR: torch.Tensor
     scale: float
@@ -156,7 +158,7 @@ class Linear(Layer):
         down = pair.down_RK
         if columns is not None:
             down = torch.cat([down[:, run.start : run.stop] for run in columns.runs], 1)
-        return _OwnPair(down, up, pair.scale)
+        return PartPair(down, up, pair.scale)
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.by_rows:

@@ -94,7 +94,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def build(pieces: Pieces, settings: dict[str, Any], source: str) -> Tokenizer:
     """As Transformers does. `settings`: of tokenizer_config.json."""
     if pieces.kind not in ("unigram", "BPE"):
-        raise CheckpointError(f"{source}: SentencePiece models of type {pieces.kind} are not supported.", fix="unigram and BPE are.")
+        what = f"{source}: SentencePiece models of type {pieces.kind} are not supported."
+        raise CheckpointError(what, fix="unigram and BPE are.")
     is_gemma = str(settings.get("tokenizer_class", "")).startswith("Gemma")
     given = settings.get("add_prefix_space")
     prefix = (pieces.dummy_prefix if given is None else bool(given)) and not is_gemma

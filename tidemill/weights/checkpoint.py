@@ -321,7 +321,7 @@ class SafetensorsCheckpoint:
             if any(self.path.glob(f"{OTHER_FORMAT}*.safetensors")):
                 raise CheckpointError(
                     f"{self.path} holds weights in Mistral's own format alone ({OTHER_FORMAT}*.safetensors).",
-                    fix="Download model*.safetensors of the repository, too, or convert them with Transformers' script for Mistral.",
+                    fix="Download the repository's model*.safetensors, too, or convert these with Transformers' script.",
                 )
             raise CheckpointError(
                 f"{self.path} holds no safetensors file.",

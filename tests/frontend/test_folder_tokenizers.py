@@ -9,19 +9,24 @@ import struct
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from tidemill.errors import CheckpointError
 from tidemill.frontend.tokenizer import Tokenizer
 
 CORPUS = [
-    "def main(args):\n    return [x ** 2 for x in args if x > 10]\n", "the quick brown fox jumps over the lazy dog, again and again",
-    "東京は日本の首都です。東京都庁は新宿にあります", "naïve café über Ärger", "🦆👩‍🚀 and 🎉🎉", "1234567 89 3.1415", "\tif (a && b) {\r\n\t\tb++;\r\n\t}",
-]  # fmt: skip
+    "def main(args):\n    return [x ** 2 for x in args if x > 10]\n",
+    "the quick brown fox jumps over the lazy dog, again and again",
+    "東京は日本の首都です。東京都庁は新宿にあります",
+    "naïve café über Ärger",
+    "🦆👩‍🚀 and 🎉🎉",
+    "1234567 89 3.1415",
+    "\tif (a && b) {\r\n\t\tb++;\r\n\t}",
+]
 TEXTS = [
-    *CORPUS, "", " ", "  leading", "trailing  ", " both  of   them ", "a\n\n\tb\r\nc", "\x00\x01\x7f\u200b\ufeff", "it's WE'RE I'll", "aaaa aaaaaaa",
-    "never seen: ⵣ 𝒳 ﬁ Å", "<s>in</s> <mark> text<end>after <extra>", "<0x0A> ▁ ▁▁x",
+    *CORPUS, "", " ", "  leading", "trailing  ", " both  of   them ", "a\n\n\tb\r\nc", "\x00\x01\x7f\u200b\ufeff",
+    "it's WE'RE I'll", "aaaa aaaaaaa", "never seen: ⵣ 𝒳 ﬁ Å", "<s>in</s> <mark> text<end>after <extra>", "<0x0A> ▁ ▁▁x",
 ]  # fmt: skip
 
 
@@ -88,7 +93,8 @@ def test_sentencepiece_bpe_as_llama(tmp_path, legacy, prefix):
 
     pieces = bpe_pieces()
     write_model(tmp_path, pieces, 2)
-    added = {str(len(pieces)): {"content": "<end>", "special": True}, str(len(pieces) + 1): {"content": "<extra>", "rstrip": True}}
+    num = len(pieces)
+    added = {str(num): {"content": "<end>", "special": True}, str(num + 1): {"content": "<extra>", "rstrip": True}}
     settings = {"legacy": legacy, "add_prefix_space": prefix, "added_tokens_decoder": added, "tokenizer_class": "LlamaTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     vocab = {text: number for number, (text, _, _) in enumerate(pieces)}
@@ -124,8 +130,6 @@ def test_sentencepiece_unigram(tmp_path):
     pieces = [*SPECIAL, *((text, score, 1) for text, score in model["vocab"] if text != "<unk>")]
     write_model(tmp_path, pieces, 1)
     reference = Backend(models.Unigram([(text, score) for text, score, _ in pieces], 0, True))
-    from tokenizers import Regex
-
     reference.normalizer = normalizers.Sequence([normalizers.Strip(left=False), normalizers.Replace(Regex(" {2,}"), "▁")])
     reference.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     reference.add_special_tokens(["<s>", "</s>", "<unk>"])
@@ -168,11 +172,12 @@ def test_tekken(tmp_path):
     vocab, _ = byte_level_model()
     to_byte = written()
     tokens = [bytes(to_byte[char] for char in text) for text in sorted(vocab, key=vocab.__getitem__)]
-    pattern = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}\p{M}]*[\p{Ll}\p{Lo}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+"
     file = {
         "config": {"pattern": pattern, "default_vocab_size": len(tokens) + 10, "default_num_special_tokens": 20, "version": "v7"},
         "vocab": [
-            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for rank, token in enumerate(tokens)
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
         ],
         "special_tokens": [
             {"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]"))

@@ -193,6 +193,6 @@ def test_a_file_that_is_cut_off_after_it_was_opened_is_an_error(folder):
     tensors = list(open_checkpoint(folder).tensors())
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
+    last = tensors[-1]
     with pytest.raises(CheckpointError, match="ends before its last tensor"):
-        for tensor in tensors:
-            tensor.read_into(torch.empty(tensor.shape))
+        last.read_into(torch.empty(last.shape))

@@ -194,8 +194,8 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: Settings) -> None:
             backend.add_tokens([AddedToken(f"<|unused {gap}|>", normalized=False) for gap in range(size, number)])
         backend.add_tokens([token])
         if (actual := backend.token_to_id(token.content)) != number:
-            what = f"{folder}: the token {token.content[:100]!r} has the id {actual} in the vocabulary; its settings say {number}."
-            raise CheckpointError(what, fix="Use the repository's tokenizer.json.")
+            what = f"the token {token.content[:100]!r} has the id {actual} in the vocabulary; its settings say {number}."
+            raise CheckpointError(f"{folder}: {what}", fix="Use the repository's tokenizer.json.")
     there = [text for text in named if backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in there])
 

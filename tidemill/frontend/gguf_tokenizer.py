@@ -123,16 +123,15 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
 
 
 def sentencepiece_bpe(tokens: list[str], types: list[int], scores: list[float], source: str) -> Tokenizer:
-    """SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece first,
-    and of a piece those with the shortest left part first."""
+    """SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece
+    first, and of a piece those with the shortest left part first."""
     vocab = {token: i for i, token in enumerate(tokens)}
     ranked = []
     for number, (token, token_type, score) in enumerate(zip(tokens, types, scores, strict=True)):
         if token_type in (UNKNOWN, CONTROL, BYTE):
             continue
-        for cut in range(1, len(token)):
-            if token[:cut] in vocab and token[cut:] in vocab:
-                ranked.append((-score, number, cut))
+        cuts = (cut for cut in range(1, len(token)) if token[:cut] in vocab and token[cut:] in vocab)
+        ranked.extend((-score, number, cut) for cut in cuts)
     ranked.sort()
     merges = [(tokens[number][:cut], tokens[number][cut:]) for _, number, cut in ranked]
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)

@@ -126,7 +126,7 @@ def sentencepiece_bpe(tokens: list[str], types: list[int], scores: list[float], 
     """SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece
     first, and of a piece those with the shortest left part first."""
     vocab = {token: i for i, token in enumerate(tokens)}
-    ranked = []
+    ranked = list[tuple[float, int, int]]()
     for number, (token, token_type, score) in enumerate(zip(tokens, types, scores, strict=True)):
         if token_type in (UNKNOWN, CONTROL, BYTE):
             continue

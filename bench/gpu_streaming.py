@@ -29,12 +29,12 @@ import torch
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.kernels.memory import memory
 from tidemill.layers.host_memory import pin
 from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.moe import MoE
 from tidemill.layers.streamed import resident_bytes
 from tidemill.sampling import SamplingParams
-from tidemill.weights.prepared import memory
 from tidemill.wire import Submit
 
 _REQUESTS, _TOKENS = (1, 7, 32), 24

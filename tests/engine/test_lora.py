@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tidemill import events
 from tidemill.engine.core import EngineCore
-from tidemill.errors import InvalidRequest
+from tidemill.errors import AdapterError, InvalidRequest
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, Hold, LoadAdapter, Submit
 
@@ -36,8 +36,9 @@ def make_lora(
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in base.named_modules():
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets:
-            for half, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+        if name.rpartition(".")[2] in targets and getattr(module, "weight", None) is not None:
+            num_out, num_in = module.weight.shape if isinstance(module, torch.nn.Linear) else module.weight.shape[::-1]  # Conv1D
+            for half, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
                 values = torch.randn(shape, generator=generator) * (0.3 / rank**0.25)
                 tensors[f"base_model.model.{name}.lora_{half}.weight"] = values.to(dtype)
     path.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,8 @@ def merged(base: torch.nn.Module, path: Path, target: Path) -> Path:
             up = tensors[name.replace("lora_A", "lora_B")].double()
             scale = stated["lora_alpha"] / (down.shape[0] ** (0.5 if stated.get("use_rslora") else 1))
             stored = name.removeprefix("base_model.model.").replace("lora_A.", "")
-            weights[stored] = (weights[stored].double() + scale * up @ down.double()).float()
+            added = scale * up @ down.double()
+            weights[stored] = (weights[stored].double() + (added.T if stated.get("fan_in_fan_out") else added)).float()
     whole = type(base)(base.config)
     whole.load_state_dict(weights)
     whole.save_pretrained(target)
@@ -333,3 +335,58 @@ def test_without_memory_for_adapters_there_are_none(base, loras):
     with pytest.raises(InvalidRequest, match="no memory for adapters"):
         core.adapters.load_now(1, "a", str(loras[0]))
     assert not list(core.adapters)
+
+
+def fused_model(kind: str, folder: Path) -> torch.nn.Module:
+    """Of a family whose files hold q, k and v in one matrix."""
+    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "phi3":
+        config = Phi3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, initializer_range=0.2)
+        made = Phi3ForCausalLM(config)
+    elif kind == "gpt2":
+        made = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2))
+    else:
+        made = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.2))
+    made.eval().save_pretrained(folder)
+    return made
+
+
+FUSED = {
+    "phi3": (("qkv_proj", "gate_up_proj", "o_proj", "down_proj"), {}),
+    "gpt2": (("c_attn", "c_fc", "c_proj"), {"fan_in_fan_out": True}),
+    "bloom": (("query_key_value", "dense", "dense_h_to_4h"), {}),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_and_transposed_matrices_are_adapted(tmp_path, kind):
+    """The tokens of Transformers' model with merged weights."""
+    base, (targets, settings) = fused_model(kind, tmp_path / "base"), FUSED[kind]
+    path = make_lora(tmp_path / "lora", base, 5, rank=6, targets=targets, **settings)
+    whole = type(base).from_pretrained(merged(base, path, tmp_path / "merged")).eval()
+    prompt = ids(25, 2)
+    with torch.inference_mode():
+        expected = whole.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+    core = with_loras(tmp_path / "base", path)
+    answers = ask(core, {"x": (prompt, greedy(10), 1), "plain": (prompt, greedy(10), 0)})
+    assert answers["x"].tokens == expected[0, 25:].tolist()
+    assert answers["plain"].tokens != answers["x"].tokens
+
+
+def test_experts_and_routers_are_refused_by_name(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    base = MixtralForCausalLM(MixtralConfig(**sizes))
+    base.save_pretrained(tmp_path / "base")
+    core = with_loras(tmp_path / "base", make_lora(tmp_path / "attention", base, 1, targets=("q_proj", "v_proj")))
+    layer = "base_model.model.model.layers.0.block_sparse_moe."
+    for module, what in (("experts.0.w1", "adapts an expert"), ("gate", "adapts a router")):
+        path = make_lora(tmp_path / module, base, 1, targets=("q_proj",))
+        tensors = load_file(path / "adapter_model.safetensors")
+        tensors |= {f"{layer}{module}.lora_A.weight": torch.zeros(8, 64), f"{layer}{module}.lora_B.weight": torch.zeros(4, 8)}
+        save_file(tensors, path / "adapter_model.safetensors")
+        with pytest.raises(AdapterError, match=what):
+            core.adapters.load_now(2, "b", str(path))

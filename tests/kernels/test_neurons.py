@@ -5,9 +5,10 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.linear import pack_linear
+from tidemill.kernels.memory import PAGE
 from tidemill.kernels.neurons import NeuronWeights, lay_out, neurons_reference
 from tidemill.layers.streamed import Stream
-from tidemill.weights.prepared import PAGE, Folder
+from tidemill.weights.prepared import Folder
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
 

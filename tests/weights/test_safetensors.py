@@ -169,3 +169,34 @@ def test_an_interrupted_download_is_not_taken_for_a_model(tmp_path):
 def test_a_hub_id_offline_says_what_to_do():
     with pytest.raises(ModelNotFound, match="offline"):
         locate("no-such-org/no-such-model")
+
+
+def test_mistrals_own_files_beside_the_others_are_left_alone(folder):
+    """Its repositories have both: the same weights under other names, in files that begin with consolidated."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({"tok_embeddings.weight": weights["model.embed_tokens.weight"]}, folder / "consolidated.safetensors")
+    load_model(folder)
+    (folder / "model.safetensors").unlink()
+    fails(folder, "Mistral's own format alone", "model*.safetensors")
+
+
+def test_buffers_of_rotations_are_no_weights(folder):
+    """Older folders have them, under several names."""
+    buffers = {f"model.{place}rotary_emb.inv_freq": torch.zeros(8) for place in ("", "layers.0.self_attn.")}
+    edit_weights(folder, lambda weights: weights.update(buffers))
+    load_model(folder)
+
+
+def test_towers_are_named(folder):
+    edit_weights(folder, lambda weights: weights.update({"vision_tower.patch.weight": torch.zeros(3)}))
+    fails(folder, "vision_tower.patch.weight", "text model")
+
+
+def test_a_file_that_is_cut_off_after_it_was_opened_is_an_error(folder):
+    path = folder / "model.safetensors"
+    tensors = list(open_checkpoint(folder).tensors())
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    last = tensors[-1]
+    with pytest.raises(CheckpointError, match="ends before its last tensor"):
+        last.read_into(torch.empty(last.shape))

@@ -18,6 +18,7 @@ from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine, native
+from tidemill.kernels.memory import PAGE
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.split_neurons import NeuronSplit
@@ -41,7 +42,7 @@ from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
 from tidemill.weights.neurons import read_hottest
-from tidemill.weights.prepared import PAGE, Folder, PreparedCorrupt, key_of
+from tidemill.weights.prepared import Folder, PreparedCorrupt, key_of
 
 _TABLE_BYTES = 2**24  # of prepared weights: their table, and what rounding to pages adds
 

@@ -9,31 +9,31 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tidemill.errors import CheckpointError
 
-_MAX_CHARS = 2**12  # of a token or a pair of them
+MAX_CHARS = 2**12  # of a token or a pair of them
 # Token types of the format.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
 # How texts are cut before byte pairs are merged, by the file's `tokenizer.ggml.pre`.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CUTS = {
-    "default": [_GPT2],
-    "gpt-2": [_GPT2],
-    "smollm": [r"\p{N}", _GPT2],
-    "starcoder": [r"\p{N}", _GPT2],
-    "refact": [r"\p{N}", _GPT2],
-    "command-r": [r"\p{N}", _GPT2],
+    "default": [GPT2],
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "starcoder": [r"\p{N}", GPT2],
+    "refact": [r"\p{N}", GPT2],
+    "command-r": [r"\p{N}", GPT2],
     "llama-bpe": [_LLAMA3],
     "llama3": [_LLAMA3],
     "llama-v3": [_LLAMA3],
     "smaug-bpe": [_LLAMA3],
-    "qwen2": [_QWEN2],
+    "qwen2": [QWEN2],
     "tekken": [_TEKKEN],
 }
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token is not merged piece by piece
@@ -69,8 +69,8 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
         raise CheckpointError(
             f"{source}: the tokenizer kind {kind!r} is not supported.", fix="gpt2 (byte-level BPE) and llama (SentencePiece) are."
         )
-    control = [token for token, token_type in zip(tokens, types, strict=True) if token_type == _CONTROL]
-    defined = [token for token, token_type in zip(tokens, types, strict=True) if token_type == _USER_DEFINED]
+    control = [token for token, token_type in zip(tokens, types, strict=True) if token_type == CONTROL]
+    defined = [token for token, token_type in zip(tokens, types, strict=True) if token_type == USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     backend.add_tokens([AddedToken(token, normalized=False) for token in defined])
 
@@ -99,38 +99,46 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tok
             raise CheckpointError(f"{source}: key tokenizer.ggml.merges has the entry {merge!r}, not a pair.")
         merges.append((left, right))
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = _bpe(source, vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _CUTS[pre]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
+    backend = bpe(source, vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    cut_to_bytes(backend, _CUTS[pre])
     return backend
+
+
+def cut_to_bytes(backend: Tokenizer, patterns: list[str], add_prefix_space: bool = False) -> None:
+    """Byte-level: texts are cut by the patterns, one after the other; then bytes are written as characters."""
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], source: str) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], float):
         raise CheckpointError(f"{source}: key tokenizer.ggml.scores must have one number per token.")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    # SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece first.
-    ranked = []
-    for token, token_type, score in zip(tokens, types, scores, strict=True):
-        if token_type in (_UNKNOWN, _CONTROL, _BYTE):
-            continue
-        for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-            if left is not None and right is not None:
-                ranked.append((-score, vocab[token], left, right))
-    ranked.sort()
-    merges = [(tokens[left], tokens[right]) for _, _, left, right in ranked]
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    backend = _bpe(source, vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = sentencepiece_bpe(tokens, types, scores, source)
     prefix = [normalizers.Prepend("▁")] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 
-def _bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+def sentencepiece_bpe(tokens: list[str], types: list[int], scores: list[float], source: str) -> Tokenizer:
+    """SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece
+    first, and of a piece those with the shortest left part first."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    ranked = list[tuple[float, int, int]]()
+    for number, (token, token_type, score) in enumerate(zip(tokens, types, scores, strict=True)):
+        if token_type in (UNKNOWN, CONTROL, BYTE):
+            continue
+        cuts = (cut for cut in range(1, len(token)) if token[:cut] in vocab and token[cut:] in vocab)
+        ranked.extend((-score, number, cut) for cut in cuts)
+    ranked.sort()
+    merges = [(tokens[number][:cut], tokens[number][cut:]) for _, number, cut in ranked]
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    return bpe(source, vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+
+def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(vocab, merges, **options))
     except Exception as error:  # the library raises bare Exception, for example for a merge of unknown tokens
@@ -141,6 +149,6 @@ def _strings(metadata: dict[str, Any], key: str, source: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
         raise CheckpointError(f"{source}: key {key} must be a list of strings.")
-    if max(map(len, value)) > _MAX_CHARS:
-        raise CheckpointError(f"{source}: key {key} has an entry of more than {_MAX_CHARS} characters.")
+    if max(map(len, value)) > MAX_CHARS:
+        raise CheckpointError(f"{source}: key {key} has an entry of more than {MAX_CHARS} characters.")
     return value

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
+from tidemill.frontend.folder_tokenizer import build_from_files
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.templates import NAMED
 from tidemill.weights.gguf import GGUFFile
@@ -453,10 +454,8 @@ def _from_gguf(path: Path) -> Tokenizer:
 
 def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
-    if not file.is_file():
-        raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the fast tokenizer beside the weights.")
-    backend = _read_backend(file)
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    backend = _read_backend(file) if file.is_file() else build_from_files(path, settings)
     eos = [*_eos_ids(path / "generation_config.json"), *_eos_ids(path / "config.json")]
     named = _token_id(backend, settings.get("eos_token"))
     eos += [named] if named is not None else []

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from tidemill.kernels import native
 from tidemill.kernels.handover import Handover
+from tidemill.kernels.memory import zeros
 
 _TILE = 32
 _MAX_ROWS = 512  # of one matmul; more are done in turns, so that no number of rows goes unprobed
@@ -79,6 +80,22 @@ def pack_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> 
     )
 
 
+def empty_panels(num_out: int, num_in: int, dtype: torch.dtype) -> torch.Tensor:
+    """The compiled kernel's layout of a matrix, for `put_rows`. Rows at the end that no matrix has are zeros."""
+    return zeros((-(-num_out // _LANES), num_in, _LANES), dtype)
+
+
+def put_rows(panels: torch.Tensor, begin: int, rows_NK: torch.Tensor) -> None:
+    """Neighbouring rows of a matrix, the first of which is row `begin`. By numpy, on one core: a copy by torch of so few bytes
+    keeps its other threads spinning."""
+    integer = {2: torch.int16, 4: torch.int32}[panels.dtype.itemsize]
+    places, rows = panels.view(integer).numpy(), rows_NK.to(panels.dtype).view(integer).numpy()
+    for lane in range(_LANES):
+        own = rows[(lane - begin) % _LANES :: _LANES]
+        first = -(-(begin - lane) // _LANES)
+        places[first : first + len(own), :, lane] = own
+
+
 def to_panels(rows: torch.Tensor) -> torch.Tensor:
     """[N, ...] to [N / 8, ..., 8], with rows of zeros at the end if 8 does not divide N."""
     padded = rows if rows.shape[0] % _LANES == 0 else torch.cat([rows, rows.new_zeros(-rows.shape[0] % _LANES, *rows.shape[1:])])
@@ -89,10 +106,19 @@ class Panels(Weight):
     """The compiled kernel's layout. 16-bit weights stay so: widened as they are used, they give the bits of float32."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        self._hold(to_panels(weight_NK), weight_NK.shape[0], bias_N)
+
+    @classmethod
+    def of(cls, panels: torch.Tensor, num_out: int, bias_N: torch.Tensor | None) -> Panels:
+        """Of what is in the layout by now."""
+        made = cls.__new__(cls)
+        made._hold(panels, num_out, bias_N)
+        return made
+
+    def _hold(self, panels: torch.Tensor, num_out: int, bias_N: torch.Tensor | None) -> None:
         assert native.lib is not None
-        self._lib, self._kind = native.lib, native.KINDS[KIND_OF[weight_NK.dtype]]
-        self._num_out, self._bias = weight_NK.shape[0], bias_N
-        self._panels = to_panels(weight_NK)
+        self._lib, self._kind = native.lib, native.KINDS[KIND_OF[panels.dtype]]
+        self._num_out, self._bias, self._panels = num_out, bias_N, panels
         self._addresses = (self._panels.data_ptr(), None, None if bias_N is None else bias_N.data_ptr())
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tidemill.kernels.cuda.launch import IS_INTERPRETED
 from tidemill.kernels.cuda.lora import CudaLora, rows_of_tile
 from tidemill.kernels.lora import LinearLora, make_tiles
 from tidemill.layers.linear import GatedLinear, Linear
-from tidemill.layers.lora import Loras
+from tidemill.layers.lora import LoraPlace, Loras
 
 _WRITES_IN_FLIGHT = 2 * 3  # of three steps, whose lists may still be read
 
@@ -21,7 +21,7 @@ class CudaLoras(Loras):
     side: torch.cuda.Stream | None
 
     def __init__(
-        self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int, most_tokens: int, device: torch.device
+        self, places: Mapping[str, LoraPlace], num_slots: int, max_rank: int, most_tokens: int, device: torch.device
     ) -> None:
         """`most_tokens`: of a step."""
         self._device = device

@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from tidemill.errors import ConfigError
+from tidemill.kernels.memory import memory
 from tidemill.kernels.moe import NativeExperts
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, Router
@@ -18,7 +19,6 @@ from tidemill.model_config import ModelConfig
 from tidemill.parallel.group import group_of
 from tidemill.parallel.shard import Shard
 from tidemill.quant.gathered import LANES, Gathered, GatheredExperts, SharedWeights, own_rows, places_of
-from tidemill.weights.prepared import memory
 
 _SLOTS = 2
 _PIECE = 2**20

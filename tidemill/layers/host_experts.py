@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tidemill.kernels.memory import memory
 from tidemill.layers.host_memory import Waits, pin
 from tidemill.layers.places import Places
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertStacks
 from tidemill.weights.checkpoint import WeightTensor
-from tidemill.weights.prepared import memory
 
 if TYPE_CHECKING:
     from tidemill.kernels.cuda.moe import InSlots

@@ -9,7 +9,7 @@ import torch
 
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.weights.prepared import PAGE
+from tidemill.kernels.memory import PAGE
 
 
 def pin(host: torch.Tensor, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.memory import memory
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.layers.host_experts import ExpertSlots, HostStacks, Layer
 from tidemill.layers.host_memory import Waits, pin
@@ -26,7 +27,6 @@ from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.quant.cuda import CudaExperts
 from tidemill.weights.checkpoint import WeightTensor
-from tidemill.weights.prepared import memory
 
 _SMALL = 2**16  # bytes of a tensor that is not worth a copy: it stays
 _ALIGN = 256

@@ -14,14 +14,16 @@ from tidemill.layers.base import Layer, read_values
 from tidemill.parallel.cuts import Cut, Size, even, num_of, unit_of, whole_of
 from tidemill.parallel.group import Group, group_of
 from tidemill.parallel.shard import Shard
-from tidemill.quant import PLAIN, WeightPlan
+from tidemill.quant import PLAIN, Gated, LinearRows, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:
     from tidemill.layers.lora import Loras
 
 
-class _OwnPair(NamedTuple):
+class PartPair(NamedTuple):
+    """What a part of a layer has of an adapter's pair."""
+
     down_RK: torch.Tensor
     up_NR: torch.Tensor
     scale: float
@@ -60,6 +62,7 @@ class Linear(Layer):
         self._names, self._has_bias = list(outs), bias
         self.method = weights.method
         self._read: dict[str, Any] = {}  # until all are there
+        self._rows: LinearRows | None = None  # where they are read, if the method has a place for them
         self._weight: Weight | None = None
         self.loras: Loras | None = None  # adapters of the model, and those of this layer
         self.lora: LinearLora | None = None
@@ -102,16 +105,28 @@ class Linear(Layer):
         self._cuts |= {name: (None if cut.is_whole else cut, None) for name, cut in cuts.items()}
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        if part in self._names:
-            self._read[part] = self.method.read(tensor, row_order)
+        if part not in self._names:
+            self._read[part] = read_values(tensor, row_order)
             return
-        self._read[part] = read_values(tensor, row_order)
+        if self._rows is None and not self._read.keys() & set(self._names):  # the first of them
+            self._rows = self.method.new_rows(self.outs, self.num_in)
+        if self._rows is not None:
+            self._rows.read(part, tensor, row_order)
+        else:
+            self._read[part] = self.method.read(tensor, row_order)
 
     def finish(self) -> None:
         adds_bias = self._has_bias and (self._group is None or self._group.rank == 0)  # once
         bias = torch.cat([self._read[f"{name}.bias"] for name in self._names]) if adds_bias else None
-        self._weight = self._join([self._read[name] for name in self._names], bias)
+        if self._rows is not None:
+            self._weight, self._rows = self._of_rows(self._rows.weight(bias)), None
+        else:
+            self._weight = self._join([self._read[name] for name in self._names], bias)
         self._read.clear()
+
+    def _of_rows(self, weight: Weight) -> Weight:
+        """Of the matrices one below the other."""
+        return weight
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         return self.method.join(parts, bias)
@@ -143,7 +158,7 @@ class Linear(Layer):
         down = pair.down_RK
         if columns is not None:
             down = torch.cat([down[:, run.start : run.stop] for run in columns.runs], 1)
-        return _OwnPair(down, up, pair.scale)
+        return PartPair(down, up, pair.scale)
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.by_rows:
@@ -179,6 +194,9 @@ class GatedLinear(Linear):
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, weights=weights)
         self.act = act
         self.read_by: tuple[Linear, ...] = ()  # what takes its output; in a tuple, so that it is no part of this module
+
+    def _of_rows(self, weight: Weight) -> Weight:
+        return Gated(weight, self.act)
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         gate, up = parts

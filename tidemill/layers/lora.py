@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.lora import LinearLora, LoraStep, NativeLora, Pair, TorchLora
-from tidemill.layers.linear import Linear
+from tidemill.layers.linear import Linear, PartPair
+
+
+class LoraPlace(NamedTuple):
+    """A stored matrix that an adapter may change: its shape [N, K], and the parts of linear layers that it fills, each with the
+    numbers of its rows."""
+
+    shape: tuple[int, int]
+    parts: list[tuple[Linear, str, torch.Tensor]]
 
 
 class Loras:
     """On a CPU. While `is_on` is false, linear layers compute as if there were no adapters."""
 
-    def __init__(self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int) -> None:
-        """`places`: what an adapter may change: parts of linear layers, by the names of their stored matrices."""
+    def __init__(self, places: Mapping[str, LoraPlace], num_slots: int, max_rank: int) -> None:
+        """`places`: what an adapter may change, by the names of stored matrices."""
         self.is_on = False
-        self._places, self._linears = places, list(dict.fromkeys(linear for linear, _ in places.values()))
+        self._places = places
+        self._linears = list(dict.fromkeys(linear for place in places.values() for linear, _, _ in place.parts))
         self._num_slots, self._max_rank = num_slots, max_rank
         self._make_step()
         for linear in self._linears:
@@ -37,15 +47,16 @@ class Loras:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Of the matrices that an adapter may change."""
-        return {name: linear.shape_of(part) for name, (linear, part) in self._places.items()}
+        return {name: place.shape for name, place in self._places.items()}
 
     @torch.inference_mode()
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """An adapter, by names of stored matrices; nothing, to free the slot's memory."""
         by_linear: dict[Linear, dict[str, Pair]] = {linear: {} for linear in self._linears}
         for name, pair in pairs.items():
-            linear, part = self._places[name]
-            by_linear[linear][part] = linear.own_pair(part, pair)
+            for linear, part, rows in self._places[name].parts:
+                of_part = PartPair(pair.down_RK, pair.up_NR[rows.to(pair.up_NR.device)], pair.scale)
+                by_linear[linear][part] = linear.own_pair(part, of_part)
         for linear, of_linear in by_linear.items():
             assert linear.lora is not None
             linear.lora.put(slot, of_linear)

@@ -252,6 +252,8 @@ def feed_forward(config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Mod
 class _Row:
     """A stored vector as a matrix of one row."""
 
+    reads_rows = False
+
     def __init__(self, tensor: WeightTensor) -> None:
         self._tensor = tensor
         self.name, self.type_name, self.num_bytes = tensor.name, tensor.type_name, tensor.num_bytes

@@ -23,6 +23,7 @@ from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.linear import PlacedMatrix, Weight
+from tidemill.kernels.memory import memory
 from tidemill.kernels.moe import ExpertWeights, NativeExperts
 from tidemill.kernels.native.streams import StreamFigures, StreamSpec
 from tidemill.layers.linear import Linear
@@ -31,7 +32,7 @@ from tidemill.layers.moe import Experts, MoE
 from tidemill.quant.base import Gated
 from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
-from tidemill.weights.prepared import Item, PreparedFile, WeightFile, memory
+from tidemill.weights.prepared import Item, PreparedFile, WeightFile
 
 _PIECE = 2**20
 _NUM_READERS = 4

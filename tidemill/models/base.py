@@ -23,6 +23,7 @@ from tidemill.layers.base import Layer, read_values
 from tidemill.layers.contextual import ContextualSparsity
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
+from tidemill.layers.lora import LoraPlace
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
@@ -38,6 +39,9 @@ from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
 
 _INTEGERS = frozenset({"I64", "BOOL"})  # stored types of what is no weight, like position ids
+_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq",)  # computed from the configuration; older files have them
+_TOWER = re.compile(r"(^|\.)(vision|visual|audio|image|multi_modal|mm_projector|language_model)")
+_TOWER_FIX = "It is of a model that sees or hears, too: take a checkpoint of its text model, with its text_config as config.json."
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
 
@@ -159,15 +163,35 @@ class Model(nn.Module, ABC):
             elif isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router | Labels):
                 yield module.weight
 
-    def lora_places(self) -> dict[str, tuple[Linear, str]]:
-        """What an adapter may change: the stored matrices of linear layers, by their Hugging Face names. Not those that are cut
-        into several parts."""
-        return {
-            name.removesuffix(".weight"): (layer, part)
-            for name, places in self._targets("hf").items()
-            for layer, part in (places if len(places) == 1 else ())
-            if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head | Labels) and part in layer.outs
-        }
+    def lora_places(self) -> dict[str, LoraPlace]:
+        """What an adapter may change: the stored matrices of linear layers, by their Hugging Face names."""
+        made = {}
+        for name, places in self._targets("hf").items():
+            linears = [
+                (layer, part)
+                for layer, part in places
+                if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head | Router | Labels) and part in layer.outs
+            ]
+            if linears:
+                made[name.removesuffix(".weight")] = self._lora_place(name, linears)
+        return made
+
+    def _lora_place(self, name: str, linears: list[tuple[Linear, str]]) -> LoraPlace:
+        """The rows of each part are those that loading gives it."""
+        stored, begin, parts = self.stored_rows(name), 0, []
+        for linear, part in linears:
+            num, order = linear.shape_of(part)[0], self.row_order("hf", part)
+            if order is None:
+                order = torch.arange(begin, begin + num, device="cpu")
+            parts.append((linear, part, order if stored is None else stored[order]))
+            begin += num
+        linear, part = linears[0]
+        takes_some = len(linears) > 1 and self.row_order("hf", part) is not None  # each has rows of the whole
+        return LoraPlace((linear.parts[part][0] if takes_some else begin, linear.shape_of(part)[1]), parts)
+
+    def stored_rows(self, name: str) -> torch.Tensor | None:
+        """How `as_named` reorders the rows of a matrix in Hugging Face's files; None: as they are."""
+        return None
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """How the rows of a stored matrix must be reordered; None: as they are."""
@@ -237,7 +261,7 @@ class Model(nn.Module, ABC):
 
     def _check_layout(self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], others: set[str]) -> None:
         """That all tensors are there and fit, before any is read. `others`: names that belong to other stages."""
-        ignored, found = [re.compile(pattern) for pattern in self.ignored], set[tuple[Layer, str]]()
+        ignored, found = [re.compile(pattern) for pattern in (*self.ignored, *_BUFFERS)], set[tuple[Layer, str]]()
         for tensor in (self.as_named(one, checkpoint.format) for one in checkpoint.tensors()):
             places = targets.get(tensor.name)
             if places is None:
@@ -255,7 +279,8 @@ class Model(nn.Module, ABC):
         what = f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture}"
         layer = tensor.name.removesuffix(".bias")
         if layer == tensor.name or f"{layer}.weight" not in targets:
-            raise CheckpointError(f"{what} with {self.whole.num_layers} layers.")
+            fix = _TOWER_FIX if _TOWER.search(tensor.name) else ""
+            raise CheckpointError(f"{what} with {self.whole.num_layers} layers.", fix=fix)
         if read_values(tensor).any():
             keys = [key for key in self.bias_keys if ("mlp" in key) == ("mlp" in layer)]
             key = keys[0] if keys else ""

@@ -46,11 +46,14 @@ class Bloom(Llama):
 
     def as_named(self, tensor: WeightTensor, checkpoint_format: str) -> WeightTensor:
         """All heads' queries first, then their keys, then their values."""
-        if ".query_key_value." not in tensor.name:
-            return tensor
+        rows = self.stored_rows(tensor.name)
+        return tensor if rows is None else View(tensor, tensor.name, rows=rows)
+
+    def stored_rows(self, name: str) -> torch.Tensor | None:
+        if ".query_key_value." not in name:
+            return None
         heads, dim = self.whole.num_heads, self.config.head_dim
-        rows = torch.arange(heads * 3 * dim, device="cpu").view(heads, 3, dim).transpose(0, 1).reshape(-1)
-        return View(tensor, tensor.name, rows=rows)
+        return torch.arange(heads * 3 * dim, device="cpu").view(heads, 3, dim).transpose(0, 1).reshape(-1)
 
     KEYS: ClassVar = {
         "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -37,6 +38,18 @@ class ExpertStacks:
         place.copy_(stored[row_order.to(place.device)])
 
 
+class LinearRows(ABC):
+    """Where the matrices of a linear layer go as they are read, one below the other, so that they are never there twice."""
+
+    @abstractmethod
+    def read(self, name: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+        """One of them, its rows reordered if an order is given."""
+
+    @abstractmethod
+    def weight(self, bias: torch.Tensor | None) -> Weight:
+        """All have been read."""
+
+
 @dataclass(slots=True)
 class ExpertParts(Generic[Part]):
     """The matrices of a layer's experts, as they were read. `stacks`: has them all but the shared expert's, if it is there.
@@ -69,6 +82,10 @@ class LinearMethod(ABC, Generic[Part]):
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None, act: str) -> Weight:
         """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in `glu.ACTIVATIONS`."""
         return Gated(self.join([gate, up], bias), act)
+
+    def new_rows(self, nums_out: Mapping[str, int], num_in: int) -> LinearRows | None:
+        """For a layer of these matrices, if that is where they are to be read."""
+        return None
 
     def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks | None:
         """If that is where experts are to be read."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from tidemill.kernels.linear import PlacedMatrix, Weight
+from tidemill.kernels.memory import PAGE
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.kernels.neurons import NeuronLayout, NeuronWeights, lay_out
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.streamed import Store
 from tidemill.weights.checkpoint import WeightTensor
-from tidemill.weights.prepared import PAGE
 
 
 class StreamedNeurons:

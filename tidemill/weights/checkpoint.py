@@ -19,9 +19,10 @@ from tidemill.weight_types import PLAIN_TYPES
 from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
-from tidemill.weights.locate import read_json, shards
+from tidemill.weights.locate import OTHER_FORMAT, read_json, shards, weight_files
 from tidemill.weights.packed.base import Scheme
 from tidemill.weights.packed.scheme import gathered, read_scheme
+from tidemill.weights.safetensors_file import SafetensorsFile
 from tidemill.weights.slices import Inner
 
 _ROWS_AT_ONCE = 2048
@@ -38,6 +39,11 @@ class WeightTensor(Protocol):
     def type_name(self) -> str: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def reads_rows(self) -> bool:
+        """Its format reads some rows as fast as all, each once."""
+        ...
+
     def read_into(self, out: torch.Tensor) -> None:
         """Write the values into `out`, a tensor of the same shape: float32, or the stored type if that is a 16-bit one."""
         ...
@@ -64,6 +70,7 @@ class RandomTensor:
     the name alone, so that ranks agree about what all of them have."""
 
     type_name = "BF16"
+    reads_rows = False
 
     def __init__(self, name: str, shape: tuple[int, ...], num_in: int = 0, place: str = "") -> None:
         """`num_in`, `place`: of a part of a matrix, the columns of the whole, and which part it is."""
@@ -133,6 +140,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 class _FromGGUF:
+    reads_rows = True
+
     def __init__(self, tensor: GGUFTensor) -> None:
         self._tensor = tensor
         self.name, self.shape, self.type_name = tensor.name, tensor.shape, tensor.type_name
@@ -237,13 +246,15 @@ class GGUFCheckpoint:
 class _FromSafetensors:
     """`at`: of one of a stack of matrices, of rows or of columns, what the stored tensor is indexed by; empty: the whole."""
 
-    def __init__(self, file: Any, name: str, path: Path, at: tuple[int | slice, ...] = ()) -> None:
+    reads_rows = True
+
+    def __init__(self, file: SafetensorsFile, name: str, path: Path, at: tuple[int | slice, ...] = ()) -> None:
         self._file, self.name, self._path, self._at = file, name, path, at
-        self._view = file.get_slice(name)
-        stored = tuple(self._view.get_shape())
+        view = file.get_slice(name)
+        stored = tuple(view.get_shape())
         places = zip(at + (slice(None),) * (len(stored) - len(at)), stored, strict=True)
         self.shape = tuple(len(range(num)[place]) for place, num in places if isinstance(place, slice))
-        self.type_name = str(self._view.get_dtype())
+        self.type_name = str(view.get_dtype())
         self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
     def read_into(self, out: torch.Tensor) -> None:
@@ -252,8 +263,7 @@ class _FromSafetensors:
                 f"Tensor {self.name} in {self._path} has type {self.type_name}.",
                 fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
             )
-        values = self._view[self._at] if self._at else self._file.get_tensor(self.name)
-        out.copy_(values.reshape(out.shape))
+        self._file.read_into(out, self.name, self._at)
 
     def codes(self) -> Codes | None:
         return None
@@ -296,7 +306,7 @@ class SafetensorsCheckpoint:
 
     @property
     def has_weights(self) -> bool:
-        return any(self.path.glob("*.safetensors"))
+        return bool(weight_files(self.path))
 
     def _files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
@@ -306,8 +316,13 @@ class SafetensorsCheckpoint:
                 if not file.is_file():
                     raise CheckpointError(f"{index} lists {file.name}, which is not there.", fix="Download it again.")
             return files
-        files = sorted(self.path.glob("*.safetensors"))
+        files = weight_files(self.path)
         if not files:
+            if any(self.path.glob(f"{OTHER_FORMAT}*.safetensors")):
+                raise CheckpointError(
+                    f"{self.path} holds weights in Mistral's own format alone ({OTHER_FORMAT}*.safetensors).",
+                    fix="Download the repository's model*.safetensors, too, or convert these with Transformers' script.",
+                )
             raise CheckpointError(
                 f"{self.path} holds no safetensors file.",
                 fix="Files that need unpickling (.bin, .pth) are not read: convert them to safetensors.",
@@ -327,22 +342,13 @@ class SafetensorsCheckpoint:
                 yield from self._gathered(self._scheme)
                 return
             for path in self._files():
-                with _open(path) as file:
-                    for name in file.keys():  # noqa: SIM118 - not a dict
-                        yield _FromSafetensors(file, name, path)
+                file = SafetensorsFile(path)
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    yield _FromSafetensors(file, name, path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
 
     def _gathered(self, scheme: Scheme) -> Iterator[WeightTensor]:
         """Of quantized matrices, several stored tensors are one; they may lie in different files, so all are open."""
-        for found in gathered(scheme, [(path, _open(path)) for path in self._files()]):
+        for found in gathered(scheme, [(path, SafetensorsFile(path)) for path in self._files()]):
             yield _FromSafetensors(*found) if isinstance(found, tuple) else found
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error

@@ -7,6 +7,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tidemill.weights.locate import weight_files
+
 _PIECE = 64 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -14,7 +16,7 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 def fingerprint_of(path: Path) -> bytes:
     """What tells models apart that were trained differently, without reading all of them: sizes, and bytes from all over the
     files."""
-    files = [path] if path.is_file() else [*sorted(path.glob("*.safetensors")), path / "config.json"]
+    files = [path] if path.is_file() else [*weight_files(path), path / "config.json"]
     made = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -29,7 +31,7 @@ def fingerprint_of(path: Path) -> bytes:
 def digest_of(path: Path, num_threads: int = 4) -> bytes:
     """Of a GGUF file, or of the safetensors files and the settings in a folder. Reads all of it: about a second a gigabyte and
     core."""
-    files = [path] if path.is_file() else sorted(one for kind in ("*.safetensors", "*.json") for one in path.glob(kind))
+    files = [path] if path.is_file() else sorted([*weight_files(path), *path.glob("*.json")])
     pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE)]
     with ThreadPoolExecutor(num_threads) as threads:
         sums = list(threads.map(_sum_of, pieces))

@@ -11,7 +11,8 @@ from tidemill.errors import ModelNotFound
 from tidemill.weights.choose import GGUFSet, choose, gguf_sets
 
 _HUB_ID = re.compile(r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?::([\w.-]+))?/?")
-_FOLDER_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_FOLDER_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
+_NOT_NEEDED = ["consolidated*.safetensors"]  # the same weights in Mistral's own format
 DEFAULT_QUANTIZATION = "Q4_K_M"
 
 
@@ -45,10 +46,10 @@ def from_hub(repo: str, quantization: str, complete: Any) -> Path:
     has_weights = any(name.endswith(".safetensors") and "/" not in name for name in names) and "config.json" in names
     try:
         if has_weights and not quantization:
-            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=_FOLDER_FILES))
+            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns=_NOT_NEEDED))
             if complete(folder):
                 return folder
-            raise FileNotFoundError("config.json, tokenizer.json or safetensors are missing")
+            raise FileNotFoundError("config.json, the tokenizer or safetensors are missing")
         if not gguf_sets(names):
             fix = f"Give {repo}, for its safetensors." if has_weights else "Files that need unpickling (.bin, .pth) are not read."
             raise ModelNotFound(f"{repo} has no GGUF files" + ("." if has_weights else " and no safetensors."), fix=fix)

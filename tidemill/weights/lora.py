@@ -32,7 +32,6 @@ _REFUSED = {
     "trainable_token_indices": "trained rows of the embedding",
     "target_parameters": "adapted parameters that are not linear layers",
     "layer_replication": "replicated layers",
-    "fan_in_fan_out": "weights stored transposed",
     "alora_invocation_tokens": "activated LoRA",
     "megatron_config": "Megatron layers",
 }
@@ -81,7 +80,8 @@ def read_lora(path: Path, places: Mapping[str, tuple[int, int]], max_rank: int =
     for name in sorted(tensors):
         module, half = _parse(name)
         if module not in places:
-            raise AdapterError(f"{path}: {_why_no_place(name, module)}", fix=f"An adapter may change {_shown(places)}.")
+            fix = f"An adapter may change {_shown(places)}. {_MERGE}"
+            raise AdapterError(f"{path}: {_why_no_place(name, module)}", fix=fix)
         if module in pairs:
             continue
         other = f"{name.removesuffix(half)}{'lora_B.weight' if half == 'lora_A.weight' else 'lora_A.weight'}"
@@ -188,6 +188,12 @@ def _parse(name: str) -> tuple[str, str]:
 def _why_no_place(name: str, module: str) -> str:
     if "lora_embedding_" in name or "embed_tokens" in module:
         return f"tensor {name} adapts the embedding, which is not supported."
+    if re.search(r"\.experts?(\.|$)|\.shared_expert", module):
+        return f"tensor {name} adapts an expert, which is not supported."
+    if re.search(r"\.(gate|router|shared_expert_gate)$", module):
+        return f"tensor {name} adapts a router, which is not supported."
+    if ".modules_to_save." in name or module.endswith(("norm.weight", "norm")):
+        return f"tensor {name} is a whole module, which is not supported."
     if module.rpartition(".")[2] == "lm_head":
         return f"tensor {name} adapts the head, which is not supported."
     if "lora_magnitude_vector" in name:

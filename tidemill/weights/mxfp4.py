@@ -45,6 +45,7 @@ class Mxfp4Tensor:
     and which groups of columns; empty: all."""
 
     type_name = "MXFP4"
+    reads_rows = False
 
     def __init__(self, name: str, blocks: Any, scales: Any, at: tuple[int | slice, ...] = ()) -> None:
         self.name, self._blocks, self._scales, self._at = name, blocks, scales, at

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import secrets
 import stat
@@ -29,10 +28,11 @@ import torch
 
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import CheckpointError, ConfigError
+from tidemill.kernels.memory import PAGE, memory
 from tidemill.weights.choose import parts
 from tidemill.weights.digest import fingerprint_of
+from tidemill.weights.locate import weight_files
 
-PAGE = 4096
 VERSION = 2
 _MAGIC = b"tidemill weights"
 _HEAD = struct.Struct("<16sIQQ32s")  # magic, version, where the table begins, its bytes, its hash
@@ -62,15 +62,6 @@ class Item:
     about: dict[str, Any] = field(default_factory=dict)  # what a kernel must know of them
 
 
-def memory(num_bytes: int) -> np.ndarray:
-    """Bytes from a multiple of a page on, in which nothing lies yet."""
-    made = mmap.mmap(-1, max(PAGE, _up(num_bytes, PAGE)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            made.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(made, np.uint8)
-
-
 def _up(num: int, unit: int) -> int:
     return -(-num // unit) * unit
 
@@ -80,7 +71,7 @@ def key_of(path: Path, about: str) -> str:
     made = hashlib.sha256(f"{VERSION}\n{about}\n".encode())
     for file in parts(path) if path.is_file() else [path]:
         made.update(fingerprint_of(file))
-    for file in parts(path) if path.is_file() else sorted(path.glob("*.safetensors")):
+    for file in parts(path) if path.is_file() else weight_files(path):
         made.update(f"{file.stat().st_mtime_ns}\n".encode())
     return made.hexdigest()[:40]
 

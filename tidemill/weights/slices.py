@@ -11,10 +11,14 @@ from tidemill.kernels.quantized_linear import Codes, concat
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
 
+_PIECE_BYTES = 2**18
+
 
 class Inner:
     """Neighbouring rows (`dim` 0) or columns (1) of a tensor that is read whole: of blocks that a cut goes through, or of a
     format that cannot be read in parts."""
+
+    reads_rows = False
 
     def __init__(self, tensor: WeightTensor, dim: int, begin: int, end: int) -> None:
         self._tensor, self._dim, self._begin, self._end = tensor, dim, begin, end
@@ -51,6 +55,7 @@ class NoRows:
     """None of the rows of a tensor."""
 
     num_bytes = 0
+    reads_rows = False
 
     def __init__(self, tensor: WeightTensor) -> None:
         self.name, self.type_name, self.shape = tensor.name, tensor.type_name, (0, *tensor.shape[1:])
@@ -73,6 +78,8 @@ class NoRows:
 
 class Below:
     """Tensors one below the other."""
+
+    reads_rows = False
 
     def __init__(self, parts: list[WeightTensor]) -> None:
         first, self._parts = parts[0], parts
@@ -98,6 +105,14 @@ class Below:
 
     def columns(self, begin: int, end: int) -> WeightTensor:
         return Below([part.columns(begin, end) for part in self._parts])
+
+
+def pieces(tensor: WeightTensor) -> list[WeightTensor]:
+    """The tensor as neighbouring rows of a few bytes each, one after the other; in one piece, if its format is read whole."""
+    if not tensor.reads_rows or not tensor.num_bytes:
+        return [tensor]
+    num = max(8, _PIECE_BYTES * tensor.shape[0] // tensor.num_bytes // 8 * 8)
+    return [tensor.rows(begin, min(begin + num, tensor.shape[0])) for begin in range(0, tensor.shape[0], num)]
 
 
 def take_rows(tensor: WeightTensor, rows: torch.Tensor) -> tuple[WeightTensor, torch.Tensor | None]:

@@ -17,6 +17,7 @@ class View:
         self._source, self._transposed, self._rows = tensor, transposed, rows
         self._tensor, self._order = (tensor, None) if rows is None else take_rows(tensor, rows)
         self.name, self.type_name, self.num_bytes = name, tensor.type_name, self._tensor.num_bytes
+        self.reads_rows = tensor.reads_rows and not transposed and rows is None
         self.shape = tensor.shape[::-1] if transposed else tensor.shape if rows is None else (rows.numel(), *tensor.shape[1:])
 
     def read_into(self, out: torch.Tensor) -> None:

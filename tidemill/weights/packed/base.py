@@ -74,6 +74,8 @@ class PackedTensor(ABC):
     """A quantized matrix of several stored tensors. `type_name`: what one value is, and how many share a scale (`-G128`, or `-C`
     where a row does)."""
 
+    reads_rows = False
+
     def __init__(self, module: str, parts: Mapping[str, Stored], shape: tuple[int, ...], type_name: str) -> None:
         self.name, self.shape, self.type_name = f"{module}.weight", shape, type_name
         self.num_bytes = sum(part.num_bytes for part in parts.values())

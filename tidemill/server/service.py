@@ -17,7 +17,7 @@ from tidemill.engine.pool import Pooled
 from tidemill.engine.replicas import Client
 from tidemill.errors import Cancelled, ContextTooLong, DeadlineExceeded, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
-from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, cells_per_token, in_pieces, num_cells
 from tidemill.frontend.parsers import Dialect, Reading
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
@@ -332,6 +332,7 @@ class Service:
         params = self.with_defaults(params, prompt_ids)
         texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
         ended: set[int] = set()
+        per_token = cells_per_token(params)
         num_done = 0  # cells since the event loop last had a turn
         num_output = 0
         has_failed = False
@@ -358,10 +359,10 @@ class Service:
             async with aclosing(self.client.submit(request, timeout_s, True, tells_progress)) as deltas:
                 async for joined in deltas:
                     num_output += len(joined.token_ids)
-                    for delta in in_pieces(joined, one_by_one):
+                    for delta in in_pieces(joined, one_by_one, per_token):
                         if delta.index in ended:
                             break
-                        if (num_done := num_done + num_cells(delta)) > CELLS_PER_TURN:
+                        if (num_done := num_done + num_cells(delta, per_token)) > CELLS_PER_TURN:
                             num_done = 0
                             await asyncio.sleep(0)  # a backlog comes without waiting: let others have a turn
                         text = texts[delta.index].push(delta.token_ids, delta.finish_reason)

@@ -25,6 +25,7 @@ from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_file, read_json
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})  # of a template
+_LONG_TEXT = 1024  # characters
 _SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
 _log = logging.getLogger("tidemill.frontend")
 
@@ -106,7 +107,10 @@ class Tokenizer:
 
     @staticmethod
     def _encoded(text: str, backend: Backend) -> Any:
+        """A long text as a batch of one: only for batches does the library let other threads run meanwhile."""
         try:
+            if len(text) >= _LONG_TEXT:
+                return backend.encode_batch_fast([text], add_special_tokens=False)[0]
             return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None

@@ -20,7 +20,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Reading
 from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server import ggml
-from tidemill.server.body import body_of, parse, raw_body, schema_of
+from tidemill.server.body import body_of, parsed, raw_body, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.lora import adapter_card
@@ -170,12 +170,12 @@ def make_router(models: Models) -> APIRouter:
             raise InvalidRequest(f"The body must be a JSON object: {error}.") from None
         call = request.state.caller.call
         if "prompt" in names:
-            return await _respond(models, request, parse(CompletionRequest, raw, call), _prepare_completion)
+            return await _respond(models, request, await parsed(CompletionRequest, raw, call), _prepare_completion)
         if route := _of_encoders(models, names):
             model, respond = models.whole_responses[route]
-            made = respond(parse(model, raw, call), request.state.caller)
+            made = respond(await parsed(model, raw, call), request.state.caller)
             return Response(await until_disconnect(request, made), media_type="application/json")
-        return await _respond(models, request, parse(ChatRequest, raw, call), prepare_chat)
+        return await _respond(models, request, await parsed(ChatRequest, raw, call), prepare_chat)
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:

@@ -1,6 +1,7 @@
 """No request keeps the event loop from other clients: of every route, with the largest bodies of several shapes, while somebody
 streams. Measured in CPU seconds of the server between two turns of its loop."""
 
+# ruff: noqa: E501
 import asyncio
 import json
 

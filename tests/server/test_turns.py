@@ -55,7 +55,7 @@ class Behind(EngineClient):
                     parts[-1],
                     token_ids=[token for part in parts for token in part.token_ids],
                     logprobs=parts[0].logprobs and [entry for part in parts for entry in part.logprobs],
-                    prompt_logprobs=parts[0].prompt_logprobs,
+                    prompt_pieces=parts[0].prompt_pieces,
                 )
         finally:
             self.num_left_early += num_given < len(by_sample)

@@ -42,7 +42,7 @@ def in_pieces(delta: Delta, one_by_one: bool = False, per_token: int = 1) -> Ite
             delta,
             token_ids=delta.token_ids[begin : begin + step],
             logprobs=delta.logprobs and delta.logprobs[begin : begin + step],
-            prompt_logprobs=delta.prompt_logprobs if begin == 0 else None,
+            prompt_pieces=delta.prompt_pieces if begin == 0 else None,
             finish_reason=delta.finish_reason if begin + step >= num else None,
         )
 

@@ -33,9 +33,9 @@ def switch_often() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-def encoded(values: Iterable[Any]) -> msgspec.Raw:
+def encoded(values: Iterable[Any], per_call: int = _PER_CALL) -> msgspec.Raw:
     """A list as JSON, in bounded calls."""
     left, parts = iter(values), list[bytes]()
-    while piece := list(islice(left, _PER_CALL)):
+    while piece := list(islice(left, per_call)):
         parts.append(_json(piece)[1:-1])
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")

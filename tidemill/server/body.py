@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo, model_validator
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
@@ -68,11 +68,24 @@ class TooSlow(InvalidRequest):
     status = 408
 
 
+def _failing_fast(schema: Any) -> Any:
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _failing_fast(inner)
+    if isinstance(schema, dict) and schema.get("type") == "list":
+        schema["fail_fast"] = True
+    return schema
+
+
 class Body(BaseModel):
     """An object of a request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     without_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted and dropped
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Lists are read up to the first mistake: a million would take long to note."""
+        return _failing_fast(handler(source))
 
     @model_validator(mode="before")
     @classmethod
@@ -122,6 +135,14 @@ def parse(model: type[M], body: bytes, call: Call | None = None) -> M:
         raise RequestTooLarge(f"The body has more than {MAX_OTHER_ITEMS} items that are not token ids.")
     try:
         return model.model_validate_json(body, context=call)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def read(model: type[M], given: dict[str, Any]) -> M:
+    """As `parse`, of what another API's body was made into."""
+    try:
+        return model.model_validate(given)
     except ValidationError as error:
         raise _explain(error) from None
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -181,13 +181,13 @@ def make_router(models: Models) -> APIRouter:
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
         service = models.of(body.model)
-        text = await service.render_chat(body.conversation(), **body.how())
-        return json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
+        text = await service.render_chat(body.conversation, **body.how())
+        return json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation, **body.how())})
 
     @router.post("/v1/chat/completions/input_tokens", openapi_extra=schema_of(ChatRequest))
     async def input_tokens(body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         """The length of the prompt, without a completion."""
-        ids = await models.of(body.model).encode_chat(body.conversation(), **body.how())
+        ids = await models.of(body.model).encode_chat(body.conversation, **body.how())
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     @router.get("/v1/requests/{request_id}/explain")
@@ -356,7 +356,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
         before, body.tools = cache.messages, body.tools or cache.tools
     params = await _params(service, body)
     _check_template(service, body, caller)
-    prompts = [await service.encode_chat([*before, *body.conversation()], params, **body.how())]
+    prompts = [await service.encode_chat(lambda: [*before, *body.conversation()], params, **body.how())]
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued, body.variables())
     budget = body.reasoning_budget
@@ -462,8 +462,8 @@ async def _outputs(job: Job) -> AsyncGenerator[_Output, None]:
                 job.clock.first_s = job.clock.first_s or job.clock.last_s
             job.clock.num_cached = max(job.clock.num_cached, delta.num_cached)
             job.clock.engine = delta.timings or job.clock.engine
-            if delta.prompt_logprobs:
-                await job.writer.take_prompt_logprobs(i, delta.prompt_logprobs)
+            if delta.prompt_pieces:
+                await job.writer.take_prompt_logprobs(i, delta.prompt_pieces)
             if delta.index == 0 and text.finish_reason:
                 job.usage.num_cached += delta.num_cached
             yield i * job.params.n + delta.index, delta, text
@@ -558,9 +558,9 @@ async def ids_of(service: Service, prompt: Mixed, add_special: bool = True, para
     """Of a text, token ids or both. Only a text at the start begins as the model expects texts to begin."""
     if isinstance(prompt, str):
         return await service.encode(prompt, add_special, params)
+    if str not in set(map(type, prompt)):  # there may be a million: without a Python loop, or a copy
+        return cast(list[int], prompt)
     made: list[int] = []
-    if not any(isinstance(part, str) for part in prompt):
-        return [part for part in prompt if isinstance(part, int)]
     for i, part in enumerate(prompt):
         made += [part] if isinstance(part, int) else await service.encode(part, add_special and i == 0, params)
     return made

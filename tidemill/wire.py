@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 

@@ -7,7 +7,7 @@ import pytest
 from tidemill.engine import inbox as inbox_module
 from tidemill.engine.inbox import Inbox, cells
 from tidemill.errors import EngineDead
-from tidemill.wire import Delta, Timings, TokenLogprobs
+from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
 
 
 def put(inbox, *deltas):
@@ -21,7 +21,7 @@ async def test_deltas_that_wait_together_are_taken_together():
     scores = [[TokenLogprobs(token, -1.0, [])] for token in range(4)]
     put(
         inbox,
-        Delta("r", 0, [5], logprobs=scores[0], prompt_logprobs=scores[3], num_cached=7),
+        Delta("r", 0, [5], logprobs=scores[0], prompt_pieces=logprob_pieces(scores[3]), num_cached=7),
         Delta("r", 0, [6], logprobs=scores[1], num_cached=7),
         Delta("r", 1, [1], logprobs=scores[2], num_cached=7),
         Delta("r", 0, [8, 9], "length", logprobs=scores[2] + scores[3], num_cached=7, timings=timings),

@@ -558,7 +558,7 @@ async def ids_of(service: Service, prompt: Mixed, add_special: bool = True, para
     """Of a text, token ids or both. Only a text at the start begins as the model expects texts to begin."""
     if isinstance(prompt, str):
         return await service.encode(prompt, add_special, params)
-    if str not in set(map(type, prompt)):  # there may be a million: without a Python loop, or a copy
+    if str not in map(type, prompt):  # there may be a million: without a Python loop, or a copy
         return cast(list[int], prompt)
     made: list[int] = []
     for i, part in enumerate(prompt):

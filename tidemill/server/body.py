@@ -126,10 +126,15 @@ async def raw_body(request: Request, untyped: bool = False) -> bytes:
     return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
 
 
+def is_too_much(body: bytes) -> bool:
+    """It has more parts than are parsed."""
+    return body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS
+
+
 def parse(model: type[M], body: bytes, call: Call | None = None) -> M:
     """What is ignored is noted in the call."""
     num_items = body.count(b",")
-    if body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or num_items > MAX_ITEMS:
+    if is_too_much(body):
         raise RequestTooLarge(f"The body has more than {MAX_PARTS} objects, lists and members, or more than {MAX_ITEMS} items.")
     if num_items > MAX_OTHER_ITEMS and len(body.translate(None, _OF_IDS)) > MAX_OTHER_ITEMS:
         raise RequestTooLarge(f"The body has more than {MAX_OTHER_ITEMS} items that are not token ids.")

@@ -1,3 +1,8 @@
+"""Bodies of very many parts: how a request is routed is decided in bounded time."""
+
+import pytest
+
+from tidemill.router.keys import Prompt, read_prompt
 
 
 @pytest.mark.parametrize(

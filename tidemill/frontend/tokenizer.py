@@ -94,7 +94,7 @@ class Tokenizer:
 
     def with_special(self, ids: list[int]) -> list[int]:
         """As `encode` has them, around ids."""
-        return [*self._before, *ids, *self._after]
+        return [*self._before, *ids, *self._after] if self._before or self._after else ids
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if len(text) > max_tokens * self._longest_bytes:

@@ -33,7 +33,6 @@ from tidemill.server.openai_types import (
     Mixed,
     SamplingRequest,
     StreamOptions,
-    is_mixed,
 )
 from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
 from tidemill.server.retention import PromptCache, key_holds, mark_holds
@@ -549,7 +548,7 @@ async def prompts_of(
         return [await service.encode(prompt, add_special, params)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
-    if is_mixed(prompt):
+    if int in map(type, prompt):
         return [await ids_of(service, prompt, add_special, params)]
     return [await ids_of(service, one, add_special, params) for one in prompt]
 

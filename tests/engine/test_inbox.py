@@ -28,7 +28,7 @@ async def test_deltas_that_wait_together_are_taken_together():
         Delta("r", 1, [2], "stop"),
     )
     every = [entry for one in (0, 1, 2, 3) for entry in scores[one]]
-    assert await inbox.take() == Delta("r", 0, [5, 6, 8, 9], "length", every, scores[3], 7, timings)
+    assert await inbox.take() == Delta("r", 0, [5, 6, 8, 9], "length", every, logprob_pieces(scores[3]), 7, timings)
     assert await inbox.take() == Delta("r", 1, [1, 2], "stop", scores[2])
     assert inbox.num_cells == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,6 +21,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+
+
+_PIECE_CELLS = 2**10  # some 5 ms of formatting
+
+
+def logprob_pieces(entries: Sequence[TokenLogprobs]) -> list[msgspec.Raw]:
+    """Encoded, a bounded number of log-probabilities in each."""
+    step = max(_PIECE_CELLS // (len(entries[0].top) + 1), 1) if entries else 1
+    return [msgspec.Raw(_encode(entries[at : at + step])) for at in range(0, len(entries), step)]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_logprobs = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
@@ -46,13 +60,20 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_pieces: list[msgspec.Raw] | None = None  # the log-probabilities of a prompt, to be decoded piece by piece
     num_cached: int = 0
     timings: Timings | None = None
     embedding: list[float] | None = None  # of the prompt, of length 1; those of its tokens one after the other
     score: float | None = None  # of an output of beam search, which comes as a whole
     progress: PromptProgress | None = None  # without tokens, for a reader that asked for it
     num_held: int = 0  # tokens of the prompt's longest prefix that is held for the request
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """All of them at once: of a long prompt it takes long."""
+        if self.prompt_pieces is None:
+            return None
+        return [entry for piece in self.prompt_pieces for entry in decode_logprobs(piece)]
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -114,11 +135,16 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         num, max_tokens = len(self.prompt_ids), self.params.max_tokens
         if not num:
             raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
+        self._check_length(num, max_tokens, context)
         if min(self.prompt_ids) < 0 or max(self.prompt_ids) >= vocab_size:
             wrong = next(token for token in self.prompt_ids if not 0 <= token < vocab_size)
             raise InvalidRequest(
                 f"The prompt holds token {wrong}, which is out of vocabulary: tokens are 0 to {vocab_size - 1}.", param="prompt"
             )
+        if self.params.pooling is None:
+            self.params.check_vocabulary(vocab_size)
+
+    def _check_length(self, num: int, max_tokens: int | None, context: int) -> None:
         if self.params.pooling is not None:  # nothing is generated
             if num > context:
                 raise ContextTooLong(
@@ -141,7 +167,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
                 fix=f"Lower max_tokens to {context - num} or leave it out.",
                 param="max_tokens",
             )
-        self.params.check_vocabulary(vocab_size)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ import pytest
 from tidemill.engine import inbox as inbox_module
 from tidemill.engine.inbox import Inbox, cells
 from tidemill.errors import EngineDead
-from tidemill.wire import Delta, Timings, TokenLogprobs
+from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
 
 
 def put(inbox, *deltas):
@@ -21,14 +21,14 @@ async def test_deltas_that_wait_together_are_taken_together():
     scores = [[TokenLogprobs(token, -1.0, [])] for token in range(4)]
     put(
         inbox,
-        Delta("r", 0, [5], logprobs=scores[0], prompt_logprobs=scores[3], num_cached=7),
+        Delta("r", 0, [5], logprobs=scores[0], prompt_pieces=logprob_pieces(scores[3]), num_cached=7),
         Delta("r", 0, [6], logprobs=scores[1], num_cached=7),
         Delta("r", 1, [1], logprobs=scores[2], num_cached=7),
         Delta("r", 0, [8, 9], "length", logprobs=scores[2] + scores[3], num_cached=7, timings=timings),
         Delta("r", 1, [2], "stop"),
     )
     every = [entry for one in (0, 1, 2, 3) for entry in scores[one]]
-    assert await inbox.take() == Delta("r", 0, [5, 6, 8, 9], "length", every, scores[3], 7, timings)
+    assert await inbox.take() == Delta("r", 0, [5, 6, 8, 9], "length", every, logprob_pieces(scores[3]), 7, timings)
     assert await inbox.take() == Delta("r", 1, [1, 2], "stop", scores[2])
     assert inbox.num_cells == 0
 

@@ -1,6 +1,7 @@
 """Stop strings: no text is emitted that a stop string later removes, and none is lost. Decoding: in pieces as at once."""
 
 import random
+import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -38,6 +39,46 @@ def test_any_cutting_gives_the_text_up_to_the_first_stop(pieces, stops):
     else:
         assert found is None
         assert emitted + finder.finish() == text
+
+
+def first_stop(held, text, stops):
+    """By looking for each string in all of the text: what is emitted, what is held, and the stop."""
+    text = held + text
+    if found := [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]:
+        at, _, stop = min(found)
+        return text[:at], "", stop
+    num_held = max(num for stop in stops for num in range(len(stop)) if text.endswith(stop[:num]))
+    return text[: len(text) - num_held], text[len(text) - num_held :], None
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    pieces=st.lists(letters, max_size=8), stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=5)
+)
+def test_many_stops_at_once_are_found_as_one_by_one(pieces, stops):
+    finder, held = StopFinder(stops), ""
+    for piece in pieces:
+        safe, held, stop = first_stop(held, piece, stops)
+        assert finder.push(piece) == (safe, stop)
+    assert finder.finish() == held
+
+
+def test_a_token_costs_as_much_with_many_long_stops_as_with_one():
+    """Counted in calls of functions, not in seconds."""
+    num_calls = 0
+
+    def count(frame, event, what):
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    finder = StopFinder(["a" * 1000 + char * 24 for char in "bcdefghijklmnopq"])
+    sys.setprofile(count)
+    try:
+        for _ in range(2000):
+            finder.push("aaaa")
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 10 * 4 * 2000
 
 
 def test_text_that_may_become_a_stop_is_held():

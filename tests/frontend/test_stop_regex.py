@@ -2,11 +2,12 @@
 
 import random
 import re
+import sys
 
 import pytest
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.stop_regex import RegexFinder
+from tidemill.frontend.stop_regex import RegexFinder, StopRegex
 
 PATTERNS = [
     r"and|or", r"[.!?]\s*$", r"a{2,3}b", r"^ab", r"(ab)+c", r"[^a]b?c", r"\d+x", r"(?i)Ab", r"a.c", r"(?s)a.c", r"a*?b",
@@ -59,3 +60,21 @@ def test_a_pattern_that_makes_others_backtrack_ends():
 def test_what_takes_no_character_is_not_repeated():
     """Else counts within counts would multiply."""
     assert RegexFinder(["a(?:(?:(?:(?:){256}){256}){256}){256}b"]).push("xab")[1] is not None
+
+
+def test_a_pattern_with_many_sets_of_states_takes_few_steps_a_character():
+    """Each character of a random text leads to other states. Counted in tests of characters and in followed states."""
+    regex, draw, num_calls = StopRegex("[ab]*a[ab]{200}c"), random.Random(1), 0
+
+    def count(frame, event, what):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    states = regex.start
+    sys.setprofile(count)
+    try:
+        for char in draw.choices("ab", k=3000):
+            states, _ = regex.step(states, char)
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 10 * 3000

@@ -14,7 +14,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Dialect
 from tidemill.sampling import SamplingParams
 from tidemill.server import responses_store
-from tidemill.server.responses_store import Store, Unknown
+from tidemill.server.responses_store import Item, Store, Stored, Unknown
 from tidemill.server.responses_types import ResponseRequest, messages_of
 from tidemill.server.responses_writer import ResponseWriter
 from tidemill.server.sse import EventStream, named_event
@@ -487,7 +487,7 @@ async def test_reasoning_and_calls_streamed_to_the_client():
 
 def has(store, tenant, name):
     try:
-        return store.get(tenant, name)[1]["id"] == name
+        return json.loads(store.get(tenant, name).body())["id"] == name
     except Unknown:
         return False
 
@@ -502,9 +502,8 @@ def test_a_tenant_cannot_evict_the_responses_of_another(monkeypatch, num, num_by
 
     def fill(tenant, number):
         for i in range(number):
-            store.put(
-                tenant, [{"role": "user", "content": "x" * 40}], {"id": f"r{i}", "object": "response", "output": [{"id": "y"}]}
-            )
+            items = [Item.of({"id": "i", "role": "user", "content": "x" * 40})]
+            store.put(tenant, f"r{i}", Stored.of(items, {"id": f"r{i}", "object": "response", "output": [{"id": "y"}]}))
 
     fill("small", 2)
     fill("large", 50)

@@ -26,7 +26,7 @@ from tidemill.server.openai_types import ChatRequest, CompletionRequest
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter
 from tidemill.server.service import MAX_DETOKENIZED, Service
 from tidemill.server.storage import Storage
-from tidemill.wire import Delta, TokenLogprobs
+from tidemill.wire import Delta, TokenLogprobs, logprob_pieces
 
 in_the_loop = pytest.mark.asyncio(loop_scope="module")  # of the engine
 BYTES_PER_TURN = 128 * CELLS_PER_TURN  # of JSON; a cell takes some 60
@@ -55,7 +55,7 @@ class Behind(EngineClient):
                     parts[-1],
                     token_ids=[token for part in parts for token in part.token_ids],
                     logprobs=parts[0].logprobs and [entry for part in parts for entry in part.logprobs],
-                    prompt_logprobs=parts[0].prompt_logprobs,
+                    prompt_pieces=parts[0].prompt_pieces,
                 )
         finally:
             self.num_left_early += num_given < len(by_sample)
@@ -269,7 +269,7 @@ def test_a_delta_in_pieces_adds_up(top):
     tokens = list(range(5000))
     logprobs = None if top is None else [TokenLogprobs(token, -1.0, [(7, -2.0)] * top) for token in tokens[:500]]
     tokens = tokens[: len(logprobs)] if logprobs else tokens
-    whole = Delta("r", 0, tokens, "length", logprobs, [TokenLogprobs(1, -1.0, [])], num_cached=3)
+    whole = Delta("r", 0, tokens, "length", logprobs, logprob_pieces([TokenLogprobs(1, -1.0, [])]), num_cached=3)
     pieces = list(in_pieces(whole))
     assert [token for piece in pieces for token in piece.token_ids] == tokens
     assert logprobs is None or [entry for piece in pieces for entry in piece.logprobs] == logprobs

@@ -46,7 +46,7 @@ class Endings:
                 keys = self._keys(requests.get(delta.request_id) or requests.get(f"{delta.request_id}:{delta.index}"))
                 if delta.finish_reason == HANDED_OVER:
                     told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
-                    delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
+                    delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_pieces=None)
                 self._kept.append(_Ending(delta, keys, until_s))
         return told
 

@@ -79,7 +79,7 @@ def _joined(parts: list[Delta]) -> Delta:
         [token for part in parts for token in part.token_ids],
         last.finish_reason,
         None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
-        first.prompt_logprobs,  # these and the embedding come with the first token
+        first.prompt_pieces,  # these and the embedding come with the first token
         last.num_cached,
         last.timings,
         first.embedding,

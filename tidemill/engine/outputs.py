@@ -11,7 +11,7 @@ from tidemill.runner.base import StepResult
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
-from tidemill.wire import Delta, Timings, TokenLogprobs
+from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
 
 
 class Live(msgspec.Struct):
@@ -59,7 +59,7 @@ class Live(msgspec.Struct):
             done.token_ids,
             done.finish_reason,
             logprobs=logprobs[: len(done.token_ids)] if logprobs else None,
-            prompt_logprobs=list(self.prompt_logprobs) if wants_prompt else None,
+            prompt_pieces=logprob_pieces(self.prompt_logprobs) if wants_prompt else None,
             num_cached=request.num_cached,
             num_held=request.num_held,
             timings=Timings(*request.spans(now)) if done.finish_reason else None,

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.control import ControlTokens
 
@@ -133,7 +135,10 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 
 def _write(stream: IO[bytes], value: Any) -> None:
-    data = json.dumps(value).encode()
+    try:
+        data = msgspec.json.encode(value)  # the library's own takes ten times as long, amid which no other thread runs
+    except (TypeError, ValueError, OverflowError):  # an integer that is too large for it
+        data = json.dumps(value).encode()
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 

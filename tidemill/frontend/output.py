@@ -9,23 +9,30 @@ import msgspec
 
 from tidemill.frontend.parsers import Reading
 from tidemill.frontend.stop_regex import RegexFinder
+from tidemill.frontend.stop_strings import compiled_stops
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Delta
 
 # Tokens and log-probabilities that are made text of between two turns of the event loop: some 5 ms.
 CELLS_PER_TURN = 1024
+_CELLS_PER_PATTERN = 16
 
 
-def num_cells(delta: Delta) -> int:
-    """What it costs to format: a cell for each token, and for each log-probability reported beside it."""
-    return len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs or ())
+def cells_per_token(params: SamplingParams) -> int:
+    """What it costs to make text of a token: a pattern that may end the output takes some 100 us, whatever it is."""
+    return 1 + _CELLS_PER_PATTERN * len(params.stop_regex)
 
 
-def in_pieces(delta: Delta, one_by_one: bool = False) -> Iterator[Delta]:
+def num_cells(delta: Delta, per_token: int = 1) -> int:
+    """What it costs to format: `per_token` cells for each token, and one for each log-probability reported beside it."""
+    return len(delta.token_ids) * per_token + sum(len(entry.top) for entry in delta.logprobs or ())
+
+
+def in_pieces(delta: Delta, one_by_one: bool = False, per_token: int = 1) -> Iterator[Delta]:
     """A delta as deltas of at most about CELLS_PER_TURN, or of one token each. A reader who fell behind gets a backlog of any
     size at once."""
-    cells, num = num_cells(delta), len(delta.token_ids)
+    cells, num = num_cells(delta, per_token), len(delta.token_ids)
     if cells <= CELLS_PER_TURN and (not one_by_one or num <= 1):
         yield delta
         return
@@ -35,7 +42,7 @@ def in_pieces(delta: Delta, one_by_one: bool = False) -> Iterator[Delta]:
             delta,
             token_ids=delta.token_ids[begin : begin + step],
             logprobs=delta.logprobs and delta.logprobs[begin : begin + step],
-            prompt_logprobs=delta.prompt_logprobs if begin == 0 else None,
+            prompt_pieces=delta.prompt_pieces if begin == 0 else None,
             finish_reason=delta.finish_reason if begin + step >= num else None,
         )
 
@@ -44,36 +51,37 @@ class StopFinder:
     """Finds the first stop string in a stream of text. Text that may be the start of one is held until that is decided."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._strings = compiled_stops(tuple(stops)) if stops else None
         self._include = include
+        self._state = 0  # of the automaton
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that is safe to emit, and the stop string if one was completed."""
-        if not self._stops:
+        if self._strings is None:
             return text, None
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-            self._held = ""
-            return text[: at + len(stop)] if self._include else text[:at], stop
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], None
+        strings, state = self._strings, self._state
+        if state == 0 and strings.first_chars.isdisjoint(text):
+            return text, None
+        num_before, text = len(self._held), self._held + text
+        first, last = len(text), 0  # of the best one that was found
+        for end in range(num_before + 1, len(text) + 1):
+            state = strings.step(state, text[end - 1])
+            if (num := strings.ended[state]) and (end - num < first or (end - num == first and end > last)):
+                first, last = end - num, end
+            if last and end - strings.depth[state] > first:
+                break  # what ends later begins later
+        if last:
+            self._held, self._state = "", 0
+            return text[: last if self._include else first], text[first:last]
+        num_safe = len(text) - strings.depth[state]
+        self._held, self._state = text[num_safe:], state
+        return text[:num_safe], None
 
     def finish(self) -> str:
         """End of the text: what was held is emitted."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
 
 
 @dataclass(frozen=True, slots=True)

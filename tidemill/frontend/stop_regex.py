@@ -30,7 +30,7 @@ _CATEGORIES |= {
     sre.CATEGORY_NOT_WORD: lambda char: not _CATEGORIES[sre.CATEGORY_WORD](char),
 }
 Test = Callable[[str], bool]
-States = frozenset[int]
+States = int  # a bit for each
 
 
 @dataclass(slots=True)
@@ -61,7 +61,9 @@ class StopRegex:
         self._first = self._sequence(parsed, end)
         self._again = self._reached([self._first], {""})
         self._known: dict[tuple[States, str], tuple[States, bool]] = {}
-        if self._goal in self._reached([self._first], {"", "start", "end"}):
+        self._taking: dict[str, States] = {}  # by character: the states that it leads on from
+        self._led_to: dict[tuple[int, str], tuple[States, bool]] = {}  # by four states at once: where they lead, as hex digits
+        if self._reached([self._first], {"", "start", "end"}) >> self._goal & 1:
             raise _refused(pattern, "matches the empty text")
 
     @property
@@ -74,11 +76,31 @@ class StopRegex:
         if found is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            tests = ((self._states[one].test, self._states[one].nexts) for one in states)
-            moved = [then for test, nexts in tests if test is not None and test(char) for then in nexts]
-            found = self._reached(moved, {""}) | self._again, self._goal in self._reached(moved, {"", "end"})
-            self._known[states, char] = found
+            found = self._known[states, char] = self._stepped(states, char)
         return found
+
+    def _stepped(self, states: States, char: str) -> tuple[States, bool]:
+        taking = self._taking.get(char)
+        if taking is None:
+            if len(self._taking) >= _MAX_KNOWN:
+                self._taking.clear()
+            tests = ((number, state.test) for number, state in enumerate(self._states))
+            taking = self._taking[char] = sum(1 << number for number, test in tests if test is not None and test(char))
+        after, is_matched = self._again, False
+        for at, digit in enumerate(reversed(f"{states & taking:x}")):
+            if digit != "0":
+                led_to = self._led_to.get((at, digit)) or self._lead(at, digit)
+                after |= led_to[0]
+                is_matched |= led_to[1]
+        return after, is_matched
+
+    def _lead(self, at: int, digit: str) -> tuple[States, bool]:
+        """From the states of a hex digit, after a character that they take."""
+        taken = [4 * at + bit for bit in range(4) if int(digit, 16) >> bit & 1]
+        moved = [then for number in taken for then in self._states[number].nexts]
+        is_matched = bool(self._reached(moved, {"", "end"}) >> self._goal & 1)
+        made = self._led_to[at, digit] = self._reached(moved, {""}), is_matched
+        return made
 
     def _reached(self, begun: Iterable[int], allowed: set[str]) -> States:
         """All states that these lead to without a character."""
@@ -90,7 +112,7 @@ class StopRegex:
                 continue
             seen.add(one)
             left += state.nexts if state.test is None else []
-        return frozenset(seen)
+        return sum(1 << one for one in seen)
 
     # ---- from the parsed pattern to states, from its end to its start
 

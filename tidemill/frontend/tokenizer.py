@@ -26,6 +26,7 @@ from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_file, read_json
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})  # of a template
+_LONG_TEXT = 1024  # characters
 _SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
 _log = logging.getLogger("tidemill.frontend")
 
@@ -94,7 +95,7 @@ class Tokenizer:
 
     def with_special(self, ids: list[int]) -> list[int]:
         """As `encode` has them, around ids."""
-        return [*self._before, *ids, *self._after]
+        return [*self._before, *ids, *self._after] if self._before or self._after else ids
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         if len(text) > max_tokens * self._longest_bytes:
@@ -107,7 +108,10 @@ class Tokenizer:
 
     @staticmethod
     def _encoded(text: str, backend: Backend) -> Any:
+        """A long text as a batch of one: only for batches does the library let other threads run meanwhile."""
         try:
+            if len(text) >= _LONG_TEXT:
+                return backend.encode_batch_fast([text], add_special_tokens=False)[0]
             return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None

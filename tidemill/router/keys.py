@@ -9,10 +9,12 @@ import msgspec
 from msgspec import Raw
 
 from tidemill.sched.placement import MAX_BLOCKS, hash_of, prefix_keys
+from tidemill.server.body import is_too_much
 from tidemill.server.responses_types import is_reference
 
 BLOCK_BYTES = 512  # of a prompt as JSON text
 _MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
+_MAX_COMMAS = 2**17  # of a body whose messages are looked at one by one
 _MAX_FIRST = 64  # messages among which the first of the user is looked for
 _NOTHING = Raw()
 _NONE = _NOTHING, _NOTHING, _NOTHING
@@ -22,7 +24,7 @@ class _Body(msgspec.Struct):
     """Parts of the request bodies of all APIs. The others, and their types, are for the server."""
 
     model: str | None = None
-    messages: list[Raw] | None = None
+    messages: Raw = _NOTHING
     tools: Raw = _NOTHING
     system: Raw = _NOTHING  # Anthropic, Ollama
     instructions: Raw = _NOTHING  # Responses
@@ -44,6 +46,7 @@ class _Message(msgspec.Struct):
 _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # a Raw's strings are not checked before they are decoded
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_items = msgspec.json.Decoder(list[dict[str, Raw]]).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
 
 
@@ -62,13 +65,16 @@ def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
     if not body.startswith(b"{") and not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Prompt()
     try:
+        if is_too_much(body):
+            return Prompt()  # for the server to refuse
         given = _decode(body)
+        is_long = body.count(b",") > _MAX_COMMAS
+        messages = None if is_long or bytes(given.messages) in (b"", b"null") else _decode_list(given.messages)
     except _BROKEN:
         return Prompt()
     root = b"\0".join((tenant, (given.model or "").encode()))
     around = given.tools, given.system, given.instructions
     before = b"\0\0" if around == _NONE else b"\0".join(map(bytes, around))
-    messages = given.messages
     if messages is not None:
         text = before + b"," + b",".join(_leading(messages, _MAX_BYTES - len(before)))
         opening = before + b",".join(map(bytes, messages[: _num_opening(messages)]))

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Callable
 
 from tidemill.router.router import Router
+from tidemill.server.aside import switch_often
 from tidemill.server.listen import Listen
 
 TLS_WITHIN_S = 10.0  # a handshake, and a goodbye
@@ -39,6 +40,7 @@ async def route(
         server = await _serve(router, listen, listening)
         gc.collect()
         gc.freeze()
+        switch_often()
         if on_ready:
             on_ready(router, 0 if listen.unix_socket else listening.getsockname()[1])
         await stopping.wait()

@@ -16,6 +16,7 @@ from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import CallStart, Piece, Reading, TextPiece
 from tidemill.server.anthropic_types import MessagesRequest, Prompt
+from tidemill.server.aside import aside
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
 from tidemill.server.chats import own_id, template_variables
@@ -27,6 +28,7 @@ from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta, Hold
 
+_BYTES_PER_PART = 64  # of JSON, to estimate
 _json = msgspec.json.Encoder().encode
 
 
@@ -35,7 +37,7 @@ def make_router(models: Models) -> APIRouter:
 
     async def prompt_of(service: Service, body: Prompt, call: Call) -> tuple[list[int], dict[str, Any]]:
         """And how it is encoded."""
-        conversation = body.conversation()
+        conversation = await aside(body.conversation, body.num_parts * _BYTES_PER_PART)
         template = service.tokenizer.chat_template
         variables, unknown = template_variables(template.source if template else None, body.effort, body.thinks)
         call.ignored |= {{"effort": "output_config.effort", "thinking": "thinking"}[name] for name in unknown}

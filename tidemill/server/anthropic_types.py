@@ -270,6 +270,11 @@ class Prompt(Body):
             raise ValueError("this server does not connect to MCP servers; let the client run their tools")
         return servers
 
+    @property
+    def num_parts(self) -> int:
+        """Messages and blocks."""
+        return sum(1 + (len(one.content) if isinstance(one.content, list) else 0) for one in self.messages)
+
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates expect it."""
         blocks = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []

@@ -21,7 +21,7 @@ from pydantic import Field, StringConstraints
 
 from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, TidemillError
 from tidemill.server import batch_lines
-from tidemill.server.body import Body, body_of, parse, schema_of
+from tidemill.server.body import Body, body_of, parsed, schema_of
 from tidemill.server.call import Call, RequestLog, new_id
 from tidemill.server.errors import error_body, internal_error
 from tidemill.server.files import kept_s, page, read_limit, read_query
@@ -264,7 +264,7 @@ async def respond_to_line(models: Models, caller: Caller, endpoint: str, body: b
     model, respond = models.whole_responses[endpoint]
     while True:
         try:
-            return 200, await respond(parse(model, body), caller)
+            return 200, await respond(await parsed(model, body), caller)
         except QueueFull:
             caller.call.error, caller.call.num_prompt = "", 0
             await asyncio.sleep(_QUEUE_AGAIN_S)

@@ -10,25 +10,28 @@ import asyncio
 import time
 from collections import UserDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo, model_validator
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
 from tidemill.sampling import ABOVE, INTEGERS, REALS
+from tidemill.server.aside import aside
 from tidemill.server.call import Call
 from tidemill.server.sse import ClientGone
 
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
 MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
-# A body is parsed on the event loop, so the number of its parts is bounded. A text with more of these characters would hardly fit
-# a context.
+# Parsing a body keeps the event loop from others for some calls of a library, so the number of its parts is bounded. A text with
+# more of these characters would hardly fit a context.
 MAX_PARTS = 2**16  # objects, lists and members
-MAX_ITEMS = 2**20
+MAX_ITEMS = 2**20  # token ids
+MAX_OTHER_ITEMS = 2**19
+_OF_IDS = b"0123456789, []\n\r\t"  # what lists of token ids are made of
 _MAX_MISTAKES = 1000  # that are looked at one by one
 _FEW_MISTAKES = 4  # of which the values are looked at, too
 _MAX_SHOWN = 100  # characters of a value in an error
@@ -65,11 +68,24 @@ class TooSlow(InvalidRequest):
     status = 408
 
 
+def _failing_fast(schema: Any) -> Any:
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _failing_fast(inner)
+    if isinstance(schema, dict) and schema.get("type") == "list":
+        schema["fail_fast"] = True
+    return schema
+
+
 class Body(BaseModel):
     """An object of a request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     without_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted and dropped
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Lists are read up to the first mistake: a million would take long to note."""
+        return _failing_fast(handler(source))
 
     @model_validator(mode="before")
     @classmethod
@@ -82,11 +98,16 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None and name not in cls.without_effect}
 
 
+async def parsed(model: type[M], body: bytes, call: Call | None = None) -> M:
+    """As `parse`; a large one beside the event loop."""
+    return await aside(partial(parse, model, body, call), len(body))
+
+
 def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaitable[M]]:
     """A dependency that reads the body as `model`. `untyped`: of any content type, unless a web page sends it."""
 
     async def read(request: Request) -> M:
-        return parse(model, await raw_body(request, untyped), request.scope["state"]["call"])
+        return await parsed(model, await raw_body(request, untyped), request.scope["state"]["call"])
 
     return read
 
@@ -105,12 +126,28 @@ async def raw_body(request: Request, untyped: bool = False) -> bytes:
     return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
 
 
+def is_too_much(body: bytes) -> bool:
+    """It has more parts than are parsed."""
+    return body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS
+
+
 def parse(model: type[M], body: bytes, call: Call | None = None) -> M:
     """What is ignored is noted in the call."""
-    if body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS:
+    num_items = body.count(b",")
+    if is_too_much(body):
         raise RequestTooLarge(f"The body has more than {MAX_PARTS} objects, lists and members, or more than {MAX_ITEMS} items.")
+    if num_items > MAX_OTHER_ITEMS and len(body.translate(None, _OF_IDS)) > MAX_OTHER_ITEMS:
+        raise RequestTooLarge(f"The body has more than {MAX_OTHER_ITEMS} items that are not token ids.")
     try:
         return model.model_validate_json(body, context=call)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def read(model: type[M], given: dict[str, Any]) -> M:
+    """As `parse`, of what another API's body was made into."""
+    try:
+        return model.model_validate(given)
     except ValidationError as error:
         raise _explain(error) from None
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
+from tidemill.server.aside import aside, encoded
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
@@ -28,6 +29,7 @@ from tidemill.server.sse import until_disconnect
 from tidemill.server.vectors import packed
 
 _MAX_VALUES = 2**21  # of the vectors of single tokens in one response: about 40 MB as JSON
+_BYTES_PER_VALUE, _VALUES_PER_CALL = 8, 2**16  # of vectors of single tokens
 _MAX_IN_HEADER = 400  # inputs that the header `metadata` describes: clients and proxies take 64 KiB at most
 
 _json = msgspec.json.Encoder().encode
@@ -153,8 +155,7 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
     async with aclosing(pooled(service, caller, inputs, pooling, body.use_activation)) as made:
         async for i, vector in made:  # encoded as they arrive, not all at the end
             if is_each:
-                rows = [shortened(vector[at : at + size], body.dimensions, is_unit) for at in range(0, len(vector), size)]
-                vectors[i] = _encoded_rows(rows, body)
+                vectors[i] = await aside(partial(_encoded_rows, vector, size, body), _BYTES_PER_VALUE * len(vector))
             else:
                 vectors[i] = _encoded(shortened(vector, body.dimensions, is_unit), body)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
@@ -192,7 +193,7 @@ async def _prompts(service: Service, body: EmbeddingRequest) -> list[list[int]]:
         raise InvalidRequest("Give one of input and messages.", param="input")
     if body.messages is not None:
         chat = body.chat()
-        prompts = [await service.encode_chat(chat.conversation(), to_embed=True, **chat.how())]
+        prompts = [await service.encode_chat(chat.conversation, to_embed=True, **chat.how())]
         if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:  # a template writes those it wants
             prompts = [service.tokenizer.with_special(ids) for ids in prompts]
         return truncated(service, prompts, body.truncate_prompt_tokens, 0, body.truncation_side)
@@ -232,9 +233,13 @@ def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list
     return [value / norm for value in vector[:num]]
 
 
-def _encoded_rows(rows: list[list[float]], body: EmbeddingRequest) -> bytes:
+def _encoded_rows(vector: list[float], size: int, body: EmbeddingRequest) -> bytes:
     """Of the tokens of a text: a list of them, or the values one after the other."""
-    return _json(rows) if body.encoding_format in (None, "float") else _encoded([value for row in rows for value in row], body)
+    is_unit = body.use_activation is not False
+    rows = (shortened(vector[at : at + size], body.dimensions, is_unit) for at in range(0, len(vector), size))
+    if body.encoding_format in (None, "float"):
+        return bytes(encoded(rows, max(_VALUES_PER_CALL // size, 1)))
+    return _encoded([value for row in rows for value in row], body)
 
 
 def _encoded(vector: list[float], body: EmbeddingRequest) -> bytes:

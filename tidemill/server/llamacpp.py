@@ -20,7 +20,8 @@ from tidemill.frontend.infill import MAX_FILES, infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from tidemill.server import ggml
-from tidemill.server.body import Body, body_of, parse, schema_of
+from tidemill.server.aside import aside
+from tidemill.server.body import Body, body_of, read, schema_of
 from tidemill.server.embeddings import embeddings_json
 from tidemill.server.errors import error_body
 from tidemill.server.explain import Story
@@ -55,7 +56,9 @@ PromptField = Annotated[Any, WithJsonSchema(_PROMPT)]
 def prompts_of(given: Any) -> list[Mixed]:
     """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is several. An object has the text as
     its prompt_string."""
-    if isinstance(given, str | dict) or is_mixed(given):
+    if isinstance(given, str) or is_mixed(given):  # of which there may be a million: looked at once
+        return few_texts([given])
+    if isinstance(given, dict):
         given = [given]
     if isinstance(given, list):
         given = [_text_of(one) if isinstance(one, dict) else one for one in given]
@@ -150,9 +153,8 @@ class Completion(CompletionOptions):
 
     @field_validator("prompt")
     @classmethod
-    def _of_one_kind(cls, given: Any) -> Any:
-        prompts_of(given)
-        return given
+    def _of_one_kind(cls, given: Any) -> list[Mixed]:
+        return prompts_of(given)
 
 
 class ExtraFile(Body):
@@ -175,9 +177,8 @@ class Embedding(Body):
 
     @field_validator("content", "input")
     @classmethod
-    def _of_one_kind(cls, given: Any) -> Any:
-        prompts_of(given)
-        return given
+    def _of_one_kind(cls, given: Any) -> list[Mixed]:
+        return prompts_of(given)
 
 
 # ---- what is run
@@ -344,7 +345,7 @@ def make_router(models: Models) -> APIRouter:
     @router.post("/completion", openapi_extra=schema_of(Completion))
     async def completion(request: Request, body: Completion = Depends(body_of(Completion))) -> Response:
         service = models.of(body.model)
-        prompts = [await ids_of(service, prompt) for prompt in prompts_of(body.prompt)]
+        prompts = [await ids_of(service, prompt) for prompt in body.prompt]
         if not prompts:
             raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
         values = await asyncio.to_thread(body.values, service)
@@ -369,7 +370,7 @@ def make_router(models: Models) -> APIRouter:
         if (body.content is None) == (body.input is None):
             raise InvalidRequest("Give either content or input.", param="content")
         service = models.of(body.model)
-        given = prompts_of(body.input if body.content is None else body.content)
+        given: list[Mixed] = body.input if body.content is None else body.content
         made = await until_disconnect(request, _embedding(models, service, given, request.state.caller))
         return Response(made, media_type="application/json")
 
@@ -379,7 +380,7 @@ def make_router(models: Models) -> APIRouter:
     async def apply_template(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, str]:
         """For /completion, which puts the first token before it."""
         service = models.of(body.model)
-        return {"prompt": service.tokenizer.as_prompt(await service.render_chat(body.conversation(), **body.how()))}
+        return {"prompt": service.tokenizer.as_prompt(await service.render_chat(body.conversation, **body.how()))}
 
     @router.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:
@@ -482,7 +483,8 @@ async def _embedding(models: Models, service: Service, given: list[Mixed], calle
     prompts = [await ids_of(service, prompt) for prompt in given]
     is_each = service.manner.pooling == "none"  # token; llama-server does not normalize these
     asked = {"model": service.model_name, "input": prompts, "task": "token_embed" if is_each else "embed"}
-    body = parse(PoolingRequest, dumps(asked | ({"use_activation": False} if is_each else {})).encode())
+    values = asked | ({"use_activation": False} if is_each else {})
+    body = await aside(partial(read, PoolingRequest, values), sum(map(len, prompts)))
     made = msgspec.json.decode(await embeddings_json(models, body, caller), type=_Vectors)
     return _json([{"index": one.index, "embedding": one.data if is_each else [one.data]} for one in made.data])
 

@@ -24,7 +24,8 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Reading
 from tidemill.sampling import SamplingParams
 from tidemill.server import ggml
-from tidemill.server.body import body_of, parse
+from tidemill.server.aside import aside
+from tidemill.server.body import body_of, parse, read
 from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models, ModelUnknown
@@ -179,8 +180,8 @@ async def _job_of(
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if variables := _thinking(service, body):
         values["chat_template_kwargs"] = variables
-    asked = parse(ChatRequest, json.dumps(values).encode())
-    prompt = await service.encode_chat(asked.conversation(), **asked.how())
+    asked = await aside(lambda: parse(ChatRequest, json.dumps(values).encode()))
+    prompt = await service.encode_chat(asked.conversation, **asked.how())
     reading = service.reading(prompt, asked.called(), asked.must_call, asked.continued, asked.variables())
     writer = ChatWriter(service.tokenizer, [prompt], reading.gated(asked.params()), asked, reading)
     params = writer.bounded(service.max_context, body.stream, service.defaults.limit)
@@ -399,8 +400,8 @@ async def _embeddings(
     most = service.max_context
     prompts = [await service.encode_cut(text, most) if truncate else await service.encode(text) for text in texts]
     model, respond = models.whole_responses["/v1/embeddings"]
-    asked = json.dumps({"model": service.model_name, "input": prompts, **more}).encode()
-    made = msgspec.json.decode(await respond(parse(model, asked), caller), type=_Vectors)
+    asked = await aside(partial(read, model, {"model": service.model_name, "input": prompts, **more}))
+    made = msgspec.json.decode(await respond(asked, caller), type=_Vectors)
     return [one.embedding for one in made.data], made.usage.prompt_tokens
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -20,7 +20,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Reading
 from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server import ggml
-from tidemill.server.body import body_of, parse, raw_body, schema_of
+from tidemill.server.body import body_of, parsed, raw_body, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.lora import adapter_card
@@ -33,7 +33,6 @@ from tidemill.server.openai_types import (
     Mixed,
     SamplingRequest,
     StreamOptions,
-    is_mixed,
 )
 from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
 from tidemill.server.retention import PromptCache, key_holds, mark_holds
@@ -170,24 +169,24 @@ def make_router(models: Models) -> APIRouter:
             raise InvalidRequest(f"The body must be a JSON object: {error}.") from None
         call = request.state.caller.call
         if "prompt" in names:
-            return await _respond(models, request, parse(CompletionRequest, raw, call), _prepare_completion)
+            return await _respond(models, request, await parsed(CompletionRequest, raw, call), _prepare_completion)
         if route := _of_encoders(models, names):
             model, respond = models.whole_responses[route]
-            made = respond(parse(model, raw, call), request.state.caller)
+            made = respond(await parsed(model, raw, call), request.state.caller)
             return Response(await until_disconnect(request, made), media_type="application/json")
-        return await _respond(models, request, parse(ChatRequest, raw, call), prepare_chat)
+        return await _respond(models, request, await parsed(ChatRequest, raw, call), prepare_chat)
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
         service = models.of(body.model)
-        text = await service.render_chat(body.conversation(), **body.how())
-        return json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
+        text = await service.render_chat(body.conversation, **body.how())
+        return json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation, **body.how())})
 
     @router.post("/v1/chat/completions/input_tokens", openapi_extra=schema_of(ChatRequest))
     async def input_tokens(body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         """The length of the prompt, without a completion."""
-        ids = await models.of(body.model).encode_chat(body.conversation(), **body.how())
+        ids = await models.of(body.model).encode_chat(body.conversation, **body.how())
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     @router.get("/v1/requests/{request_id}/explain")
@@ -356,7 +355,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
         before, body.tools = cache.messages, body.tools or cache.tools
     params = await _params(service, body)
     _check_template(service, body, caller)
-    prompts = [await service.encode_chat([*before, *body.conversation()], params, **body.how())]
+    prompts = [await service.encode_chat(lambda: [*before, *body.conversation()], params, **body.how())]
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued, body.variables())
     budget = body.reasoning_budget
@@ -462,8 +461,8 @@ async def _outputs(job: Job) -> AsyncGenerator[_Output, None]:
                 job.clock.first_s = job.clock.first_s or job.clock.last_s
             job.clock.num_cached = max(job.clock.num_cached, delta.num_cached)
             job.clock.engine = delta.timings or job.clock.engine
-            if delta.prompt_logprobs:
-                await job.writer.take_prompt_logprobs(i, delta.prompt_logprobs)
+            if delta.prompt_pieces:
+                await job.writer.take_prompt_logprobs(i, delta.prompt_pieces)
             if delta.index == 0 and text.finish_reason:
                 job.usage.num_cached += delta.num_cached
             yield i * job.params.n + delta.index, delta, text
@@ -549,7 +548,7 @@ async def prompts_of(
         return [await service.encode(prompt, add_special, params)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
-    if is_mixed(prompt):
+    if int in map(type, prompt):
         return [await ids_of(service, prompt, add_special, params)]
     return [await ids_of(service, one, add_special, params) for one in prompt]
 
@@ -558,9 +557,9 @@ async def ids_of(service: Service, prompt: Mixed, add_special: bool = True, para
     """Of a text, token ids or both. Only a text at the start begins as the model expects texts to begin."""
     if isinstance(prompt, str):
         return await service.encode(prompt, add_special, params)
+    if str not in map(type, prompt):  # there may be a million: without a Python loop, or a copy
+        return cast(list[int], prompt)
     made: list[int] = []
-    if not any(isinstance(part, str) for part in prompt):
-        return [part for part in prompt if isinstance(part, int)]
     for i, part in enumerate(prompt):
         made += [part] if isinstance(part, int) else await service.encode(part, add_special and i == 0, params)
     return made

@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.output import CELLS_PER_TURN
 from tidemill.frontend.parsers import CallStart, OutputParser, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.server.openai_types import ChatRequest, CompletionRequest, SamplingRequest
-from tidemill.wire import TokenLogprobs
+from tidemill.wire import TokenLogprobs, decode_logprobs
 
 # A cell is one log-probability: a token reported with k alternatives has k + 1. A cell takes some 60 bytes of JSON, so a whole
 # response takes about 32 MB at most.
@@ -51,10 +50,10 @@ class Writer(ABC):
         self._stops: dict[int, str | int] = {}  # by choice
         self._prompt_lists: dict[int, msgspec.Raw] = {}
 
-    async def take_prompt_logprobs(self, prompt: int, entries: list[TokenLogprobs]) -> None:
+    async def take_prompt_logprobs(self, prompt: int, pieces: list[msgspec.Raw]) -> None:
         """They arrive before the first token. The first token of a prompt has none."""
         if self._lists_prompts:
-            self._prompt_lists[prompt] = _list([b"null", await _encoded(entries, self._prompt_entry)])
+            self._prompt_lists[prompt] = _list([b"null", await _encoded(pieces, self._prompt_entry)])
 
     def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
         return {"prompt_logprobs": self._prompt_lists.get(prompt, [None]) if self._lists_prompts else None}
@@ -170,19 +169,13 @@ def _too_many(cells: int, fix: str, param: str) -> InvalidRequest:
     )
 
 
-async def _encoded(entries: list[TokenLogprobs], write: Callable[[TokenLogprobs], Any]) -> bytes:
+async def _encoded(pieces: list[msgspec.Raw], write: Callable[[TokenLogprobs], Any]) -> bytes:
     """A JSON list without its brackets."""
     parts = []
-    for piece in _turns(entries):
-        parts.append(_json([write(entry) for entry in piece])[1:-1])
+    for piece in pieces:
+        parts.append(_json([write(entry) for entry in decode_logprobs(piece)])[1:-1])
         await asyncio.sleep(0)
     return b",".join(parts)
-
-
-def _turns(entries: list[TokenLogprobs]) -> list[list[TokenLogprobs]]:
-    """Pieces that the event loop can be kept from others for."""
-    step = max(CELLS_PER_TURN // (len(entries[0].top) + 1), 1) if entries else 1
-    return [entries[i : i + step] for i in range(0, len(entries), step)]
 
 
 def _list(parts: list[bytes]) -> msgspec.Raw:
@@ -267,12 +260,12 @@ class CompletionWriter(Writer):
     def num_echoed(self) -> int:
         return sum(map(len, self._prompts)) * self.num_sent if self._echo else 0
 
-    async def take_prompt_logprobs(self, prompt: int, entries: list[TokenLogprobs]) -> None:
-        await super().take_prompt_logprobs(prompt, entries)
+    async def take_prompt_logprobs(self, prompt: int, pieces: list[msgspec.Raw]) -> None:
+        await super().take_prompt_logprobs(prompt, pieces)
         if self._echo and self.writes_logprobs:
             lists = self._echoed_lists(prompt)
-            for piece in _turns(entries):
-                lists.add(piece)
+            for piece in pieces:
+                lists.add(decode_logprobs(piece))
                 await asyncio.sleep(0)
 
     def _echoed_lists(self, prompt: int) -> _Lists:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ from tidemill.errors import Cancelled, InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import SamplingParams
 from tidemill.server import conversations
+from tidemill.server.aside import aside
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
 from tidemill.server.chats import own_id, template_variables, with_one_system
@@ -25,7 +27,7 @@ from tidemill.server.files import read_limit
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
-from tidemill.server.responses_store import Store, page_of
+from tidemill.server.responses_store import Item, Store, Stored, page_of
 from tidemill.server.responses_types import (
     MAX_REFERENCES,
     ResponsePrompt,
@@ -42,6 +44,7 @@ from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
 _log = logging.getLogger("tidemill.server")
+_BYTES_PER_ITEM = 256  # of JSON, to estimate
 Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 
 
@@ -51,8 +54,8 @@ class _Job:
 
     body: ResponseRequest
     caller: Caller
-    before: list[dict[str, Any]]  # items of the conversation so far
-    new: list[dict[str, Any]]
+    before: tuple[Item, ...]  # of the conversation so far
+    new: tuple[Item, ...]
     writer: ResponseWriter
     outputs: Outputs
     task: asyncio.Task[None] | None = None  # in the background
@@ -88,7 +91,7 @@ class Responses:
         params = _bounded(body.params(), service.max_context)
         await service.check_grammar(params, of_tools=body.must_call)
         before, new = self._items(body, caller.tenant)
-        prompt = await self._prompt(service, body, [*before, *new], caller.call)
+        prompt = await self._prompt(service, body, before, new, caller.call)
         params = service.with_defaults(params, prompt)  # the response shows them
         response_id = own_id(caller.call, "resp")
         if body.background:  # it outlives the call that asked for it
@@ -103,8 +106,9 @@ class Responses:
         how |= {"priority": body.priority, "salt": body.cache_salt or ""}
         kept = (body.prompt_cache_key, body.prompt_cache_retention)
         holds = key_holds(service, caller.tenant, *kept, prompt, salt=body.cache_salt or "")
+        stored = await aside(lambda: tuple(Item.of(stored_item(item)) for item in new), _BYTES_PER_ITEM * len(new))
         outputs = service.stream(caller, prompt, params, reading=reading, holds=holds, **how)
-        job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
+        job = _Job(body, caller, before, stored, writer, outputs)
         if body.store is not False:
             self._running[job.key] = job
         return job
@@ -112,29 +116,32 @@ class Responses:
     async def count(self, body: ResponsePrompt, caller: Caller) -> int:
         service = self._models.of(body.model)
         before, new = self._items(body, caller.tenant)
-        return len(await self._prompt(service, body, [*before, *new], caller.call))
+        return len(await self._prompt(service, body, before, new, caller.call))
 
-    def _items(self, body: ResponsePrompt, tenant: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _items(self, body: ResponsePrompt, tenant: str) -> tuple[tuple[Item, ...], list[dict[str, Any]]]:
         """Of the conversation so far, and of this request."""
         new = body.new_items()
         if sum(map(is_reference, new)) > MAX_REFERENCES:
             raise InvalidRequest(f"More than {MAX_REFERENCES} item references.", fix="Send the items.", param="input")
-        new = [self.store.output_item(tenant, item["id"]) if is_reference(item) else item for item in new]
+        new = [self.store.output_item(tenant, item["id"]).members() if is_reference(item) else item for item in new]
         if body.previous_response_id is not None and body.conversation_id is not None:
             raise InvalidRequest("previous_response_id and conversation are both given.", fix="Give one.", param="conversation")
         if body.conversation_id is not None:
-            return self.store.get_to_continue(tenant, body.conversation_id, "conversation")[0], new
+            return self.store.get_to_continue(tenant, body.conversation_id, "conversation").items, new
         if body.previous_response_id is None:
-            return [], new
+            return (), new
         if not body.previous_response_id.startswith("resp"):
             raise InvalidRequest("previous_response_id is not the id of a response.", param="previous_response_id")
         if (tenant, body.previous_response_id) in self._running:
             raise InvalidRequest("The previous response is in progress.", fix="Wait for its end.", param="previous_response_id")
-        before, earlier = self.store.get_to_continue(tenant, body.previous_response_id)
-        return [*before, *earlier["output"]], new
+        earlier = self.store.get_to_continue(tenant, body.previous_response_id)
+        return (*earlier.items, *earlier.outputs), new
 
-    async def _prompt(self, service: Service, body: ResponsePrompt, items: list[dict[str, Any]], call: Call) -> list[int]:
-        messages = messages_of(items)
+    async def _prompt(
+        self, service: Service, body: ResponsePrompt, before: Sequence[Item], new: list[dict[str, Any]], call: Call
+    ) -> list[int]:
+        size = sum(len(item.text) for item in before) + _BYTES_PER_ITEM * (len(before) + len(new))
+        messages = await aside(lambda: messages_of([*(item.members() for item in before), *new]), size)
         if not messages:
             raise InvalidRequest("The parameter 'input' is required.", param="input")
         if body.instructions:
@@ -241,34 +248,39 @@ class Responses:
         if not job.writer.is_over:
             job.writer.end("cancelled")  # the client has left
         if self._running.pop(job.key, None) is not None and not job.is_deleted:
-            self.store.put(job.caller.tenant, [*job.before, *job.new], job.writer.body())
+            stored = Stored.of((*job.before, *job.new), job.writer.body())
+            self.store.put(job.caller.tenant, job.writer.response_id, stored)
         if job.body.conversation_id is not None and job.writer.status in ("completed", "incomplete"):
-            conversations.append(self.store, job.caller.tenant, job.body.conversation_id, [*job.new, *job.writer.output])
+            items = (*job.new, *map(Item.of, job.writer.output))
+            conversations.append(self.store, job.caller.tenant, job.body.conversation_id, items)
 
     # ---- stored responses
 
-    def get(self, tenant: str, response_id: str) -> dict[str, Any]:
+    async def get(self, tenant: str, response_id: str) -> bytes:
         job = self._running.get((tenant, response_id))
-        return job.writer.body() if job is not None else self.store.get(tenant, response_id)[1]
+        if job is not None:
+            return await aside(partial(_json, job.writer.body()))
+        stored = self.store.get(tenant, response_id)
+        return await aside(stored.body, stored.num_bytes)
 
-    def input_items(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
+    def input_items(self, tenant: str, response_id: str) -> tuple[Item, ...]:
         job = self._running.get((tenant, response_id))
-        return [*job.before, *job.new] if job is not None else self.store.get(tenant, response_id)[0]
+        return (*job.before, *job.new) if job is not None else self.store.get(tenant, response_id).items
 
-    async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
+    async def cancel(self, tenant: str, response_id: str) -> bytes:
         job = self._running.get((tenant, response_id))
         if job is None:
-            body = self.store.get(tenant, response_id)[1]
-            if not body.get("background"):
+            stored = self.store.get(tenant, response_id)
+            if not stored.is_background:
                 raise InvalidRequest("Cannot cancel a synchronous response.", param="response_id")  # OpenAI's words
-            return body
+            return await aside(stored.body, stored.num_bytes)
         if job.task is None:
             self._models.cancel(job.caller.call.request_id, tenant)
-            return job.writer.body() | {"status": "cancelled"}
+            return await aside(partial(_json, job.writer.body() | {"status": "cancelled"}))
         job.task.cancel()
         await asyncio.wait([job.task])
         self._end(job)  # a task that had not started has not done it
-        return job.writer.body()
+        return await aside(partial(_json, job.writer.body()))
 
     async def delete(self, tenant: str, response_id: str) -> None:
         job = self._running.get((tenant, response_id))
@@ -319,18 +331,20 @@ def make_router(models: Models) -> APIRouter:
     async def retrieve(request: Request, response_id: str) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise InvalidRequest("A stored response is not streamed.", fix="Retrieve it without stream.", param="stream")
-        return Response(_json(responses.get(request.state.caller.tenant, response_id)), media_type="application/json")
+        return Response(await responses.get(request.state.caller.tenant, response_id), media_type="application/json")
 
     @router.get("/v1/responses/{response_id}/input_items")
-    async def input_items(request: Request, response_id: str) -> dict[str, Any]:
+    async def input_items(request: Request, response_id: str) -> Response:
         query = dict(request.query_params)
         limit = read_limit(query.get("limit"), 20, 100)
-        return page_of(responses.input_items(request.state.caller.tenant, response_id), query, limit)
+        found = page_of(responses.input_items(request.state.caller.tenant, response_id), query, limit)
+        return Response(found, media_type="application/json")
 
     @router.get("/v1/response_items/{item_id}")
-    async def response_item(request: Request, item_id: str) -> dict[str, Any]:
+    async def response_item(request: Request, item_id: str) -> Response:
         """What an item_reference stands for: a router asks which server has it."""
-        return responses.store.output_item(request.state.caller.tenant, item_id)
+        found = responses.store.output_item(request.state.caller.tenant, item_id)
+        return Response(found.text, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
@@ -339,7 +353,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        return Response(_json(await responses.cancel(request.state.caller.tenant, response_id)), media_type="application/json")
+        return Response(await responses.cancel(request.state.caller.tenant, response_id), media_type="application/json")
 
     router.include_router(conversations.make_router(responses.store))
     models.whole_responses["/v1/responses"] = (ResponseRequest, responses.whole)

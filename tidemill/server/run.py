@@ -33,6 +33,7 @@ from tidemill.frontend.sampling_defaults import SamplingDefaults, read_source, s
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.advice import Advisor
 from tidemill.server.app import create_app
+from tidemill.server.aside import switch_often
 from tidemill.server.batches import Batches
 from tidemill.server.call import RequestLog
 from tidemill.server.explain import AnyExplainer, Explainer, ExplainerOfReplicas
@@ -265,6 +266,7 @@ async def serve(
             await asyncio.sleep(0.02)
         if server.started:
             gc.collect()
+            switch_often()
             gc.freeze()  # collections look at what requests bring, not at all that was loaded: 100 ms each time
             await batches.resume()
             if on_ready:

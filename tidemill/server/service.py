@@ -18,7 +18,7 @@ from tidemill.engine.pool import Pooled
 from tidemill.engine.replicas import Client
 from tidemill.errors import Cancelled, ContextTooLong, DeadlineExceeded, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
-from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, cells_per_token, in_pieces, num_cells
 from tidemill.frontend.parsers import Dialect, Reading
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tidemill.server.recording import Recording
 
 T = TypeVar("T")
+Conversation = list[dict[str, Any]] | Callable[[], list[dict[str, Any]]]  # of thousands of messages, made in a thread
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
@@ -182,14 +183,14 @@ class Service:
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, /, *, to_embed: bool = False, **how: Any
+        self, messages: Conversation, params: SamplingParams | None = None, /, *, to_embed: bool = False, **how: Any
     ) -> list[int]:
         if not to_embed:
             self.check_chat()
         work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.context_of(params), **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
+    async def render_chat(self, messages: Conversation, **how: Any) -> str:
         self.check_chat()
         work = partial(self._with_template, Tokenizer.render_chat, messages, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
@@ -198,16 +199,17 @@ class Service:
         """Raises for a model that generates nothing, which has no use for a conversation."""
         self.ready.model.check_pooling(None)
 
-    def _with_template(self, work: Callable[..., T], *given: Any, template: str | None = None, **how: Any) -> T:
+    def _with_template(self, work: Callable[..., T], given: Conversation, template: str | None = None, **how: Any) -> T:
         """`template`: of the request. It gets a worker process of its own."""
+        messages = given() if callable(given) else given
         if template is None:
-            return work(self.tokenizer, *given, **how)
+            return work(self.tokenizer, messages, **how)
         if not self.allows_templates:
             fix = "Leave it out, or serve with --trust-request-chat-template."
             raise InvalidRequest("The parameter 'chat_template' is not supported here.", fix=fix, param="chat_template")
         renderer = Renderer(template, self.tokenizer.control_texts())
         try:
-            return work(self.tokenizer.with_template(renderer), *given, **how)
+            return work(self.tokenizer.with_template(renderer), messages, **how)
         except InvalidRequest:
             raise
         except TidemillError:  # the worker ended while it compiled the template
@@ -332,6 +334,7 @@ class Service:
         params = self.with_defaults(params, prompt_ids)
         texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
         ended: set[int] = set()
+        per_token = cells_per_token(params)
         num_done = 0  # cells since the event loop last had a turn
         num_output = 0
         has_failed = False
@@ -358,10 +361,10 @@ class Service:
             async with aclosing(self.client.submit(request, timeout_s, True, tells_progress)) as deltas:
                 async for joined in deltas:
                     num_output += len(joined.token_ids)
-                    for delta in in_pieces(joined, one_by_one):
+                    for delta in in_pieces(joined, one_by_one, per_token):
                         if delta.index in ended:
                             break
-                        if (num_done := num_done + num_cells(delta)) > CELLS_PER_TURN:
+                        if (num_done := num_done + num_cells(delta, per_token)) > CELLS_PER_TURN:
                             num_done = 0
                             await asyncio.sleep(0)  # a backlog comes without waiting: let others have a turn
                         text = texts[delta.index].push(delta.token_ids, delta.finish_reason)

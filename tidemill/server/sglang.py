@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -27,6 +28,7 @@ from tidemill.sampling import (
     SamplingParams,
 )
 from tidemill.server import ggml
+from tidemill.server.aside import aside
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.errors import error_body
@@ -38,7 +40,7 @@ from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
-from tidemill.wire import Delta, TokenLogprobs
+from tidemill.wire import Delta, decode_logprobs
 
 _DEFAULT_TOKENS = 128
 # Every event of a stream has all of the output so far: its logprobs grow with the square of its length.
@@ -172,8 +174,6 @@ class _Sequence:
         self._prompt_logprobs, self._prompt_top = b"", b""
 
     def take(self, tokenizer: Tokenizer, with_text: bool, delta: Delta, text: TextDelta) -> None:
-        if delta.prompt_logprobs is not None:
-            self._take_prompt(tokenizer, with_text, delta.prompt_logprobs)
         sample = self.samples[delta.index]
         sample.num_cached = max(sample.num_cached, delta.num_cached)
         if text.finish_reason is not None:
@@ -187,16 +187,15 @@ class _Sequence:
             top = [pair for pair in entry.top if not self._named or pair[0] in self._named]
             sample.top.append(_json([_cell(tokenizer, with_text, *pair) for pair in top]))
 
-    def _take_prompt(self, tokenizer: Tokenizer, with_text: bool, entries: list[TokenLogprobs]) -> None:
+    def take_prompt(self, tokenizer: Tokenizer, with_text: bool, pieces: list[msgspec.Raw]) -> None:
         """From the start that was asked for. The first token of a prompt has none."""
-        cells: list[Any] = [_cell(tokenizer, with_text, self.prompt[0], None)] if self._start == 0 else []
-        cells += [_cell(tokenizer, with_text, entry.token_id, entry.logprob) for entry in entries]
-        tops: list[Any] = [None] if self._start == 0 else []
-        tops += [
-            [_cell(tokenizer, with_text, *pair) for pair in entry.top if not self._named or pair[0] in self._named]
-            for entry in entries
-        ]
-        self._prompt_logprobs, self._prompt_top = _json(cells)[1:-1], _json(tops)[1:-1]
+        first: list[Any] = [_cell(tokenizer, with_text, self.prompt[0], None)] if self._start == 0 else []
+        cells, tops = [_json(first)[1:-1]], [b"null"] if first else []
+        for entries in map(decode_logprobs, pieces):
+            cells.append(_json([_cell(tokenizer, with_text, entry.token_id, entry.logprob) for entry in entries])[1:-1])
+            kept = ([pair for pair in entry.top if not self._named or pair[0] in self._named] for entry in entries)
+            tops.append(_json([[_cell(tokenizer, with_text, *pair) for pair in top] for top in kept])[1:-1])
+        self._prompt_logprobs, self._prompt_top = b",".join(filter(None, cells)), b",".join(tops)
 
     def body(self, index: int, meta: dict[str, Any]) -> dict[str, Any]:
         sample = self.samples[index]
@@ -251,6 +250,9 @@ class _Job:
         ]
         async with aclosing(merge(streams)) as merged:
             async for i, (delta, text) in merged:
+                if delta.prompt_pieces is not None:
+                    how = (self.service.tokenizer, self.body.return_text_in_logprobs, delta.prompt_pieces)
+                    await aside(partial(self.sequences[i].take_prompt, *how))
                 self.sequences[i].take(self.service.tokenizer, self.body.return_text_in_logprobs, delta, text)
                 if text.num_tokens or text.finish_reason:
                     yield i, delta.index

@@ -305,6 +305,6 @@ def budget_table(name: str, ready: Ready) -> Table:
     table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
     if kinds := model.unpacked_types(config.dtype):
         table.add_row("note", "", f"{', '.join(kinds)} is unpacked to 8 bits: more memory than the file")
-    for note in (*model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
+    for note in (*config.notes, *model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
         table.add_row("note", "", note)
     return table

@@ -77,6 +77,8 @@ class LLM:
                 given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
+        for note in self.core.config.notes:
+            warnings.warn(f"LLM: {note}.", stacklevel=2)
         self._progress = progress
         self._next_id = 0
         self._pending: dict[str, _Pending] = {}

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tidemill.config import EngineOptions
-from tidemill.engine.bars import loading_bar, request_bar
+from tidemill.engine.bars import LoadingBar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.link import error_from
 from tidemill.engine.llm_inputs import (
@@ -72,11 +72,8 @@ class LLM:
             fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
-        with loading_bar(progress) as (bar, task):
-            self.core = load_core(
-                given,
-                lambda _, done, total: bar.update(task, completed=done, total=total),
-            )
+        with LoadingBar(enabled=progress) as bar:
+            self.core = load_core(given, lambda _, done, total: bar.show(done, total))
         for note in self.core.config.notes:
             warnings.warn(f"LLM: {note}.", stacklevel=2)
         self._progress = progress

@@ -168,7 +168,7 @@ class TestWithAGPU:
     def test_a_model_too_large_for_a_gpu_gets_figures(self):
         """Each option that is named makes it fit, as far as one machine can show."""
         large = replace(SMOLLM2, intermediate_size=550 * SMOLLM2.intermediate_size)
-        with pytest.raises(ConfigError, match="81.68 GiB for weights") as caught:
+        with pytest.raises(ConfigError, match=r"81\.68 GiB for weights") as caught:
             resolve(EngineOptions(), large, self.MACHINE)
         weights = re.search(r"--weight-memory (\d+M)", caught.value.fix)[1]
         assert re.search(r"--quantization fp8 \(40.* GiB\) or int4 \(2", caught.value.fix)
@@ -220,7 +220,7 @@ def test_reasons_use_common_words():
         ({"token_budget": 10, "max_requests": 20}, "never decode"),
         ({"kv_memory_bytes": 1000}, "hold 0 tokens"),
         ({"kv_memory_bytes": 2**21}, "Give at least 23M with --kv-memory, which hold 512 tokens, or accept a short context with"),
-        ({"kv_memory_bytes": 64 * 2**30, "max_requests": 999, "token_budget": 999}, "64.00 GiB of KV memory; the machine has 64.00 GiB"),
+        ({"kv_memory_bytes": 2**36, "max_requests": 999, "token_budget": 999}, "of KV memory; the machine has 64.00 GiB"),
         ({"kv_memory_bytes": 40 * 2**20, "max_context": 8192}, "--max-context"),
         ({"threads": -1}, "threads"),
     ],
@@ -240,7 +240,7 @@ def test_more_kv_memory_than_can_be_used_says_what_was_given():
     short = resolve(EngineOptions(kv_memory_bytes=2**21, max_context=32), SMOLLM2, LARGE)  # asked for
     assert short.max_context == 32
     busy = replace(LARGE, available_bytes=10 * 2**30)
-    assert re.search("are needed and 10.00 GiB are free", resolve(EngineOptions(kv_memory_bytes=12 * 2**30), SMOLLM2, busy).notes[0])
+    assert "are needed and 10.00 GiB are free" in resolve(EngineOptions(kv_memory_bytes=12 * 2**30), SMOLLM2, busy).notes[0]
 
 
 def test_a_model_that_does_not_fit_says_what_is_needed_and_what_helps():

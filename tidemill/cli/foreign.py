@@ -175,7 +175,7 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
         raise ConfigError(f"This command has no {(*foreign.ours, option)[0]}, which {flag} means.", fix="See --help.")
     if foreign.accepted is not None and value not in foreign.accepted:
         raise ConfigError(f"{flag} {value} is not supported: {foreign.why}.", fix=f"Possible: {', '.join(foreign.accepted)}.")
-    elif foreign is _BY_FLAG["-ngl"] and value == "0":
+    if foreign is _BY_FLAG["-ngl"] and value == "0":
         return ["--device", "cpu"]
     print(f"note: {flag} has no effect: {foreign.why}.", file=sys.stderr)
     return []

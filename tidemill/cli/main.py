@@ -49,6 +49,7 @@ def make_app(only: str = "") -> typer.Typer:
         name="tidemill",
         help="Run and serve language models on this machine. Start with: tidemill serve",
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_show_locals=False,  # API keys are among them

@@ -163,9 +163,10 @@ def decide_possible_context(
     if num_pages < min_pages:
         held = sum(memory.num_pages_for(tokens) <= num_pages for tokens in range(page_size, least + 1, page_size)) * page_size
         shorter = f", or accept a short context with --max-context {held}" if held >= 2 else ""
+        enough = -(-min_pages * memory.page_bytes // MIB)
         raise ConfigError(
             f"{fmt_bytes(kv_bytes)} of KV memory hold {held} tokens: {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
-            fix=f"Give at least {-(-min_pages * memory.page_bytes // MIB)}M with --kv-memory, which hold {least} tokens{shorter}.",
+            fix=f"Give at least {enough}M with --kv-memory, which hold {least} tokens{shorter}.",
             param="kv_memory_bytes",
         )
     if memory.num_pages_for(wanted) <= num_pages:

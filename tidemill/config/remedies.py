@@ -17,8 +17,8 @@ def remedies(
     options: EngineOptions, device: str, scheme: str, model: ModelConfig, machine: Machine,
     weights: int, activations: int, left: int,
 ) -> list[str]:  # fmt: skip
-    """Each with an option and a figure, those that lose nothing first. `weights`, `activations`: bytes that they take; `left`: what the
-    latter leave."""
+    """Each with an option and a figure, those that lose nothing first. `weights`, `activations`: bytes that they take;
+    `left`: what the latter leave."""
     found = []
     most = int(_IN_USE * left) // MIB
     can_stream = model.pooler is None and options.tensor_parallel * options.pipeline_parallel == 1

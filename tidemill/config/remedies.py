@@ -10,6 +10,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 _BITS_Q4_K_M = 4.85  # of a weight, on average
+_WORTH = 1.5  # as much memory as a quantized checkpoint, from where one is advised
 _IN_USE = 0.9  # of a GPU's memory for weights, where they are shared out: the rest is for the cache and activations
 
 
@@ -34,7 +35,7 @@ def remedies(
             num = 1 << (num - 1).bit_length()
             here = f"this machine has {machine.num_gpus}" if machine.num_gpus < num else f"{fmt_bytes(weights // num)} on each"
             found.append(f"--tensor-parallel {num} shares it among {num} GPUs like this one ({here})")
-    elif weights > model.num_parameters * _BITS_Q4_K_M / 8:
+    elif weights > _WORTH * model.num_parameters * _BITS_Q4_K_M / 8:
         size = fmt_bytes(model.num_parameters * _BITS_Q4_K_M / 8)
         found.append(f"a quantized checkpoint, such as org/name:Q4_K_M of a GGUF repository, takes about {size} for weights")
     found.append(f"--max-requests and --token-budget, if lower, take less than {fmt_bytes(activations)} for activations")

@@ -153,6 +153,30 @@ class TestWithAGPU:
         assert resolve(EngineOptions(kv_memory_bytes=parse_bytes(most[1])), long, huge).num_pages <= config.num_pages
         assert caught.value.param == "kv_memory_bytes"
 
+    def test_a_share_of_the_gpu_limits_the_model(self):
+        long = replace(SMOLLM2, max_context=2**17)
+        half = resolve(EngineOptions(gpu_memory_utilization=0.5), long, self.MACHINE)
+        assert 39 * 2**30 < half.memory_bytes <= 40 * 2**30
+        assert not half.notes
+        on_cpu = resolve(EngineOptions(gpu_memory_utilization=0.5, device="cpu"), long, self.MACHINE)
+        assert on_cpu.kv_bytes == resolve(EngineOptions(device="cpu"), long, self.MACHINE).kv_bytes
+        assert "gpu_memory_utilization has no effect on a CPU" in on_cpu.notes[0]
+        for wrong in (0.0, 1.5):
+            with pytest.raises(ConfigError, match="above 0, up to 1"):
+                resolve(EngineOptions(gpu_memory_utilization=wrong), long, self.MACHINE)
+
+    def test_a_model_too_large_for_a_gpu_gets_figures(self):
+        """Each option that is named makes it fit, as far as one machine can show."""
+        large = replace(SMOLLM2, intermediate_size=550 * SMOLLM2.intermediate_size)
+        with pytest.raises(ConfigError, match=r"81\.68 GiB for weights") as caught:
+            resolve(EngineOptions(), large, self.MACHINE)
+        weights = re.search(r"--weight-memory (\d+M)", caught.value.fix)[1]
+        assert re.search(r"--quantization fp8 \(40.* GiB\) or int4 \(2", caught.value.fix)
+        assert "--tensor-parallel 2 shares it among 2 GPUs like this one (this machine has 0)" in caught.value.fix
+        roomy = replace(self.MACHINE, available_bytes=2**38)
+        assert resolve(EngineOptions(weight_memory_bytes=parse_bytes(weights)), large, roomy).weight_memory
+        assert resolve(EngineOptions(quantization="int4"), large, self.MACHINE).scheme == "int4"
+
     @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "quantized"}])
     def test_impossible_choices(self, options):
         with pytest.raises(ConfigError, match="not available"):
@@ -194,7 +218,9 @@ def test_reasons_use_common_words():
         ({"max_context": 1}, "at least 2"),
         ({"max_requests": 0}, "at least 1"),
         ({"token_budget": 10, "max_requests": 20}, "never decode"),
-        ({"kv_memory_bytes": 1000}, "--kv-memory"),
+        ({"kv_memory_bytes": 1000}, "hold 0 tokens"),
+        ({"kv_memory_bytes": 2**21}, "Give at least 23M with --kv-memory, which hold 512 tokens, or accept a short context with"),
+        ({"kv_memory_bytes": 2**36, "max_requests": 999, "token_budget": 999}, "of KV memory; the machine has 64.00 GiB"),
         ({"kv_memory_bytes": 40 * 2**20, "max_context": 8192}, "--max-context"),
         ({"threads": -1}, "threads"),
     ],
@@ -205,10 +231,25 @@ def test_impossible_options_name_the_fix(options, words):
     assert words in str(caught.value)
 
 
-def test_a_model_that_does_not_fit_says_what_is_needed():
-    tiny = Machine(num_cores=1, memory_bytes=2**29, available_bytes=2**29)
-    with pytest.raises(ConfigError, match="513 MiB for weights"):
+def test_more_kv_memory_than_can_be_used_says_what_was_given():
+    config = resolve(EngineOptions(kv_memory_bytes=900 * 2**30), SMOLLM2, LARGE)
+    assert config.kv_bytes == 64 * 8192 * SMOLLM2.kv_bytes_per_token("float32")
+    assert config.reasons["kv_bytes"] == (
+        "of the 900.00 GiB that were given: every slot at full context, which is all that can be used"
+    )
+    short = resolve(EngineOptions(kv_memory_bytes=2**21, max_context=32), SMOLLM2, LARGE)  # asked for
+    assert short.max_context == 32
+    busy = replace(LARGE, available_bytes=10 * 2**30)
+    assert "are needed and 10.00 GiB are free" in resolve(EngineOptions(kv_memory_bytes=12 * 2**30), SMOLLM2, busy).notes[0]
+
+
+def test_a_model_that_does_not_fit_says_what_is_needed_and_what_helps():
+    tiny = Machine(num_cores=1, memory_bytes=2**29, available_bytes=2**29, kernels="neon")
+    with pytest.raises(ConfigError, match="513 MiB for weights") as caught:
         resolve(EngineOptions(), SMOLLM2, tiny)
+    weights = re.search(r"--weight-memory (\d+M) .* from disk", caught.value.fix)[1]
+    assert "takes about 78 MiB for weights" in caught.value.fix
+    assert resolve(EngineOptions(weight_memory_bytes=parse_bytes(weights)), SMOLLM2, tiny).weight_memory == parse_bytes(weights)
 
 
 def test_estimated_kv_is_what_is_allocated(tiny_folder):

@@ -1,6 +1,7 @@
 """The commands: in this process where that shows as much, else as processes on a terminal, as a person runs them."""
 
 import errno
+import io
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import sys
 import urllib.request
 
 import pytest
+from rich.console import Console
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ from tests.helpers import LONG_S, byte_tokenizer, make_llama
 from tidemill.cli import main as cli
 from tidemill.cli.main import app
 from tidemill.config import fmt_bytes
+from tidemill.engine.bars import LoadingBar
 from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError, EngineDead, TidemillError
 from tidemill.kernels import native
@@ -104,6 +107,10 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["serve", "--tls-cert", "/nowhere.pem"], "There is no file '/nowhere.pem'."),
         (["chat", "--threads", "1", "--url", "http://127.0.0.1:1"], "--threads is of a model in this process"),
         (["chat", "--url", "http://127.0.0.1:1"], "Check that the server runs"),
+        (["chat", "--url", "http://127.0.0.1:1", "hello"], "Check that the server runs"),
+        (["generate", "x", "-t", "101"], "a number from 0 to 100; got 101"),
+        (["run", "llama3.2"], "is bartowski/Llama-3.2-3B-Instruct-GGUF on the Hugging Face hub"),
+        (["generate", "x", "--kv-memory", "1M"], "M with --kv-memory, which hold 512 tokens"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1/v1"], "No server responds at http://127.0.0.1:1/v1"),
         (["bench", "serve", "--base-url", "http://[::1"], "No server responds at http://[::1"),
         (["bench", "serve", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
@@ -134,6 +141,19 @@ def test_mistakes_are_typed_errors(invoke, arguments, words):
 @pytest.mark.parametrize("name", ["latency --repeats 0", "throughput --spread nan", "policies --rate inf", "serve --rate nan"])
 def test_figures_out_of_range_are_refused(invoke, name):
     assert invoke("bench", *name.split()).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["generate"], ["pull"], ["bench"], ["bench", "serve"]])
+def test_a_short_flag_shows_the_help(invoke, command):
+    done = invoke(*command, "-h")
+    assert done.exit_code == 0
+    assert done.output == invoke(*command, "--help").output
+    assert "-h, --help" in done.output
+
+
+def test_a_temperature_that_makes_noise_is_warned_of(tiny_folder, invoke):
+    assert "above a temperature of 2" in invoke("generate", "x", "-m", str(tiny_folder), "-n", "1", "-t", "9").output
+    assert "temperature" not in invoke("generate", "x", "-m", str(tiny_folder), "-n", "1", "-t", "2").output
 
 
 def test_a_bad_key_names_its_source(invoke, tmp_path):
@@ -370,3 +390,24 @@ def test_serve_with_a_config_file_until_ctrl_c(tiny_folder, tmp_path, terminal):
         assert json.load(reply)["data"][0]["id"] == "tiny"
     server.type("\x03")
     assert server.exit_code() == 0
+
+
+def test_ctrl_c_while_a_server_loads_says_so(tiny_folder, tmp_path, terminal):
+    server = terminal("serve", str(tiny_folder), "--port", "0", "--data-dir", str(tmp_path))
+    shown = server.until("Starting the engine")  # nothing is known of the weights yet
+    server.type("\x03")
+    end = server.until("Stopped by Ctrl-C before the model was loaded")
+    assert "0/?" not in shown.string + end.string
+    assert server.exit_code() == 130
+
+
+def test_loading_has_figures_once_they_are_known():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with LoadingBar(console=console) as bar:
+        for done in (0, 10**9, 2 * 10**9):
+            bar.show(done, 2 * 10**9)
+            bar._progress.refresh()
+    shown = console.file.getvalue()
+    stages = re.findall("Starting the engine|Loading weights.*?1.0/2.0 GB|Preparing the engine", shown)
+    assert list(dict.fromkeys(stage[:15] for stage in stages)) == ["Starting the en", "Loading weights", "Preparing the e"]
+    assert "?" not in re.sub(r"\x1b\[\?", "", shown)

@@ -58,6 +58,8 @@ def read(command: str, *args: str) -> list[str]:
         ("-tp=2 -q=fp8", "--tensor-parallel 2 --quantization fp8"),
         ("--context-len 8192 --served-model x", "--max-context 8192 --served-name x"),  # the beginnings of flags
         ("--override-generation-config.top_k 4", '--sampling-defaults {"top_k":4}'),
+        ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization 0.5"),
+        ("--mem-fraction-static 0.5", "--gpu-memory-utilization 0.5"),
         ("--model-path x --tp 2 --context-length 512", "--model x --tensor-parallel 2 --max-context 512"),
     ],
 )
@@ -100,7 +102,7 @@ def test_sampling_parameters_and_variables_of_the_template_are_joined():
         "-ngl 99",
         "-fa",
         "-fa on",
-        "--gpu-memory-utilization 0.9",
+        "--trust-remote-code",
         "--mlock",
         "-b 512",
         "-ctk f16",
@@ -131,9 +133,6 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("--trust-remote-code", "code in a model's repository is never run"),
-        ("--gpu-memory-utilization 0.3", "Use --kv-memory"),
-        ("--gpu-memory-utilization lots", "a number above 0"),
         ("-ctk q8_0", "Possible: f16, bf16"),
         ("--max-contxt 5", "Did you mean --max-context?"),
         ("--max-modl-len 5", "Did you mean --max-model-len?"),
@@ -160,6 +159,16 @@ def test_what_would_change_answers_is_refused_with_the_reason(given, words):
     assert words in str(caught.value)
 
 
+def test_all_options_that_cannot_be_used_are_named_at_once():
+    given = "x --trust-remote-code --cpu-offload-gb 4 --max-modl-len 5 --port 1 --revision main --frobnicate --max-model-len"
+    with pytest.raises(ConfigError) as caught:
+        read("serve", *given.split())
+    first, *others = caught.value.message.splitlines()
+    assert first == "5 options cannot be used:"
+    words = ["--cpu-offload-gb", "no option --max-modl-len", "--revision", "no option --frobnicate", "needs a value"]
+    assert all(one in line for one, line in zip(words, others, strict=True))
+
+
 def test_what_is_set_by_a_variable_is_set(monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -177,7 +186,7 @@ def test_what_is_set_by_a_variable_is_set(monkeypatch):
         ("temp", "Write sampling-defaults = '{\"temperature\": ...}'."),
         ("reasoning-format", "See reasoning-parser."),
         ("hf-token", "Set the environment variable HF_TOKEN."),
-        ("trust-remote-code", "It is not supported: code in a model's repository is never run."),
+        ("trust-remote-code", "Leave it out. It has no effect: code in a model's repository is never run"),
         ("enforce-eager", "Leave it out. It has no effect: it changes no answer."),
         ("speculative-num-steps", "see --speculate"),
         ("max-contex", "Did you mean max-context?"),

@@ -1,6 +1,7 @@
 """tidemill quantize: methods against round-to-nearest, layouts that are read back, budgets, interrupted runs, errors."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -294,6 +295,22 @@ def test_wrong_wishes(folder, tmp_path, given, words):
             )
         )  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+def test_an_advised_format_holds_what_was_asked_for(tmp_path):
+    """The checks of each format name others; of those that cannot hold it either, none is advised."""
+    make_llama(tmp_path / "model", num_hidden_layers=1, hidden_size=48, intermediate_size=80, num_attention_heads=3)
+    wish = {"model": str(tmp_path / "model"), "method": "rtn", "out": tmp_path / "out"}
+    advice = {}
+    for layout in ("gptq", "compressed-tensors", "awq"):
+        with pytest.raises(ConfigError) as caught:
+            quantize(QuantizeOptions(layout=layout, options={"bits": 3 if layout != "awq" else 4, "group": 33}, **wish))
+        advice[layout] = caught.value.fix
+    for layout, fix in advice.items():
+        for one in re.findall(r"--format ([\w-]+\w)", fix):
+            group = re.search(r"--group (\d+)", fix)
+            options = {"bits": 3 if layout != "awq" else 4, "group": int(group[1]) if group else 33}
+            assert quantize(QuantizeOptions(layout=one, options=options, **wish)), (layout, fix)
 
 
 def test_default_groups_that_do_not_fit_become_smaller(tmp_path):

@@ -208,7 +208,10 @@ def test_a_wrong_option_is_named(tiny_folder, options, words):
 def test_vllm_options(tiny_folder):
     asked = {"max_model_len": 128, "max_num_seqs": 3, "block_size": 8, "enable_prefix_caching": False, "dtype": "float"}
     asked |= {"tensor_parallel_size": 1, "quantization": "gptq", "tokenizer": str(tiny_folder), "kv_cache_memory_bytes": 2**24}
-    with pytest.warns(UserWarning, match=r"without effect: enforce_eager, gpu_memory_utilization\."):
+    with (
+        pytest.warns(UserWarning, match=r"without effect: enforce_eager\."),
+        pytest.warns(UserWarning, match="gpu_memory_utilization has no effect on a CPU"),
+    ):
         llm = LLM(str(tiny_folder), progress=False, gpu_memory_utilization=0.9, enforce_eager=True, seed=5, **asked)
     config = llm.config
     assert (config.max_context, config.max_requests, config.page_size, config.prefix_caching) == (128, 3, 8, False)

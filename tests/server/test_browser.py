@@ -365,6 +365,43 @@ def test_a_hundred_thousand_pages_are_summed_up(browser):
     assert (mixed, empty) == ([5, 3], [0, 0])
 
 
+SIZES = {"desktop": (1280, 860), "tablet": (820, 1100), "phone": (375, 720)}
+BOXES = """return ["#side", "main", "main > header", "#chat", "#composer", "#new", ".foot"].map((one) => {
+    const { x, y, width, height } = document.querySelector(one).getBoundingClientRect();
+    return [one, x, y, width, height].join(" "); })"""
+ROW = "document.querySelector('#conversations li').getBoundingClientRect().height"
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_look_at_the_engine_leaves_the_chat_as_it_was(browser, roomy, size):
+    """Nothing moves by visiting a view, no row grows while its conversation is answered, and the table of requests is whole."""
+    browser.size(*size)
+    note(browser, ignore_eos=True, max_tokens=3000)
+    browser.until("document.getAnimations().length === 0")  # the sidebar of a phone slides away
+    before = browser.js(BOXES)
+    assert browser.js("return document.querySelector('#composer').getBoundingClientRect().bottom") == size[1]
+    browser.click("#tab-engine")
+    browser.until("document.querySelector('#map-legend').children.length")
+    browser.click("#tab-chat")
+    assert browser.js(BOXES) == before
+    for dialog in ("settings", "export"):
+        browser.js(f"document.querySelector('#{dialog}-open').click()")
+        browser.js("document.querySelector('dialog[open]').close()")
+        assert browser.js(BOXES) == before
+    browser.say("a question with a title that is too long for the row in which it stands")
+    browser.until("document.querySelector('.growing .words')?.textContent.length > 20")
+    answering = browser.js(f"return document.querySelector('.responding') && {ROW}")
+    browser.click("#tab-engine")
+    browser.until("document.querySelector('#requests .phase.decode')")
+    table = "document.querySelector('#requests').getBoundingClientRect()"
+    panel = "document.querySelector('#requests').parentElement.getBoundingClientRect()"
+    assert browser.js(f"return {table}.right <= {panel}.right")
+    browser.click("#tab-chat")
+    browser.js("document.querySelector('#stop').click()")
+    browser.until(DONE)
+    assert browser.js(f"return {ROW}") == answering
+
+
 WIDE = f"{'x' * 200}\n\n```\n{'y' * 200}\n```\n\n$${'z+' * 40}z$$\n\n| {'a b | ' * 20}\n|{'-|' * 20}"
 
 

@@ -72,6 +72,15 @@ def test_a_label_leads_to_the_log_and_to_explanations(logged, path, route, strea
     assert line["tokens_per_second"] > 0
 
 
+def test_files_of_the_page_are_logged_only_if_they_are_not_there(logged, path):
+    for file in ("/", "/page/main.js", "/page/style.css"):
+        assert httpx.get(logged.url + file, headers={"X-Request-Id": "of-the-page"}).status_code == 200
+    headers = {"X-Request-Id": "no-such-file", "Authorization": f"Bearer {KEYS[0]}"}
+    assert httpx.get(f"{logged.url}/page/nothing.js", headers=headers).status_code == 404
+    assert line_of(path, "no-such-file")["status"] == 404
+    assert "of-the-page" not in path.read_text()
+
+
 def test_what_is_not_given_is_made(logged):
     made = ask(logged)
     assert made.headers["x-request-id"] == made.json()["id"]

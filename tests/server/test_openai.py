@@ -174,6 +174,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "max_tokens": 3, "n_predict": 4}, "n_predict", "differ"),
     ({"prompt": "x", "guided_regex": "a", "ebnf": "b"}, "ebnf", "both given"),
     ({"prompt": "x", "no_such_parameter": 1}, "no_such_parameter", "not supported"),
+    ({"prompt": "x", "temprature": 1}, "temprature", "Did you mean temperature?"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
     ({"prompt": "x", "priority": 2**40}, "priority", ""),
     ({"prompt": "x", "model": "other"}, "model", "tiny"),

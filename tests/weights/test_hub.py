@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -176,6 +177,36 @@ def test_a_folder_of_safetensors_on_the_hub_and_what_the_hub_does_not_have(hub, 
     assert not asked
     assert "has no GGUF files. Give org/tiny," in located("org/tiny:Q4_K_M", tmp_path, endpoint)
     assert "The hub has no such model" in located("org/nothing", tmp_path, endpoint)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_error_and_no_warnings(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        settings = {"HF_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-m", "tidemill", "pull", "org/name"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings})
+    assert done.returncode == 1
+    error, fix = done.stderr.splitlines()  # the library's own words, one for each of its tries, are not among them
+    assert f"org/name is not in the local hub cache, and the hub cannot be reached at {settings['HF_ENDPOINT']}" in error
+    assert "HF_ENDPOINT" in fix
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama3.2", "Ollama's llama3.2 is bartowski/Llama-3.2-3B-Instruct-GGUF on the Hugging Face hub"),
+        ("llama3.2:1b-instruct-q8_0", "is bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0 on"),
+        ("qwen3:latest", "is Qwen/Qwen3-8B-GGUF on"),
+        ("phi4", "is bartowski/phi-4-GGUF on"),
+        ("smollm", "Did you mean smollm2?"),
+        ("unheard:7b", "org/name or org/name:Q4_K_M (search there for unheard GGUF)"),
+        ("qwen3:999b", "search there for qwen3 GGUF"),
+    ],
+)
+def test_names_without_an_organization_get_the_hubs(name, words):
+    with pytest.raises(ModelNotFound) as caught:
+        locate(name)
+    assert words in caught.value.fix
 
 
 def test_a_local_split_gguf_is_found_by_any_part_and_checked(reference, tmp_path):

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, takes
+from tidemill.engine.bars import LoadingBar
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading
@@ -184,29 +185,31 @@ async def _run(files: Batch, make: _Make, console: Console) -> bool:
         TimeRemainingColumn(True),
     )
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task("Loading weights", total=None, rate="")
+    task = bar.add_task("Lines", total=None, rate="")
+    loading = LoadingBar(enabled=console.is_terminal, console=console)
 
     def on_loading(_: str, message: Loading) -> None:
-        bar.update(task, completed=message.done_bytes, total=message.total_bytes)
+        loading.show(message.done_bytes, message.total_bytes)
 
     def on_progress(done: Done) -> None:
         failed = f", {done.num_failed:,} failed" if done.num_failed else ""
         bar.update(task, description="Lines", completed=done.num_done, total=done.total, rate=f"{done.rate:.1f}/s{failed}")
 
     async def main() -> None:
-        backend = await make(on_loading)
+        with loading:
+            backend = await make(on_loading)
         try:
-            bar.reset(task, description="Lines", total=files.progress.total, completed=files.progress.num_done, rate="")
-            await files.run(backend, on_progress)
+            bar.reset(task, total=files.progress.total, completed=files.progress.num_done, rate="")
+            with bar:
+                await files.run(backend, on_progress)
         finally:
             await backend.close()
 
-    with bar:
-        running = asyncio.create_task(main())
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, running.cancel)
-        await asyncio.wait([running])
+    running = asyncio.create_task(main())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, running.cancel)
+    await asyncio.wait([running])
     if running.cancelled():
         return True
     running.result()

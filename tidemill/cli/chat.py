@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tidemill.cli.chat_backends import Backend, Local, Remote
 from tidemill.cli.chat_input import Input, make_input, no_echo
-from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP, only_lora
+from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP, only_lora, warn_if_noisy
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError, TidemillError
@@ -61,9 +61,11 @@ def chat(
     sampling: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(**sampling)  # a wrong value is an error before a model is loaded
     console = Console(stderr=True, highlight=False)
+    warn_if_noisy(temperature, console)
     raise_on_interrupt()
     with no_echo():
-        backend = _backend(settings, url, api_key, console)
+        backend, is_words = _backend(settings, url, api_key, console, prompt)
+        prompt = settings["model"] if is_words else prompt
         conversation = Conversation(backend, console, sampling, system)
         signal.signal(signal.SIGINT, conversation.on_interrupt)
         if prompt is not None:
@@ -74,19 +76,29 @@ def chat(
         conversation.run(make_input([name.split()[0] for name in _COMMANDS]))
 
 
-def _backend(settings: Settings, url: str | None, api_key: str, console: Console) -> Backend:
+def _backend(
+    settings: Settings, url: str | None, api_key: str, console: Console, prompt: str | None
+) -> tuple[Backend, bool]:
+    """Who answers, and whether what stands in the place of the model is the prompt: with a server, nobody has to name its
+    model."""
     if url is None:
         if api_key:
             raise ConfigError("--api-key is of a server.", fix="Give its address with --url.")
         from tidemill.engine.llm import LLM  # brings torch
 
         lora = only_lora(settings)
-        return Local(LLM(progress=console.is_terminal, **settings.engine), lora or settings["model"], lora)
+        return Local(LLM(progress=console.is_terminal, **settings.engine), lora or settings["model"], lora), False
     for name in (*ENGINE_NAMES, "lora", "max-lora-rank"):
         if name != "model" and settings.source(name).startswith("--"):
             raise ConfigError(f"--{name} is of a model in this process.", fix="With --url, the server has its own options.")
     key = api_key or next(iter(Settings.read(["api-key"])["api-key"]), "")
-    return Remote(url, settings["model"] if settings.source("model") else None, key)
+    given = settings["model"] if settings.source("model") else None
+    server = Remote(url, key)
+    is_words = given is not None and prompt is None and given not in server.models
+    if is_words:
+        console.print(f"{given!r} is none of the server's models, so it is the prompt.", style="dim", markup=False)
+    server.name = given if given is not None and not is_words else server.models[0]
+    return server, is_words
 
 
 class Conversation:

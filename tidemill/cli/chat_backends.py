@@ -63,22 +63,25 @@ class Local:
 class Remote:
     """Sends only what was set: the server has its own defaults."""
 
-    def __init__(self, url: str, model: str | None, key: str) -> None:
+    def __init__(self, url: str, key: str) -> None:
         import httpx
 
         base = url.rstrip("/")
         self._url = base if base.endswith("/v1") else f"{base}/v1"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(_TIMEOUT_S, connect=10))
-        self.name = model or self._first_model()
-        self._summary = ""
+        self.models = self._list_models()
+        self.name, self._summary = "", ""
 
-    def _first_model(self) -> str:
+    def _list_models(self) -> list[str]:
         reply = self._request("GET", "/models")
         try:
-            return str(reply["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise TidemillError(f"{self._url}/models lists no model.", fix="Name one: tidemill chat MODEL --url URL.") from None
+            found = [str(each["id"]) for each in reply["data"]]
+        except (KeyError, TypeError):
+            found = []
+        if not found:
+            raise TidemillError(f"{self._url}/models lists no model.", fix="Check that the address is that of an OpenAI API.")
+        return found
 
     def _request(self, method: str, path: str) -> Any:
         import httpx

@@ -14,7 +14,6 @@ from typer.core import TyperCommand
 from tidemill.cli.foreign_flags import FAMILIES, FOREIGN, LLAMA, Foreign
 from tidemill.errors import ConfigError
 
-_GPU_SHARE = 0.8  # at least this part of a GPU is what is taken anyway
 _BY_FLAG = {flag: foreign for foreign in FOREIGN for flag in foreign.flags}
 
 
@@ -35,11 +34,13 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
     if any(param.param_type_name == "argument" and param.name == "model" for param in params):
         known["MODEL"] = True
     left, done, has_model = list(args), list[str](), False
+    refused: list[ConfigError] = []  # all are named at once
     is_llama = _peers(args) == {LLAMA}
     while left:
         arg = left.pop(0)
         if arg == "--":
-            return [*done, arg, *left]
+            done += [arg, *left]
+            break
         flag, member, equals, value = _parts(arg, known)
         flag = _whole(flag, known)
         if flag == "--seed" and is_llama and flag not in known:
@@ -52,20 +53,36 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
         elif flag in _BY_FLAG:
             foreign = _BY_FLAG[flag]
             if foreign.takes_value and not equals and not foreign.is_refused:
-                value = _next_value(foreign, flag, left)
+                try:
+                    value = _next_value(foreign, flag, left)
+                except ConfigError as error:
+                    refused.append(error)
+                    continue
             for name in reversed(member.split(".") if member else ()):
                 value = json.dumps({name: _json(value)})
             is_open = foreign.several or flag == "--served-model-name"  # vLLM takes several, with spaces between them
             while is_open and has_model and left and not left[0].startswith("-"):
                 value += ("\n" if foreign.several else ",") + left.pop(0)
-            done += _ours(foreign, flag, value, known)
+            try:
+                done += _ours(foreign, flag, value, known)
+            except ConfigError as error:
+                refused.append(error)
             has_model |= "MODEL" in foreign.ours
         elif flag.startswith("--"):
-            raise _unknown(flag, known)
+            refused.append(_unknown(flag, known))
         else:
             done.append(arg)
             has_model = True
+    if refused:
+        raise _together(refused)
     return _joined(done)
+
+
+def _together(errors: list[ConfigError]) -> ConfigError:
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{len(errors)} options cannot be used:", *(f"  {error}" for error in errors)]
+    return ConfigError("\n".join(lines))
 
 
 def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
@@ -156,11 +173,9 @@ def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list
         return [option, json.dumps({member: _json(value)})]
     if (foreign.ours or option) and not foreign.is_optional:
         raise ConfigError(f"This command has no {(*foreign.ours, option)[0]}, which {flag} means.", fix="See --help.")
-    if flag == "--gpu-memory-utilization":
-        _check_gpu_share(value)
-    elif foreign.accepted is not None and value not in foreign.accepted:
+    if foreign.accepted is not None and value not in foreign.accepted:
         raise ConfigError(f"{flag} {value} is not supported: {foreign.why}.", fix=f"Possible: {', '.join(foreign.accepted)}.")
-    elif foreign is _BY_FLAG["-ngl"] and value == "0":
+    if foreign is _BY_FLAG["-ngl"] and value == "0":
         return ["--device", "cpu"]
     print(f"note: {flag} has no effect: {foreign.why}.", file=sys.stderr)
     return []
@@ -182,20 +197,6 @@ def _stands_for(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -
     if words and not there:
         raise ConfigError(f"This command has no {words[0]}, which {flag} means.", fix="See --help.")
     return there
-
-
-def _check_gpu_share(value: str) -> None:
-    try:
-        share = float(value)
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise ConfigError(f"--gpu-memory-utilization is {value!r}.", fix="It is a number above 0, up to 1.")
-    if share < _GPU_SHARE:
-        raise ConfigError(
-            f"--gpu-memory-utilization {value} cannot be honoured: here the KV cache is given a size.",
-            fix="Use --kv-memory, like --kv-memory 8G; `tidemill memory` shows what a model needs.",
-        )
 
 
 def _unknown(flag: str, known: Iterable[str]) -> ConfigError:

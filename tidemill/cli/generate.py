@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
 
 
+_NOISY_ABOVE = 2.0  # the API of OpenAI ends there; others, and this one, do not
+
 # Without a value: the model's default (tidemill models MODEL shows it).
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate. Default: --default-max-tokens.")
 ]
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token. Default: the model's.")
+    float | None,
+    typer.Option(
+        "--temperature",
+        "-t",
+        help="0: always the likeliest token; up to 100, as in the API, though above 2 text is mostly noise. "
+        "Default: the model's.",
+    ),
 ]
 TopP = Annotated[
     float | None,
@@ -63,6 +71,7 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     console = Console(stderr=True, highlight=False)
+    warn_if_noisy(temperature, console)
     raise_on_interrupt()
     lora = only_lora(settings)
     llm = LLM(progress=console.is_terminal, **settings.engine)
@@ -96,6 +105,11 @@ def only_lora(settings: Settings) -> str | None:
 def given_params(**given: Any) -> SamplingParams:
     """What is None was not given: the model's default counts."""
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def warn_if_noisy(temperature: float | None, console: Console) -> None:
+    if temperature is not None and temperature > _NOISY_ABOVE:
+        console.print(f"warning: above a temperature of {_NOISY_ABOVE:g}, text is mostly noise.", style="yellow")
 
 
 def summary(llm: LLM) -> str:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+import warnings
 from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ def make_app(only: str = "") -> typer.Typer:
         name="tidemill",
         help="Run and serve language models on this machine. Start with: tidemill serve",
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_show_locals=False,  # API keys are among them
@@ -80,6 +82,7 @@ def main() -> None:
     if VARIABLE in os.environ:  # a shell asks for completions
         asked = ""
         import_module("tidemill.cli.completion").answer_shell()
+    warnings.showwarning = _warn
     try:
         make_app(asked if asked in _COMMANDS or asked in _OTHER_NAMES else "")(standalone_mode=True)
     except KeyboardInterrupt:
@@ -92,6 +95,11 @@ def main() -> None:
             raise
         fix = "Choose another place, or " + ("make room there." if number in _NO_ROOM else "allow access to this one.")
         _fail(f"{os.strerror(number)}{f': {where}' if where else ''}.", fix)
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line, without the place in our code that it is from."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _fail(message: str, fix: str) -> NoReturn:

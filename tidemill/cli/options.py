@@ -187,6 +187,8 @@ OPTIONS = (
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
+    Option("gpu-memory-utilization", "number", ENGINE, field="gpu_memory_utilization", low=0, high=1, automatic="what is free",
+           help="The same as a part of a GPU's memory, like 0.5. On a CPU it has no effect: give --memory."),
     Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
            help="Memory for weights, like 8G, of a model that is larger: what does not fit is read from disk as it is "
            "needed, on a GPU from host memory."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,7 +11,11 @@ from rich.console import Console
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
 from tidemill.cli.text_options import SELF, Calibration, Samples, Seed, SeqLen, text_of
+from tidemill.config import fmt_bytes
 from tidemill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidemill.compress.quantize import Result
 
 
 @takes("model")
@@ -129,10 +133,22 @@ def quantize(
             f"{made.bits_per_weight:.2f} bits for each of {made.num_values:,} quantized weights.",
             markup=False,
         )
+        if made.bytes_after >= made.bytes_before:
+            console.print(_not_smaller(made), style="yellow", markup=False)
         if made.smaller_group is not None:
             console.print(f"Scales are of {made.smaller_group} columns: larger groups do not fit the matrices.", markup=False)
         if evaluate:
             console.print(summarize(settings["model"], made, evaluate, text, plot, shown))
+
+
+def _not_smaller(made: Result) -> str:
+    matrices, rest = fmt_bytes(made.num_matrix_bytes), fmt_bytes(made.bytes_after - made.num_matrix_bytes)
+    return (
+        f"warning: this is no smaller than the original, whose weights take {fmt_bytes(made.bytes_before)}: "
+        f"the quantized matrices take {matrices}, and embeddings, norms and the like, which stay floats, {rest}. "
+        "Quantize the original weights, in 16 bits; of a GGUF file, an --out that ends in .gguf keeps what is "
+        "not quantized as it is."
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import re
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tidemill.cli.options import BY_NAME
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
+from tidemill.engine.bars import LoadingBar
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tidemill.server.recording import TraceFile
 
 console = Console(stderr=True, highlight=False)
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
 
 
 @takes(*BY_NAME, model="several")
@@ -46,7 +44,7 @@ def serve(
         return
     from tidemill.server.call import RequestLog
     from tidemill.server.guard import SHORT_KEY, Access
-    from tidemill.server.run import Sharing, data_folder
+    from tidemill.server.run import STOPPED_BY_SIGTERM, Sharing, data_folder
     from tidemill.server.run import serve as run_server
     from tidemill.server.service import Manner
     from tidemill.server.storage import Storage
@@ -74,14 +72,14 @@ def serve(
     trace_path = _path(settings["record-trace"])
     trace_file = _trace_file(trace_path) if trace_path else None
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
-    bar = Progress(*_COLUMNS, console=console, transient=True)
-    task = bar.add_task("Loading weights", total=None)
+    bar, is_ready = LoadingBar(console=console), False
 
     def on_loading(name: str, message: Loading) -> None:
-        what = "Loading weights" if len(served) == 1 else f"Loading {name}"
-        bar.update(task, description=what, completed=message.done_bytes, total=message.total_bytes)
+        bar.show(message.done_bytes, message.total_bytes, "weights" if len(served) == 1 else name)
 
     def on_ready(models: Models, port: int) -> None:
+        nonlocal is_ready
+        is_ready = True
         bar.stop()
         print_ready(models, listen, port, bool(access.keys or access.admin_keys), settings["ui"])
         if trace_path:
@@ -94,9 +92,9 @@ def serve(
     cluster, fleet = _on_ray(settings, served)
     if fleet is not None:
         served = [dataclasses.replace(served[0], engine=fleet.engine)]
-    bar.start()
+    ended_by = ""
     try:
-        with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+        with bar:
             run_loop(
                 run_server(
                     served,
@@ -126,10 +124,15 @@ def serve(
                     trace_file=trace_file,
                 )
             )
+    except (asyncio.CancelledError, KeyboardInterrupt) as error:
+        ended_by = "SIGTERM" if error.args == (STOPPED_BY_SIGTERM,) else "Ctrl-C"
     finally:
-        bar.stop()
         if cluster is not None:
             cluster.close()
+    if ended_by and not is_ready:
+        console.print(f"Stopped by {ended_by} before the model was loaded.", style="yellow")
+        if ended_by == "Ctrl-C":
+            raise typer.Exit(130)
 
 
 def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, RayFleet | None]:
@@ -305,6 +308,6 @@ def budget_table(name: str, ready: Ready) -> Table:
     table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
     if kinds := model.unpacked_types(config.dtype):
         table.add_row("note", "", f"{', '.join(kinds)} is unpacked to 8 bits: more memory than the file")
-    for note in (*model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
+    for note in (*config.notes, *model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
         table.add_row("note", "", note)
     return table

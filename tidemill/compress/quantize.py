@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from tidemill.errors import ConfigError
 
 _IDS, _KV = "text", "kv-{:05}"
 _SMALLER_GROUPS = (64, 32)
+_GROUPS = (128, 96, 64, 48, 32, 16)  # that are advised where the one that was asked for does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +147,41 @@ def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) ->
     try:
         _check_matrices(decoder, method, layout)
         return None
-    except ConfigError:
+    except ConfigError as error:
         for smaller in () if is_given or size is None else [one for one in _SMALLER_GROUPS if one < size]:
             method.options["group"] = smaller
             with suppress(ConfigError):
                 _check_matrices(decoder, method, layout)
                 return smaller
-        raise
+        if size is not None:
+            method.options["group"] = size
+        raise _with_what_fits(error, decoder, method, layout) from error
+
+
+def _with_what_fits(error: ConfigError, decoder: Decoder, method: Method, layout: str) -> ConfigError:
+    """The same error; where it advises another format, only one that does hold what was asked for, or what else fits."""
+    advised = re.findall(r"--format ([\w-]+\w)", error.fix)
+    if not advised or all(_fits(decoder, method, one) for one in advised):
+        return error
+    fits = [f"--format {one}" + (" and a file of --out that ends in .gguf" if one == GGUF else "") for one in method.formats
+            if one != layout and _fits(decoder, method, one)]  # fmt: skip
+    size = method.options.get("group")
+    for group in _GROUPS if size is not None and not fits else ():
+        method.options["group"] = group
+        fits += [f"--group {group}" + ("" if one == layout else f" --format {one}") for one in method.formats
+                 if one != GGUF and _fits(decoder, method, one)][:1]  # fmt: skip
+    if size is not None:
+        method.options["group"] = size
+    fix = f"Choose {' or '.join(fits)}." if fits else "No format holds it: choose other --bits, or another --method."
+    return ConfigError(error.message, fix=fix, param=error.param)
+
+
+def _fits(decoder: Decoder, method: Method, layout: str) -> bool:
+    try:
+        _check_matrices(decoder, method, layout)
+    except ConfigError:
+        return False
+    return True
 
 
 def _check_matrices(decoder: Decoder, method: Method, layout: str) -> None:

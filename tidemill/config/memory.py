@@ -9,6 +9,7 @@ from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import bytes_of_page
 from tidemill.config.gpu_weights import gpu_weight_bytes
 from tidemill.config.options import Decision, EngineOptions
+from tidemill.config.remedies import remedies
 from tidemill.config.sizes import GIB, MIB, fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS, num_copied_pages
@@ -16,6 +17,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
+LEAST_CONTEXT = 512  # tokens that the KV memory must hold, unless --max-context says that fewer will do
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
 
 
@@ -24,6 +26,7 @@ class Memory:
     """What the KV cache shares memory with, and the size of a page."""
 
     available_bytes: int
+    total_bytes: int  # of the machine, or of the GPU
     weight_bytes: int
     activation_bytes: int
     page_bytes: int
@@ -33,6 +36,7 @@ class Memory:
     max_pages: int | None  # what the kernels can address, where there is a limit
     gpu: str  # its name and size for messages, or empty
     is_limited: bool  # a limit was given, below what is free
+    remedies: list[str]  # if it is too little
     lora_bytes: int = 0
     draft_bytes: int = 0
     beside_page_bytes: int = 0  # what KV policies may keep for each page
@@ -80,10 +84,16 @@ def measure(
         max_pages = (_MAX_COPY_ROWS - 1) // num_rows - 1
     free = (machine.gpu_free_bytes if on_gpu else machine.available_bytes) // options.data_parallel
     limit = free if options.memory_bytes is None else options.memory_bytes
+    if options.gpu_memory_utilization is not None:
+        limit = min(limit, _gpu_share(options, machine)) if on_gpu else limit
+    weights = gpu_weight_bytes(model, scheme) if on_gpu else model.weight_bytes(dtype, bool(machine.kernels))
+    spare = GPU_SPARE if on_gpu else 0
     return Memory(
         available_bytes=min(free, limit),
+        total_bytes=machine.gpu_bytes if on_gpu else machine.memory_bytes,
         is_limited=limit < free,
-        weight_bytes=gpu_weight_bytes(model, scheme) if on_gpu else model.weight_bytes(dtype, bool(machine.kernels)),
+        remedies=remedies(options, device, scheme, model, machine, weights, activations, min(free, limit) - activations - spare),
+        weight_bytes=weights,
         activation_bytes=activations,
         page_bytes=bytes_of_page(model, kv_dtype, page_size, layout),
         page_size=page_size,
@@ -94,20 +104,44 @@ def measure(
     )
 
 
+def _gpu_share(options: EngineOptions, machine: Machine) -> int:
+    share = options.gpu_memory_utilization
+    if share is None or not 0 < share <= 1:
+        fix = "It is a number above 0, up to 1."
+        raise ConfigError(f"gpu_memory_utilization is {share}.", fix=fix, param="gpu_memory_utilization")
+    return int(share * machine.gpu_bytes) // options.data_parallel
+
+
+def memory_notes(options: EngineOptions, device: str, memory: Memory, kv_bytes: int) -> tuple[str, ...]:
+    """What was asked for memory and has no effect here, or may not go well."""
+    notes = []
+    if options.gpu_memory_utilization is not None and device == "cpu":
+        notes.append("gpu_memory_utilization has no effect on a CPU; --memory and --kv-memory limit what is taken")
+    if options.kv_memory_bytes is not None and not memory.gpu and kv_bytes > memory.left_bytes:
+        needed = memory.available_bytes - memory.left_bytes + kv_bytes
+        notes.append(f"with the KV memory that was given, {fmt_bytes(needed)} are needed and {memory.free[:-1]}")
+    return tuple(notes)
+
+
 def decide_kv_bytes(options: EngineOptions, memory: Memory, wanted_pages: int) -> Decision[int]:
     """Memory for the KV cache, before it is rounded to pages."""
-    if options.kv_memory_bytes is not None:
-        return options.kv_memory_bytes, "given"
+    given, most = options.kv_memory_bytes, wanted_pages * memory.page_bytes
+    if given is not None and given > most:
+        return most, f"of the {fmt_bytes(given)} that were given: every slot at full context, which is all that can be used"
+    if given is not None:
+        return given, "given"
     room = memory.left_bytes - memory.spare_bytes
     room = room * memory.page_bytes // (memory.page_bytes + memory.beside_page_bytes)
     if room < memory.page_bytes:
-        more = "raise the limit" if memory.is_limited else "free memory"
+        more = f"raise the limit of {fmt_bytes(memory.available_bytes)}" if memory.is_limited else "free memory"
+        spare = f", {fmt_bytes(memory.spare_bytes)} for CUDA graphs and libraries" if memory.spare_bytes else ""
+        param = "gpu_memory_utilization" if options.memory_bytes is None else "memory_bytes"
         raise ConfigError(
-            f"{memory.needs} and {fmt_bytes(memory.activation_bytes)} for activations; {memory.free}",
-            fix=f"Use a smaller model, lower --max-requests or --token-budget, or {more}.",
-            param="memory_bytes" if memory.is_limited else None,
+            f"{memory.needs}{spare} and {fmt_bytes(memory.activation_bytes)} for activations; {memory.free}",
+            fix="\n".join(["What helps:", *(f"  {one};" for one in memory.remedies), f"  a smaller model, or {more}."]),
+            param=param if memory.is_limited else None,
         )
-    limits = [(wanted_pages * memory.page_bytes, "every slot at full context")]
+    limits = [(most, "every slot at full context")]
     if memory.is_limited:
         limits.append((room, f"what weights and activations leave of {fmt_bytes(memory.available_bytes)}"))
     elif memory.gpu:
@@ -124,11 +158,15 @@ def decide_possible_context(
 ) -> Decision[int]:
     """The context, or less if the KV memory does not hold one request of it."""
     num_pages, page_size = kv_bytes // memory.page_bytes, memory.page_size
-    min_pages = memory.num_pages_for(min(wanted, 2 * page_size))
+    least = min(wanted, max(LEAST_CONTEXT, 2 * page_size))
+    min_pages = memory.num_pages_for(least)
     if num_pages < min_pages:
+        held = sum(memory.num_pages_for(tokens) <= num_pages for tokens in range(page_size, least + 1, page_size)) * page_size
+        shorter = f", or accept a short context with --max-context {held}" if held >= 2 else ""
+        enough = -(-min_pages * memory.page_bytes // MIB)
         raise ConfigError(
-            f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
-            fix=f"Give at least {fmt_bytes(min_pages * memory.page_bytes)} with --kv-memory.",
+            f"{fmt_bytes(kv_bytes)} of KV memory hold {held} tokens: {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
+            fix=f"Give at least {enough}M with --kv-memory, which hold {least} tokens{shorter}.",
             param="kv_memory_bytes",
         )
     if memory.num_pages_for(wanted) <= num_pages:
@@ -153,6 +191,13 @@ def decide_num_pages(kv_bytes: int, memory: Memory, most: int) -> Decision[int]:
             f"{fmt_bytes(num_bytes)} of KV memory are {num_pages:,} pages; the attention kernels' 32-bit coordinates address "
             f"{memory.max_pages:,}.",
             fix=f"Give at most {memory.max_pages * memory.page_bytes // MIB}M with --kv-memory, or leave it out.",
+            param="kv_memory_bytes",
+        )
+    if not memory.gpu and memory.weight_bytes + memory.activation_bytes + num_bytes > memory.total_bytes:
+        raise ConfigError(
+            f"{memory.needs}, {fmt_bytes(memory.activation_bytes)} for activations and {fmt_bytes(num_bytes)} of KV memory; the "
+            f"machine has {fmt_bytes(memory.total_bytes)}.",
+            fix="Give less with --kv-memory, or leave it out.",
             param="kv_memory_bytes",
         )
     beside = num_pages * memory.beside_page_bytes

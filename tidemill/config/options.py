@@ -30,6 +30,7 @@ class EngineOptions:
     max_waiting: int = 4096
     token_budget: int | None = None
     memory_bytes: int | None = None  # for weights, activations and KV cache together
+    gpu_memory_utilization: float | None = None  # on a GPU the same, as a part of its memory
     weight_memory_bytes: int | None = None  # for weights; what does not fit is streamed from disk
     weight_cache: str | None = None  # PATH:SIZE, for the files that weights are streamed from
     hot_neurons: str | None = None  # a folder that measure-neurons has written: the others are computed by the CPU

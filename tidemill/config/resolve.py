@@ -36,7 +36,14 @@ from tidemill.config.compute import (
     decide_token_budget,
 )
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
-from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
+from tidemill.config.memory import (
+    GPU_SPARE,
+    decide_kv_bytes,
+    decide_num_pages,
+    decide_possible_context,
+    measure,
+    memory_notes,
+)
 from tidemill.config.neurons import HotNeurons, decide_hot_neurons
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_collectives, decide_ranks, decide_tensor_layout
@@ -132,6 +139,7 @@ class EngineConfig:
     expert_parallel: bool = False
     nano_batching: str = "off"
     reasons: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # for whoever starts it
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
         """The request's KV policy, or the engine's where it has none. Raises unless the engine has it."""
@@ -354,6 +362,7 @@ def resolve(
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,
         reasons=reasons,
+        notes=memory_notes(options, device, memory, num_pages * of_rank.page_bytes),
     )
 
 
@@ -374,6 +383,7 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
+        gpu_memory_utilization=None,
         weight_memory_bytes=None, hot_neurons=None, contextual_sparsity=None, prefix_index="hash", queue_order="arrival",
         acceptance="exact", draft_heads=None,
         kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",

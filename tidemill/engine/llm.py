@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 import torch
 
-from tidemill.engine.bars import loading_bar, request_bar
+from tidemill.engine.bars import LoadingBar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
@@ -72,11 +72,10 @@ class LLM:
             fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
-        with loading_bar(progress) as (bar, task):
-            self._core: EngineCore | None = load_core(
-                given,
-                lambda _, done, total: bar.update(task, completed=done, total=total),
-            )
+        with LoadingBar(enabled=progress) as bar:
+            self._core: EngineCore | None = load_core(given, lambda _, done, total: bar.show(done, total))
+        for note in self.core.config.notes:
+            warnings.warn(f"LLM: {note}.", stacklevel=2)
         self._progress = progress
         self._next_id = 0
         self._pending: dict[str, OutputBuilder] = {}

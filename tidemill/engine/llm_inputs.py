@@ -34,7 +34,7 @@ _SAME = {
     "kv_host_memory": "kv_host_memory_bytes",
 }
 _WITHOUT_EFFECT = frozenset({
-    "gpu_memory_utilization", "enforce_eager", "trust_remote_code", "disable_log_stats", "download_dir", "swap_space",
+    "enforce_eager", "trust_remote_code", "disable_log_stats", "download_dir", "swap_space",
     "cpu_offload_gb", "max_seq_len_to_capture", "disable_custom_all_reduce", "enable_chunked_prefill", "max_logprobs",
     "tokenizer_mode", "disable_cascade_attn", "compilation_config", "distributed_executor_backend",
 })  # fmt: skip

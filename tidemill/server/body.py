@@ -7,6 +7,7 @@ header x-tidemill-ignored; a field that would change the output and is not suppo
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
 from collections import UserDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -141,7 +142,7 @@ def parse(model: type[M], body: bytes, call: Call | None = None) -> M:
     try:
         return model.model_validate_json(body, context=call)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, model) from None
 
 
 def read(model: type[M], given: dict[str, Any]) -> M:
@@ -228,7 +229,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return about | {"anyOf": kinds if _NULL in kinds else [*kinds, _NULL]}
 
 
-def _explain(error: ValidationError) -> InvalidRequest:
+def _explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     """The first error, with the parameter's name; of a union, the error of the member that fits best."""
     if error.error_count() > _MAX_MISTAKES:  # formatting them all would take seconds
         return InvalidRequest(f"The body has {error.error_count()} errors.", fix="Compare it with /openapi.json.")
@@ -241,7 +242,9 @@ def _explain(error: ValidationError) -> InvalidRequest:
     if not path:
         return InvalidRequest("The body must be a JSON object.")
     if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"The parameter {'.'.join(path)!r} is not supported.", param=path[0])
+        near = difflib.get_close_matches(path[0], model.model_fields, n=1, cutoff=0.75) if len(path) == 1 else []
+        fix = f"Did you mean {near[0]}?" if near else ""
+        return InvalidRequest(f"The parameter {'.'.join(path)!r} is not supported.", fix=fix, param=path[0])
     if first["type"] == "missing":
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is required.", param=path[0])
     what = first["msg"].removeprefix("Value error, ")

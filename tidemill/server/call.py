@@ -21,6 +21,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError
+from tidemill.server import page
 
 MAX_ID_CHARS = 128
 ID_PATTERN = rf"^[A-Za-z0-9._-]{{1,{MAX_ID_CHARS}}}$"
@@ -41,7 +42,8 @@ _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/inpu
 _LLAMACPP = frozenset({"/completion", "/completions", "/infill", "/embedding", "/embeddings"})
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
+# Polled every few seconds, or a dozen at once that belong to the page; logged only on errors.
+_QUIET = frozenset({"/health", "/ready", "/metrics"}) | page.PATHS
 _REFUSED_AT_ONCE, _REFUSED_PER_S = 50, 5.0
 _log = logging.getLogger("tidemill.server")
 

@@ -52,6 +52,7 @@ from tidemill.wire import Loading, Pages, Ready
 if TYPE_CHECKING:
     from tidemill.server.recording import Recording, TraceFile
 
+STOPPED_BY_SIGTERM = "SIGTERM"  # with which a server is cancelled that is still loading
 DATA_QUOTA_BYTES = 10 * 2**30
 _GRACE_S = 5  # for connections to close when nothing is under way any more
 
@@ -233,18 +234,18 @@ async def serve(
     pool: EnginePool | None = None
     link = EngineLink()  # to the first engine, where there are several
 
-    def stop() -> None:
+    def stop(number: int) -> None:
         nonlocal draining
         if server is None or models is None or batches is None or not server.started:
             assert me is not None
-            me.cancel()  # still loading
+            me.cancel(STOPPED_BY_SIGTERM if number == signal.SIGTERM else None)  # still loading
         elif draining is None:
             draining = asyncio.create_task(_drain(models, batches, server, drain_s))
         else:
             server.force_exit = server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     try:
         if len(engines) > 1 or sharing.is_asked:
             pool = await _pool(engines, link, sharing, start_seconds, log)

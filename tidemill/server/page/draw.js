@@ -1,6 +1,6 @@
 // The canvases of the engine's view: a map of pages, bars of steps, a line of rates.
 
-import { seconds } from "./dom.js";
+import { h, seconds } from "./dom.js";
 
 export const FREE = 0;
 export const CACHED = 1;
@@ -14,7 +14,7 @@ let probe;
 
 /** What a colour of the style sheet is now, in this theme. */
 export function colour(name) {
-  if (!probe) document.body.append((probe = document.createElement("i")));
+  if (!probe) document.body.append((probe = h("i", { hidden: true }))); // anything visible would be a row of the page's grid
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
 }

@@ -288,9 +288,9 @@ function requestRow(request, [num, own] = [0, 0]) {
     {},
     h("td", { title: request.id }, swatch(requestColour(slots.get(request.id) ?? 0)), h("code", {}, short(request.id))),
     h("td", {}, h("span", { class: `phase ${request.phase}` }, request.phase)),
-    h("td", {}, meter, String(request.prompt)),
-    h("td", {}, request.output ? count(request.output, "token") : "–"),
-    h("td", {}, num ? `${own}${num > own ? ` + ${num - own} shared` : ""}` : "–"),
+    h("td", {}, meter, request.prompt.toLocaleString("en")),
+    h("td", {}, request.output ? request.output.toLocaleString("en") : "–"),
+    h("td", { title: count(num - own, "shared page") }, num ? `${own}${num > own ? ` + ${num - own}` : ""}` : "–"),
     h("td", {}, seconds(1000 * request.age_s)),
   );
 }

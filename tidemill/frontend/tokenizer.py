@@ -26,6 +26,7 @@ from tidemill.weights.locate import read_file, read_json
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})  # of a template
 _SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
+_ANCHOR = "\x02"  # no token joins it with what follows
 _log = logging.getLogger("tidemill.frontend")
 
 
@@ -276,6 +277,30 @@ class Tokenizer:
         """Tokens that the text begins with."""
         return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
 
+    def spell(self, text: str) -> list[int]:
+        """Ordinary tokens whose bytes are exactly the text's: those that `encode` cuts it into, unless it
+        changes the text (a space before it, another Unicode form) or finds control tokens in it."""
+        wanted = text.encode()
+        for before in ("", _ANCHOR):
+            ids = self.encode(before + text, add_special=False)
+            ids = ids[len(self.encode(before, add_special=False)) :] if before else ids
+            if b"".join(map(self.token_bytes, ids)) == wanted and self.special_ids.isdisjoint(ids):
+                return ids
+        return self._longest_tokens(wanted)
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        """Up to where no token goes on."""
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest_bytes), at, -1)
+            found = (token for end in ends for token in self._by_bytes.get(text[at:end], ()))
+            token = next((token for token in found if token not in self.special_ids), None)
+            if token is None:
+                break
+            ids.append(token)
+            at += len(self.token_bytes(token))
+        return ids
+
     @cached_property
     def _by_bytes(self) -> dict[bytes, list[int]]:
         made: dict[bytes, list[int]] = {}
@@ -383,10 +408,12 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
                     table[token_id] = token.encode()
     elif "▁" in decoder or '"Metaspace"' in decoder:
         for token, token_id in vocab.items():
-            if token_id not in added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            if token_id in special:
+                table[token_id] = token.encode()
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 table[token_id] = bytes([int(token[3:5], 16)])
-            else:
-                table[token_id] = token.replace("▁", " ").encode() if token_id not in added else token.encode()
+            else:  # added tokens, too: Gemma's runs of spaces are
+                table[token_id] = token.replace("▁", " ").encode()
     elif '"WordPiece"' in decoder:
         prefix = backend.decoder.prefix
         for token, token_id in vocab.items():

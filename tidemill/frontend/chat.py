@@ -239,8 +239,6 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """In place of jinja2's, which writes HTML. The order is that of Transformers, for which templates are written."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -33,6 +33,15 @@ _OPEN = frozenset({
     "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf", "if",
     "$ref",
 })  # fmt: skip
+_OBJECT_KEYS = frozenset({
+    "properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required", "minProperties",
+    "maxProperties", "propertyNames", "dependentRequired",
+})  # fmt: skip
+# Keywords with schemas of the same value, of values in it, or of others; those that are maps from names to schemas.
+_IN_PLACE = frozenset({"allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas"})
+_OF_VALUES = frozenset({"properties", "patternProperties", "additionalProperties", "items", "prefixItems"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 # Lowest and highest value. Checked below, and published in the server's OpenAPI description.
 INTEGERS = {
@@ -171,21 +180,49 @@ class Beams(msgspec.Struct, frozen=True):
 
 
 def closed(schema: Any) -> Any:
-    """A JSON schema whose objects have no properties but those it names, as OpenAI means by strict. Changed in place."""
-    left = [schema]
+    """A JSON schema whose objects have no properties but those it names, as OpenAI means by strict. Changed
+    in place. A schema that is only a part of what is said about an object, as beside others in an allOf, is
+    left open: its siblings name other properties."""
+    left: list[tuple[Any, bool]] = [(schema, True)]  # schemas, and that each says all of its value
+    found: dict[int, dict[str, Any]] = {}
+    seen: set[tuple[int, bool]] = set()
     while left:
-        one = left.pop()
-        if not isinstance(one, dict):
+        one, is_all = left.pop()
+        if not isinstance(one, dict) or (id(one), is_all) in seen:
             continue
+        seen.add((id(one), is_all))
+        found[id(one)] = one
+        parts, target = _schemas_of(one, _IN_PLACE), _target(schema, one.get("$ref"))
+        num = len(parts) if one.keys() & _IN_PLACE not in ({"anyOf"}, {"oneOf"}) else 1  # of a choice, one counts
+        is_other = bool(one.keys() & (_OBJECT_KEYS | {"if", "then", "else", "not", "dependentSchemas"}))
+        is_only = is_all and not is_other and num + ("$ref" in one) == 1
+        left += [(value, True) for value in _schemas_of(one, _DEFINITIONS)]
+        left += [(value, is_all and not parts) for value in _schemas_of(one, _OF_VALUES)]
+        left += [(part, is_only) for part in parts]
+        left.append((target, is_only))
+    for number, one in found.items():
         named, required = one.get("properties"), one.get("required", [])
         is_whole = isinstance(named, dict) and isinstance(required, list) and all(str(name) in named for name in required)
-        if is_whole and not one.keys() & _OPEN:
+        if is_whole and (number, False) not in seen and not one.keys() & _OPEN:
             one["additionalProperties"] = False
-        for name, value in one.items():
-            if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-                left += value.values()
-            elif name in ("items", "prefixItems", "anyOf", "oneOf", "allOf"):
-                left += value if isinstance(value, list) else [value]
+    return schema
+
+
+def _schemas_of(schema: dict[str, Any], keywords: frozenset[str]) -> list[Any]:
+    made: list[Any] = []
+    for name in schema.keys() & keywords:
+        value = schema[name]
+        is_map = name in _NAMED_SCHEMAS and isinstance(value, dict)
+        made += value.values() if is_map else value if isinstance(value, list) else [value]
+    return made
+
+
+def _target(schema: Any, reference: Any) -> Any:
+    """What a reference within the document means; None: unknown."""
+    if not isinstance(reference, str) or not reference.lstrip("#").startswith("/"):
+        return schema if reference == "#" else None
+    for step in reference.lstrip("#")[1:].split("/"):
+        schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
     return schema
 
 

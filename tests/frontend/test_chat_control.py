@@ -70,7 +70,7 @@ def tokenizer(request):
 
 def as_one_text(tokenizer, messages, tools=None, **variables):
     """Everything tokenized together: right as long as nobody types a control token."""
-    given = variables | {"bos_token": tokenizer._bos_text, "eos_token": tokenizer._eos_text, "add_generation_prompt": True}
+    given = variables | tokenizer._token_texts | {"add_generation_prompt": True}
     return tokenizer.encode(ChatTemplate(tokenizer.chat_template.source).render(messages, tools, given), add_special=False)
 
 

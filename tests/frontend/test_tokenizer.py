@@ -1,6 +1,7 @@
 """Tokenizers from files, and text that never breaks a character."""
 
 import itertools
+import json
 import random
 
 import pytest
@@ -11,7 +12,9 @@ from tests.helpers import byte_tokenizer
 from tidemill.errors import CheckpointError, ConfigError, InvalidRequest
 from tidemill.frontend import chat
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
+from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
+from tidemill.sampling import Grammar
 
 TEXTS = [
     "Hello world", " leading and  double  spaces ", "1234567 89", "it's we're I'll", "naïve café 東京 🦆👩‍🚀 ملاح",
@@ -329,3 +332,47 @@ def test_variables_of_the_template(thinking_folder):
     assert tokenizer.render_chat(messages) == off != plain.render_chat(messages)
     on = tokenizer.render_chat(messages, variables={"enable_thinking": True})  # what a request gives counts
     assert on == plain.render_chat(messages, variables={"enable_thinking": True}) != off
+
+
+# ---- text that a tokenizer writes otherwise than it reads it
+
+
+def runs_of_spaces(prefix: bool) -> Tokenizer:
+    """As Gemma's: runs of spaces are added tokens that are not special. `prefix`: a space is put before texts, as Llama 2's."""
+    from tokenizers import AddedToken, decoders, models, normalizers
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁▁", "▁▁▁", "▁a", "é"]
+    merges = [("▁", "▁"), ("▁▁", "▁"), ("▁", "a")]
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, byte_fallback=True))
+    first = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.NFC(), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken(piece, normalized=False) for piece in ("▁▁", "▁▁▁")])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    return Tokenizer(backend, eos_token_ids=[2])
+
+
+@pytest.mark.parametrize("text", ["a\n   a:\n  b  a", "  b", "é  東 🦆\t\x00"])
+def test_runs_of_spaces_that_are_added_tokens(text):
+    tokenizer = runs_of_spaces(prefix=False)
+    ids = tokenizer.encode(text)
+    decoder = StreamDecoder(tokenizer)
+    assert tokenizer.decode(ids) == text == tokenizer._backend.decode(ids)
+    assert "".join(map(decoder.push, ids)) + decoder.finish() == text
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("text", ["a  b", "   a", "▁▁a", "cafe\u0301  b", "a</s>b", "東"])
+def test_forced_text_is_spelled_as_it_is(prefix, text):
+    """A tokenizer may put a space before a text, write it in another Unicode form, or see control tokens in it: tokens that are
+    forced by a grammar must not."""
+    tokenizer = runs_of_spaces(prefix)
+    matcher = Grammars.of("llguidance", tokenizer, tokenizer.vocab_size).matcher(Grammar("choice", json.dumps([text])))
+    ids = []
+    while not matcher.is_over:
+        words = matcher.mask()
+        ids.append(next(token for token in range(3, tokenizer.vocab_size) if words[token // 32] >> (token % 32) & 1))
+        matcher.take(ids[-1:])
+        assert not matcher.error
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(tokenizer.spell(text), skip_special=False) == text

@@ -26,7 +26,7 @@ from tidemill.frontend.parsers import (
 from tidemill.frontend.parsers.families import HARMONY_MARKS
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sampling import Grammar, SamplingParams, closed
 
 A1 = '{"city": "Łódź", "deep": {"a": [1, {"b": "}"}], "q": "say \\"hi\\""}}'
 SCHEMA = {
@@ -469,3 +469,56 @@ def test_a_call_that_cannot_be_forced(tools, name, words):
     with pytest.raises(InvalidRequest, match=words) as caught:
         call_grammar(tools, name, False)
     assert caught.value.param == "tool_choice"
+
+
+# ---- objects of forced calls are closed
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SHUT = PLACE | {"additionalProperties": False}
+DAY = {"properties": {"day": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (PLACE, SHUT),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),  # of names that are not known
+        (PLACE | {"additionalProperties": True}, PLACE | {"additionalProperties": True}),
+        ({"properties": {"at": {"type": "array", "items": PLACE}}},
+         {"properties": {"at": {"type": "array", "items": SHUT}}, "additionalProperties": False}),
+        ({"anyOf": [PLACE, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"allOf": [{"$ref": "#/$defs/P"}], "$defs": {"P": PLACE}}, {"allOf": [{"$ref": "#/$defs/P"}], "$defs": {"P": SHUT}}),
+        *((same, same) for same in (  # closing one part would forbid what another has
+            {"allOf": [PLACE, DAY]},
+            {"allOf": [{"$ref": "#/$defs/P"}, DAY], "$defs": {"P": PLACE}},
+            {"$ref": "#/$defs/P", "properties": {"day": {}}, "$defs": {"P": PLACE}},
+            {"properties": {"day": {}}, "anyOf": [PLACE, {"required": ["day"]}]},
+            {"allOf": [{"properties": {"at": PLACE}}, {"properties": {"at": DAY}}]},
+            {"not": PLACE},
+            {"anyOf": [{"allOf": [PLACE, DAY]}]},
+        )),
+    ],
+)  # fmt: skip
+def test_objects_are_closed_where_nothing_else_says_what_they_have(schema, expected):
+    given = json.loads(json.dumps(schema))
+    assert closed(given) == expected
+
+
+def test_a_definition_that_is_used_in_two_ways_stays_open():
+    given = {"properties": {"a": {"$ref": "#/$defs/P"}, "b": {"allOf": [{"$ref": "#/$defs/P"}, DAY]}}, "$defs": {"P": PLACE}}
+    assert closed(json.loads(json.dumps(given)))["$defs"]["P"] == PLACE
+
+
+def test_a_definition_that_holds_itself_is_closed():
+    tree = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}}}
+    made = closed({"$ref": "#/$defs/T", "$defs": {"T": tree}})
+    assert made["$defs"]["T"]["additionalProperties"] is False
+
+
+def test_forced_calls_invent_no_arguments(grammars):
+    grammar = call_grammar([{"name": "weather", "parameters": PLACE}], "weather", False)
+    draw = random.Random(7)
+    for _ in range(6):
+        assert json.loads(written(grammars, grammar, draw))["arguments"].keys() == {"city"}
+    assert PLACE.keys() == {"type", "properties", "required"}  # what a client sent is shown to the model as it is

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -186,8 +187,14 @@ def test_custom_tools(client, roomy):
     history = [*MESSAGES, whole.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     prompt = httpx.post(f"{roomy.url}/v1/chat/completions/render", json={"messages": history, "tools": [custom]}).json()["prompt"]
     assert '{"input":' in prompt
-    custom["custom"]["format"] = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a"}}
-    with pytest.raises(openai.BadRequestError, match="as the format of a custom tool"):
+    cut = client.chat.completions.create(**settings | {"max_tokens": 60, "logit_bias": {str(quote): -100}}).choices[0]
+    assert cut.finish_reason == "length"
+    assert '"input"' not in cut.message.tool_calls[0].custom.input
+    custom["custom"]["format"] = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]{3}"}}
+    (call,) = client.chat.completions.create(**settings).choices[0].message.tool_calls
+    assert re.fullmatch("[0-9]{3}", call.custom.input)
+    custom["custom"]["format"]["grammar"]["syntax"] = "lark"
+    with pytest.raises(openai.BadRequestError, match="lark grammar cannot be enforced"):
         client.chat.completions.create(**settings)
 
 

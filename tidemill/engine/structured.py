@@ -114,7 +114,7 @@ class StructuredOutput:
             return []
         with suppress(InvalidRequest), _contained():
             text = matcher.forced().decode(errors="ignore")
-            return self._tokenizer.encode(text, add_special=False) if text else []
+            return self._tokenizer.spell(text) if text else []
         return []
 
     def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
@@ -248,7 +248,7 @@ class AfterReasoning:
             return
         self._phase = _Phase.ANSWER
         if self._matcher is not None and (rest := rest.strip()):  # the token that ends the reasoning has begun the answer
-            self._matcher.take(self._tokenizer.encode(rest.decode(errors="replace"), add_special=False))
+            self._matcher.take(self._tokenizer.spell(rest.decode(errors="replace")))
 
     def copy(self) -> AfterReasoning:
         made = copy(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
@@ -17,11 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.errors import CheckpointError, InvalidRequest
 from tidemill.frontend.control import ControlTokens
+from tidemill.frontend.template_probe import TemplateProbe
 
 MAX_CHARS = 16 * 2**20
 MAX_TEMPLATE_CHARS = 2**20
 _ERROR_CHARS = 300
-_TEMPLATE_TOKENS = ("bos_token", "eos_token")  # variables that are the tokenizer's, not a client's
+# Variables that are the tokenizer's, not a client's.
+TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class _Generation(Extension):
@@ -74,6 +76,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self._knows_tools = "tools" in source
+        self._probe = TemplateProbe(self._write)
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(f"The model's chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.")
         try:
@@ -96,11 +99,14 @@ class ChatTemplate:
         """If the template does not use `tools`, they are described in the system message. `marks`: control tokens in what the
         client gave are broken by marks."""
         try:
-            known = {**(variables or {}), "messages": [_plain(message) for message in messages], "tools": tools or None}
+            adapted = [self._adapted(message) for message in messages]
+            if any(message.get("role") == "system" for message in messages) and self._probe.refuses_system:
+                adapted = _without_system(adapted)
+            known = {**(variables or {}), "messages": adapted, "tools": tools or None}
             if marks:
-                known = {name: value if name in _TEMPLATE_TOKENS else self.control.mark(value) for name, value in known.items()}
+                known = {name: value if name in TOKEN_VARIABLES else self.control.mark(value) for name, value in known.items()}
             if tools and not self._knows_tools:
-                known["messages"] = _with_tools(known["messages"], known["tools"])
+                known["messages"] = self._with_tools(known["messages"], known["tools"])
             return _bounded(self._template.generate({"documents": None, **known}))
         except InvalidRequest:
             raise
@@ -110,6 +116,45 @@ class ChatTemplate:
         except Exception as error:  # of the model's own code
             what = f"fails on these messages: {type(error).__name__}: {str(error)[:_ERROR_CHARS]}"
             raise InvalidRequest(f"The model's chat template {what}.", param="messages") from error
+
+    def _write(self, messages: list[dict[str, Any]], tools: Any) -> str:
+        known = {"messages": messages, "tools": tools, "add_generation_prompt": False, "documents": None}
+        return _bounded(self._template.generate(dict.fromkeys(TOKEN_VARIABLES, "") | known))
+
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message in the form that the template takes: content as a string or as parts, arguments as an object or as text."""
+        content, role, calls = message.get("content"), str(message.get("role")), message.get("tool_calls")
+        if isinstance(content, list):
+            content = _texts(content)
+            if not self._probe.takes(role, parts=True):
+                content = _joined(content)
+        elif content and not self._probe.takes(role, parts=False) and self._probe.takes(role, parts=True):
+            content = [{"type": "text", "text": content}]
+        made = {**message, "content": content or ""}
+        if calls:
+            made["tool_calls"] = [_read_arguments(call, self._probe.takes_arguments_as_text) for call in calls]
+            made["content"] = content or (None if self._probe.takes_null else "")
+        if "reasoning_content" in message:  # gpt-oss reads it by the other name
+            made.setdefault("thinking", message["reasoning_content"])
+        return made
+
+    def _with_tools(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Tools described in the system message, or in the first one. A template that does not know tools may still write calls
+        and their results, in the way in which its model was trained to."""
+        described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        probe = self._probe
+        call = probe.example_call if probe.writes_results else ""
+        if not call:
+            call = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
+            messages = _as_turns(messages)
+        text = f"You may call these functions:\n{described}\nTo call one, answer with {call}"
+        at = next((i for i, message in enumerate(messages) if message.get("role") == "system"), None)
+        if at is not None:
+            system = messages[at]
+            joined = {**system, "content": f"{_joined(system['content'])}\n\n{text}"}
+            return [*messages[:at], joined, *messages[at + 1 :]]
+        made = [{"role": "system", "content": text}, *messages]
+        return _without_system(made) if probe.refuses_system else made
 
 
 def _bounded(parts: Iterator[str]) -> str:
@@ -123,55 +168,77 @@ def _bounded(parts: Iterator[str]) -> str:
     return "".join(written)
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Content as one string: text parts joined, anything else refused."""
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise InvalidRequest(f"A content part of type {kind!r} is not supported.", fix="Send text.", param="messages")
-            texts.append(part["text"])
-        content = "".join(texts)
-    calls = message.get("tool_calls")
-    made = {**message, "content": content if content is not None else ""}
-    return made if not calls else made | {"tool_calls": [_read_arguments(call) for call in calls]}
+def _texts(content: list[Any]) -> list[dict[str, Any]]:
+    """The parts of a content, which must be text."""
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InvalidRequest(f"A content part of type {kind!r} is not supported.", fix="Send text.", param="messages")
+    return content
 
 
-def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates serialize arguments themselves, so they get the value, not its JSON text."""
+def _joined(content: Any) -> str:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _read_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """Most templates serialize arguments themselves, so they get the value; some take its JSON text."""
     function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
+    arguments = function.get("arguments")
+    if as_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"])
+            function["arguments"] = json.loads(arguments)
     return {**call, "function": function}
 
 
-def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = (
-        f"You may call these functions:\n{described}\n"
-        'To call one, answer with <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
-    )
-    made = []
-    for message in messages:  # as plain turns, which every template knows
+def _prefixed(content: Any, text: str) -> Any:
+    """Content with a text before it."""
+    return [{"type": "text", "text": text}, *content] if isinstance(content, list) else text + content
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What system messages say becomes the beginning of the first message of the user."""
+    texts = [_joined(message["content"]) for message in messages if message.get("role") == "system"]
+    made = [message for message in messages if message.get("role") != "system"]
+    first = next((i for i, message in enumerate(made) if message.get("role") == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": "\n\n".join(texts)}, *made]
+    made[first] = {**made[first], "content": _prefixed(made[first]["content"], "\n\n".join([*texts, ""]))}
+    return made
+
+
+def _as_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls and their results as turns of assistant and user, which every template knows."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
         if message.get("tool_calls"):
             calls = "\n".join(
                 f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>" for call in message["tool_calls"]
             )
-            message = {"role": "assistant", "content": f"{message['content']}{calls}"}
+            message = {"role": "assistant", "content": f"{_joined(message['content'])}{calls}"}
         elif message.get("role") == "tool":
-            message = {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+            message = {"role": "user", "content": f"<tool_response>{_joined(message['content'])}</tool_response>"}
+            if made and made[-1].get("role") == "user" and isinstance(made[-1]["content"], str):  # they must alternate
+                message["content"] = f"{made.pop()['content']}\n{message['content']}"
         made.append(message)
-    if made and made[0].get("role") == "system":
-        return [{**made[0], "content": f"{made[0]['content']}\n\n{text}"}, *made[1:]]
-    return [{"role": "system", "content": text}, *made]
+    return made
+
+
+def joined_templates(by_name: Mapping[Any, Any]) -> str | None:
+    """One template of several that have names: `tool_use` where there are tools, `default` where there are none."""
+    texts = {name: text.removesuffix("\n") for name, text in by_name.items() if isinstance(text, str)}
+    default, tool_use = texts.get("default"), texts.get("tool_use")
+    if default is None or tool_use is None or default == tool_use:
+        return default if default is not None else tool_use
+    return f"{{%- if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """In place of jinja2's, which writes HTML. The order is that of Transformers, for which templates are written."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

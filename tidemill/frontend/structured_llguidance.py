@@ -82,4 +82,4 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: Any) -> list[int]:
-        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special=False)
+        return self._tokenizer.spell(text.decode() if isinstance(text, bytes) else text)

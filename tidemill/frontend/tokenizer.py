@@ -17,7 +17,7 @@ from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError
-from tidemill.frontend.chat import ChatTemplate, Template
+from tidemill.frontend.chat import TOKEN_VARIABLES, ChatTemplate, Template, joined_templates
 from tidemill.frontend.control import MARK
 from tidemill.frontend.folder_tokenizer import build_from_files
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
@@ -25,9 +25,11 @@ from tidemill.frontend.templates import NAMED
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_file, read_json
 
-_OWN_VARIABLES = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt"})  # of a template
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", *TOKEN_VARIABLES})  # of a template
+_TEMPLATE_FOLDER = "additional_chat_templates"  # beside chat_template.jinja, the default
 _LONG_TEXT = 1024  # characters
 _SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
+_ANCHOR = "\x02"  # no token joins it with what follows
 _log = logging.getLogger("tidemill.frontend")
 
 
@@ -45,7 +47,9 @@ class Tokenizer:
         separator_id: int | None = None,
         bos_in_chat: bool = True,
         chat_template: str | None = None,
+        token_texts: dict[str, str] | None = None,
     ) -> None:
+        """`token_texts`: variables of the chat template as the tokenizer's own settings have them."""
         backend.no_truncation()  # a tokenizer.json may carry settings of a training run
         backend.no_padding()
         self._backend = backend
@@ -60,8 +64,11 @@ class Tokenizer:
         self._token_bytes, self.special_ids = _byte_table(backend)
         self._special_but: dict[frozenset[str], frozenset[int]] = {frozenset(): self.special_ids}  # a few: one a dialect
         self._longest_bytes = max(map(len, self._token_bytes.values()), default=1)
-        self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
-        self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
+        ends = self.eos_token_ids[:1]  # generation may end with others than texts do
+        by_id = {"bos_token": bos_token_id, "eos_token": ends[0] if ends else None}
+        self._token_texts = {
+            name: "" if token is None else backend.id_to_token(token) or "" for name, token in by_id.items()
+        } | (token_texts or {})
         self.chat_template: Template | None = None
         self._marks: bool | None = None  # whether control tokens in content are marked; None: not tried yet
         self.variables: dict[str, Any] = {}  # of the chat template, where a conversation does not give them
@@ -203,7 +210,7 @@ class Tokenizer:
 
     def as_prompt(self, rendered: str) -> str:
         """A rendered conversation as `encode` wants it, which puts the first token before a text itself."""
-        return rendered.removeprefix(self._bos_text or "") if self._before else rendered
+        return rendered.removeprefix(self._token_texts["bos_token"]) if self._before else rendered
 
     def _render(
         self,
@@ -219,9 +226,7 @@ class Tokenizer:
             raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
         if self._marks is None:
             self.use_template(self.chat_template)
-        ours = {
-            "bos_token": self._bos_text,
-            "eos_token": self._eos_text,
+        ours = self._token_texts | {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         variables = {**self.variables, **(variables or {})}
@@ -231,6 +236,8 @@ class Tokenizer:
         if not continue_final_message:
             return text
         last = messages[-1].get("content")
+        if isinstance(last, list):  # of text parts, which were rendered
+            last = last[-1]["text"] if last else None
         last = self.chat_template.control.mark(last) if self._marks else last
         at = text.rfind(last) if isinstance(last, str) and last else -1
         if at < 0:
@@ -263,7 +270,7 @@ class Tokenizer:
         ]
         if unsafe:
             _log.warning("Control tokens of this tokenizer that a message may contain: %s.", ", ".join(map(repr, unsafe[:8])))
-        if _marks_survive(template, {"bos_token": self._bos_text, "eos_token": self._eos_text}):
+        if _marks_survive(template, self._token_texts):
             return True
         _log.warning("The model's chat template rewrites content: control tokens in messages are not distinguished from its own.")
         return False
@@ -291,6 +298,30 @@ class Tokenizer:
     def prefix_tokens(self, text: bytes) -> list[int]:
         """Tokens that the text begins with."""
         return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
+
+    def spell(self, text: str) -> list[int]:
+        """Ordinary tokens whose bytes are exactly the text's: those that `encode` cuts it into, unless it
+        changes the text (a space before it, another Unicode form) or finds control tokens in it."""
+        wanted = text.encode()
+        for before in ("", _ANCHOR):
+            ids = self.encode(before + text, add_special=False)
+            ids = ids[len(self.encode(before, add_special=False)) :] if before else ids
+            if b"".join(map(self.token_bytes, ids)) == wanted and self.special_ids.isdisjoint(ids):
+                return ids
+        return self._longest_tokens(wanted)
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        """Up to where no token goes on."""
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest_bytes), at, -1)
+            found = (token for end in ends for token in self._by_bytes.get(text[at:end], ()))
+            token = next((token for token in found if token not in self.special_ids), None)
+            if token is None:
+                break
+            ids.append(token)
+            at += len(self.token_bytes(token))
+        return ids
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, list[int]]:
@@ -399,10 +430,12 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
                     table[token_id] = token.encode()
     elif "▁" in decoder or '"Metaspace"' in decoder:
         for token, token_id in vocab.items():
-            if token_id not in added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            if token_id in special:
+                table[token_id] = token.encode()
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 table[token_id] = bytes([int(token[3:5], 16)])
-            else:
-                table[token_id] = token.replace("▁", " ").encode() if token_id not in added else token.encode()
+            else:  # added tokens, too: Gemma's runs of spaces are
+                table[token_id] = token.replace("▁", " ").encode()
     elif '"WordPiece"' in decoder:
         prefix = backend.decoder.prefix
         for token, token_id in vocab.items():
@@ -445,14 +478,14 @@ def _read_template(given: str, adds_bos: bool) -> str:
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = GGUFFile(path).metadata
     built = build_tokenizer(metadata, str(path))
-    template = metadata.get("tokenizer.chat_template")
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     return Tokenizer(
         built.backend,
         eos_token_ids=built.eos_token_ids,
         bos_token_id=built.bos_token_id,
         add_bos=built.add_bos,
         add_eos=built.add_eos,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=joined_templates({name: metadata.get(key) for name, key in keys.items()}),
     )
 
 
@@ -481,6 +514,7 @@ def _from_folder(path: Path) -> Tokenizer:
         separator_id=separator,
         bos_in_chat=False,  # a folder's template writes its own
         chat_template=folder_template(path, settings),
+        token_texts={name: text for name in TOKEN_VARIABLES if (text := _token_text(settings.get(name))) is not None},
     )
 
 
@@ -521,16 +555,24 @@ def _eos_ids(path: Path) -> list[int]:
 
 
 def _token_id(backend: Backend, token: Any) -> int | None:
+    text = _token_text(token)
+    return None if text is None else backend.token_to_id(text)
+
+
+def _token_text(token: Any) -> str | None:
+    """A token as tokenizer_config.json has it."""
     text = token.get("content") if isinstance(token, dict) else token
-    return backend.token_to_id(text) if isinstance(text, str) else None
+    return text if isinstance(text, str) else None
 
 
 def folder_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """`settings`: of tokenizer_config.json."""
-    if (path / "chat_template.jinja").is_file():
-        return read_file(path / "chat_template.jinja").decode(errors="surrogateescape")  # refused where it is compiled
+    """`settings`: of tokenizer_config.json, which has one template or a list of several by name. Files count first."""
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+    listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    by_name = {str(entry.get("name")): entry.get("template") for entry in listed if isinstance(entry, dict)}
+    files = [path / "chat_template.jinja", *sorted((path / _TEMPLATE_FOLDER).glob("*.jinja"))]
+    for file in files:
+        if file.is_file():
+            name = file.stem if file.parent != path else "default"
+            by_name[name] = read_file(file).decode(errors="surrogateescape")  # refused where it is compiled
+    return joined_templates(by_name)

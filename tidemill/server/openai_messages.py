@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.body import Body
+from tidemill.server.custom_tools import custom_function
 from tidemill.server.retention import ANY_MESSAGE, CacheControl, read_mark
 
 MAX_MESSAGES = 2**14
@@ -114,14 +115,19 @@ class Function(Body):
     strict: bool | None = None
 
 
+class CustomGrammar(Body):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
 class CustomFormat(Body):
     type: Literal["text", "grammar"]
-    grammar: dict[str, Any] | None = None
+    grammar: CustomGrammar | None = None
 
     @model_validator(mode="after")
-    def _is_text(self) -> CustomFormat:
-        if self.type != "text":
-            raise ValueError("a grammar as the format of a custom tool is not supported")
+    def _is_one(self) -> CustomFormat:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise ValueError("the format of a custom tool is of type text, or of type grammar with the member grammar")
         return self
 
 
@@ -130,8 +136,11 @@ class Custom(Body):
     description: str | None = None
     format: CustomFormat | None = None
 
-
-_ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+    @property
+    def grammar(self) -> tuple[str | None, str | None]:
+        """Its syntax and its text, if it has one."""
+        given = self.format.grammar if self.format is not None else None
+        return (None, None) if given is None else (given.syntax, given.definition)
 
 
 class Tool(Body):
@@ -149,8 +158,7 @@ class Tool(Body):
     def as_function(self) -> dict[str, Any]:
         """A custom tool is a function with one string, its input."""
         if self.custom is not None:
-            described = {} if self.custom.description is None else {"description": self.custom.description}
-            return {"name": self.custom.name, **described, "parameters": _ONE_INPUT}
+            return custom_function(self.custom.name, self.custom.description, *self.custom.grammar)
         assert self.function is not None
         return self.function.model_dump(exclude_none=True)
 

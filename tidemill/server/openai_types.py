@@ -27,6 +27,7 @@ from tidemill.sampling import (
 )
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
+from tidemill.server.custom_tools import check_forced
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool, check_ends
 from tidemill.server.retention import MAX_KEY_CHARS, Retention
@@ -436,7 +437,11 @@ class ChatRequest(SamplingRequest, ChatMessages):
         if self.must_call:  # a response format, if there is one, is for answers without a call
             name = self.chosen.name if isinstance(self.chosen, NamedTool) else None
             several = name is None and self.parallel_tool_calls is not False
-            more["grammar"] = call_grammar(self.called(), name, several=several)
+            called = self.called()
+            for custom in [tool.custom for tool in self.tools or [] if tool.custom is not None]:
+                if name in (None, custom.name) and any(one["name"] == custom.name for one in called):
+                    check_forced(custom.name, *custom.grammar)
+            more["grammar"] = call_grammar(called, name, several=several)
         return self.sampling(**more)
 
 

@@ -7,7 +7,6 @@ so that the event loop can serve others in between.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import CallStart, OutputParser, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
+from tidemill.server.custom_tools import custom_input
 from tidemill.server.openai_types import ChatRequest, CompletionRequest, SamplingRequest
 from tidemill.wire import TokenLogprobs, decode_logprobs
 
@@ -518,14 +518,11 @@ class _ChatReader:
         return [{"tool_calls": [{"index": piece.index, "id": piece.call_id, "type": "function", "function": function}]}]
 
     def _end_custom(self) -> list[dict[str, Any]]:
-        """A call of a custom tool is written when its input is complete. One that was cut off has what there is of its JSON."""
+        """A call of a custom tool is written when its input is complete, or cut off."""
         if self._custom is None:
             return []
         (start, pieces), self._custom = self._custom, None
-        text = "".join(pieces)
-        with contextlib.suppress(msgspec.DecodeError, KeyError):
-            text = msgspec.json.decode(text, type=dict[str, str])["input"]
-        custom = {"name": start.name, "input": text}
+        custom = {"name": start.name, "input": custom_input("".join(pieces))}
         return [{"tool_calls": [{"index": start.index, "id": start.call_id, "type": "custom", "custom": custom}]}]
 
     def reason(self, reason: str | None) -> str | None:

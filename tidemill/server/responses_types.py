@@ -15,6 +15,7 @@ from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
+from tidemill.server.custom_tools import check_forced, custom_function
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES
 from tidemill.server.openai_types import biases
@@ -68,6 +69,12 @@ class CustomTool(Body):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     format: CustomFormat | None = None
+
+    @property
+    def grammar(self) -> tuple[str | None, str | None]:
+        """Its syntax and its text, if it has one."""
+        has_one = self.format is not None and self.format.type == "grammar"
+        return (self.format.syntax, self.format.definition) if self.format and has_one else (None, None)
 
 
 class NamespaceTool(Body):
@@ -134,14 +141,8 @@ def _callee(tool: FunctionTool | CustomTool, namespace: str | None = None) -> Ca
     seen = seen_name(tool.name, namespace)
     if isinstance(tool, FunctionTool):
         return Callee(seen, tool.name, namespace, tool.description, tool.parameters)
-    value: dict[str, Any] = {"type": "string"}
-    description = tool.description or ""
-    if tool.format is not None and tool.format.type == "grammar" and tool.format.definition:
-        if tool.format.syntax == "regex":
-            value["pattern"] = f"^(?:{tool.format.definition})$"
-        description += f"\nThe input must match this {tool.format.syntax or 'lark'} grammar:\n{tool.format.definition}"
-    parameters = {"type": "object", "properties": {"input": value}, "required": ["input"], "additionalProperties": False}
-    return Callee(seen, tool.name, namespace, description.strip() or None, parameters, tool)
+    made = custom_function(seen, tool.description, *tool.grammar)
+    return Callee(seen, tool.name, namespace, made.get("description"), made["parameters"], tool)
 
 
 class NamedTool(Body):
@@ -305,13 +306,8 @@ class ResponseRequest(ResponsePrompt):
         name = seen_name(choice.name, choice.namespace) if isinstance(choice, NamedTool) else None
         callees = self.callees()
         for one in callees:
-            shape = one.custom.format if one.custom and name in (None, one.seen_name) else None
-            if shape is not None and shape.type == "grammar" and shape.syntax != "regex":
-                raise InvalidRequest(
-                    f"A call of the custom tool {one.name[:100]!r} cannot be forced: its lark grammar cannot be enforced.",
-                    fix="Use tool_choice auto, or a regex grammar.",
-                    param="tool_choice",
-                )
+            if one.custom is not None and name in (None, one.seen_name):
+                check_forced(one.name, *one.custom.grammar)
         several = name is None and self.parallel_tool_calls is not False
         return call_grammar([one.function() for one in callees], name, several)
 

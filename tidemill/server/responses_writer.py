@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,6 +13,7 @@ from tidemill.frontend.parsers import CallArguments, CallStart, Piece, Reading, 
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.server import ggml
+from tidemill.server.custom_tools import custom_input
 from tidemill.server.responses_types import ResponseRequest, make_id
 from tidemill.wire import Delta, TokenLogprobs
 
@@ -235,7 +234,7 @@ class ResponseWriter:
         if item["type"] == "function_call":
             events.append(self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]))
         elif item["type"] == "custom_tool_call":
-            item["input"] = _input_of(self._arguments)
+            item["input"] = custom_input(self._arguments)
             events.append(self._of_item("response.custom_tool_call_input.delta", delta=item["input"]))
             events.append(self._of_item("response.custom_tool_call_input.done", input=item["input"]))
         elif item["content"]:
@@ -248,12 +247,3 @@ class ResponseWriter:
 
 def _copy(part: dict[str, Any]) -> dict[str, Any]:
     return part | ({"logprobs": list(part["logprobs"])} if "logprobs" in part else {})
-
-
-def _input_of(arguments: str) -> str:
-    """Of a custom tool: the model writes {"input": ...}; if it is cut off or something else, it is passed on as it is."""
-    with suppress(ValueError, RecursionError):
-        given = json.loads(arguments)
-        if isinstance(given, dict) and isinstance(given.get("input"), str):
-            return str(given["input"])
-    return arguments

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import Grammar
+from tidemill.sampling import Grammar, closed
 
 MAX_FORCED_CALLS = 16  # in one output, if several are allowed
 _NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # maps from names to schemas
@@ -18,7 +19,7 @@ def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -
     """The grammar of an output that must call one of the tools, or the named one: `several` allows a list of calls.
 
     The parameters of each tool become one definition, with the tool's own definitions inside it: their names cannot clash, and
-    references still resolve.
+    references still resolve. Objects that do not say whether they have other properties than those they name have none.
     """
     chosen = [tool for tool in tools if name is None or tool["name"] == name]
     if not chosen:
@@ -30,7 +31,8 @@ def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -
         raise InvalidRequest(what, fix="Send the tool in tools, or another tool_choice.", param="tool_choice")
     definitions, calls = {}, []
     for i, tool in enumerate(chosen):
-        definitions[str(i)] = _relocated(tool.get("parameters") or {"type": "object"}, f"#/$defs/{i}")
+        parameters = closed(deepcopy(tool.get("parameters") or {"type": "object"}))
+        definitions[str(i)] = _relocated(parameters, f"#/$defs/{i}")
         call = {"name": {"const": tool["name"]}, "arguments": {"$ref": f"#/$defs/{i}"}}
         calls.append(
             {"type": "object", "properties": call, "required": ["name", "arguments"], "additionalProperties": False},

@@ -5,6 +5,8 @@ An engine invariant is an `assert`; these are for everything a person outside th
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TidemillError(Exception):
     """Base of all errors meant for a user. `kind` and `status` are what an API client sees."""
@@ -12,7 +14,7 @@ class TidemillError(Exception):
     kind = "internal_error"
     status = 500
     code: str | None = None  # the name API clients know it by, where there is one
-    figures: dict[str, int] | None = None  # for programs, where there are any
+    figures: dict[str, Any] | None = None  # for programs, where there are any
 
     def __init__(self, message: str, *, fix: str = "", param: str | None = None) -> None:
         super().__init__(f"{message} {fix}".strip())

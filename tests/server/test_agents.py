@@ -133,6 +133,8 @@ def test_codex(large):
 def test_effort_reaches_the_template(large):
     client = openai.OpenAI(base_url=f"{large.url}/v1", api_key="none", max_retries=0)
     num = client.responses.input_tokens.count(input="x").input_tokens
+    whole = {"max_output_tokens": 9, "stream": True, "temperature": 0.5, "metadata": {}, "store": False}
+    assert client.responses.input_tokens.count(input="x", extra_body=whole).input_tokens == num
     longer = [
         client.responses.input_tokens.count(input="x", reasoning={"effort": effort}).input_tokens - num
         for effort in ("none", "low", "high", "xhigh")

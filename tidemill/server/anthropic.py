@@ -15,11 +15,11 @@ from starlette.responses import Response
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import CallStart, Piece, Reading, TextPiece
-from tidemill.server.anthropic_types import MessagesRequest, Prompt
+from tidemill.server.anthropic_types import CountRequest, MessagesRequest, Prompt
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
 from tidemill.server.chats import own_id, template_variables
-from tidemill.server.errors import error_body
+from tidemill.server.errors import error_body, shaped
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.retention import TTLS, mark_holds
@@ -67,10 +67,11 @@ def make_router(models: Models) -> APIRouter:
         if not body.stream:
             return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
-        return EventStream(_stream(writer, first, outputs), also_close=outputs, is_framed=True)
+        stream = _stream(writer, first, outputs, caller.call)
+        return EventStream(stream, also_close=outputs, is_framed=True)
 
-    @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(Prompt))
-    async def count_tokens(request: Request, body: Prompt = Depends(body_of(Prompt))) -> dict[str, Any]:
+    @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(CountRequest))
+    async def count_tokens(request: Request, body: CountRequest = Depends(body_of(CountRequest))) -> dict[str, Any]:
         prompt, _ = await prompt_of(models.of(body.model), body, request.state.caller.call)
         return {"input_tokens": len(prompt)}
 
@@ -210,7 +211,9 @@ async def _whole(writer: MessageWriter, outputs: Outputs) -> bytes:
     return _json(writer.whole())
 
 
-async def _stream(writer: MessageWriter, first: tuple[Delta, TextDelta], rest: Outputs) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    writer: MessageWriter, first: tuple[Delta, TextDelta], rest: Outputs, call: Call
+) -> AsyncGenerator[bytes, None]:
     try:
         events = writer.take(*first)  # a token says how much of the prompt was cached; of a request that waits it is not known
         yield named_event({"type": "message_start", "message": writer.start()})
@@ -224,6 +227,6 @@ async def _stream(writer: MessageWriter, first: tuple[Delta, TextDelta], rest: O
         yield named_event({"type": "message_delta", "delta": ending, "usage": writer.usage()})
         yield named_event({"type": "message_stop"})
     except TidemillError as error:
-        yield named_event({"type": "error", **error_body(error)})
+        yield named_event(shaped(call.path, error_body(error), error.status, call.name))
     finally:
         await rest.aclose()

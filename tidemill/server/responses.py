@@ -28,7 +28,7 @@ from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
 from tidemill.server.responses_store import Store, page_of
 from tidemill.server.responses_types import (
     MAX_REFERENCES,
-    ResponsePrompt,
+    CountRequest,
     ResponseRequest,
     is_reference,
     messages_of,
@@ -109,12 +109,12 @@ class Responses:
             self._running[job.key] = job
         return job
 
-    async def count(self, body: ResponsePrompt, caller: Caller) -> int:
+    async def count(self, body: CountRequest, caller: Caller) -> int:
         service = self._models.of(body.model)
         before, new = self._items(body, caller.tenant)
         return len(await self._prompt(service, body, [*before, *new], caller.call))
 
-    def _items(self, body: ResponsePrompt, tenant: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _items(self, body: ResponseRequest, tenant: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Of the conversation so far, and of this request."""
         new = body.new_items()
         if sum(map(is_reference, new)) > MAX_REFERENCES:
@@ -133,7 +133,7 @@ class Responses:
         before, earlier = self.store.get_to_continue(tenant, body.previous_response_id)
         return [*before, *earlier["output"]], new
 
-    async def _prompt(self, service: Service, body: ResponsePrompt, items: list[dict[str, Any]], call: Call) -> list[int]:
+    async def _prompt(self, service: Service, body: ResponseRequest, items: list[dict[str, Any]], call: Call) -> list[int]:
         messages = messages_of(items)
         if not messages:
             raise InvalidRequest("The parameter 'input' is required.", param="input")
@@ -148,8 +148,7 @@ class Responses:
         messages = with_one_system(messages)
         if body.truncation != "auto":
             return await service.encode_chat(messages, **how)
-        room = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
-        return await self._truncated(service, messages, how, room)
+        return await self._truncated(service, messages, how, body.max_output_tokens or 1)
 
     async def _truncated(self, service: Service, messages: list[dict[str, Any]], how: dict[str, Any], room: int) -> list[int]:
         """Without as many of the oldest turns as must go for the prompt to fit. A turn begins with a message of the user."""
@@ -311,8 +310,8 @@ def make_router(models: Models) -> APIRouter:
         first = await until_disconnect(request, anext(job.outputs))
         return EventStream(responses.stream(job, first), also_close=job.outputs, is_framed=True)
 
-    @router.post("/v1/responses/input_tokens", openapi_extra=schema_of(ResponsePrompt))
-    async def input_tokens(request: Request, body: ResponsePrompt = Depends(body_of(ResponsePrompt))) -> dict[str, Any]:
+    @router.post("/v1/responses/input_tokens", openapi_extra=schema_of(CountRequest))
+    async def input_tokens(request: Request, body: CountRequest = Depends(body_of(CountRequest))) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": await responses.count(body, request.state.caller)}
 
     @router.get("/v1/responses/{response_id}")

@@ -43,12 +43,10 @@ def make_router(models: Models) -> APIRouter:
         how = {"variables": variables, **body.how(conversation)}
         return await service.encode_chat(conversation, **how), how
 
-    @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
-    async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
+    async def begin(body: MessagesRequest, caller: Caller) -> tuple[MessageWriter, Outputs]:
         service = models.of(body.model)
         params = body.params()
         await service.check_grammar(params, of_tools=body.must_call)
-        caller: Caller = request.state.caller
         prompt, how = await prompt_of(service, body, caller.call)
         salt = body.cache_salt or ""
         holds = await mark_holds(service, caller.tenant, prompt, body.marks(), how, salt)
@@ -63,9 +61,17 @@ def make_router(models: Models) -> APIRouter:
             caller.call.ignored.add("budget_tokens")
             budget = None
         params = reading.gated(msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)), budget)
-        outputs = service.stream(caller, prompt, params, salt=salt, reading=reading, holds=holds)
+        return writer, service.stream(caller, prompt, params, salt=salt, reading=reading, holds=holds)
+
+    async def whole(body: MessagesRequest, caller: Caller) -> bytes:
+        return await _whole(*await begin(body, caller))
+
+    @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
+    async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
+        caller: Caller = request.state.caller
         if not body.stream:
-            return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
+            return Response(await until_disconnect(request, whole(body, caller)), media_type="application/json")
+        writer, outputs = await begin(body, caller)
         first = await until_disconnect(request, anext(outputs))
         stream = _stream(writer, first, outputs, caller.call)
         return EventStream(stream, also_close=outputs, is_framed=True)
@@ -75,6 +81,7 @@ def make_router(models: Models) -> APIRouter:
         prompt, _ = await prompt_of(models.of(body.model), body, request.state.caller.call)
         return {"input_tokens": len(prompt)}
 
+    models.whole_responses["/v1/messages"] = (MessagesRequest, whole)
     return router
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from tidemill.errors import TidemillError
 from tidemill.server import (
     anthropic,
+    anthropic_batches,
     batches,
     chat_batch,
     cohere,
@@ -74,6 +75,7 @@ def create_app(
     app.include_router(page.make_router(models.default.manner.shows_page))
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
+    app.include_router(anthropic_batches.make_router(runner, storage))
 
     def told() -> dict[str, Any]:
         return {"models": models.states()} if len(models.names) > 1 else {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -57,6 +58,8 @@ class _Job:
     outputs: Outputs
     task: asyncio.Task[None] | None = None  # in the background
     is_deleted: bool = False
+    events: list[bytes] = field(default_factory=list)  # of one in the background that is streamed, in wire format
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)  # events, or its end
 
     @property
     def key(self) -> tuple[str, str]:
@@ -79,12 +82,8 @@ class Responses:
         service = self._models.of(body.model)
         if body.request_id is not None and body.request_id not in caller.call.labels:
             caller.call.labels.append(body.request_id)
-        if body.background and (body.stream or body.store is False):
-            raise InvalidRequest(
-                "background can only be used when `store` is true, and without stream.",
-                fix="Leave out stream and store, and retrieve it until its status is completed.",
-                param="background",
-            )
+        if body.background and body.store is False:
+            raise InvalidRequest("background can only be used when `store` is true.", fix="Leave out store.", param="background")
         params = _bounded(body.params(), service.max_context)
         await service.check_grammar(params, of_tools=body.must_call)
         before, new = self._items(body, caller.tenant)
@@ -196,51 +195,67 @@ class Responses:
         return _json(job.writer.body() | job.writer.timings())
 
     async def stream(self, job: _Job, first: tuple[Delta, TextDelta]) -> AsyncGenerator[bytes, None]:
-        writer = job.writer
-        try:
-            for kind in ("response.created", "response.in_progress"):
-                yield named_event(writer.event(kind, response=writer.body()))
-            for event in writer.take(*first):
+        async with aclosing(self._events(job, _after(first, job.outputs))) as events:
+            async for event in events:
                 yield named_event(event)
-            async for delta, text in job.outputs:
+
+    async def _events(self, job: _Job, outputs: Outputs) -> AsyncGenerator[dict[str, Any], None]:
+        """Runs a job; its events. `outputs`: its own, from the first on."""
+        writer, has_begun = job.writer, False
+        try:
+            yield writer.event("response.created", response=writer.body())
+            async for delta, text in outputs:
+                if not has_begun:
+                    writer.status, has_begun = "in_progress", True
+                    yield writer.event("response.in_progress", response=writer.body())
                 for event in writer.take(delta, text):
-                    yield named_event(event)
-            yield named_event(writer.event(f"response.{writer.status}", response=writer.body(), **writer.timings()))
+                    yield event
+            yield writer.event(f"response.{writer.status}", response=writer.body(), **writer.timings())
         except TidemillError as error:
             writer.fail(error)
-            yield named_event(writer.event("response.failed", response=writer.body()))
+            yield writer.event("response.failed", response=writer.body())
+        except Exception as error:
+            if job.task is None:
+                raise
+            _log.exception("unexpected error in a background response", exc_info=error)
+            writer.fail(TidemillError("An internal error occurred."))
+            yield writer.event("response.failed", response=writer.body())
         finally:
             self._end(job)
             await job.outputs.aclose()
 
-    def start(self, job: _Job) -> bytes:
+    def start(self, job: _Job) -> None:
         """In the background."""
         job.task = asyncio.create_task(self._run(job))
         self._tasks.add(job.task)
         job.task.add_done_callback(self._tasks.discard)
-        return _json(job.writer.body())
+        job.task.add_done_callback(lambda _: job.has_more.set())  # also if it never began
 
     async def _run(self, job: _Job) -> None:
-        writer = job.writer
-        try:
-            async with aclosing(job.outputs):
-                async for delta, text in job.outputs:
-                    writer.status = "in_progress"
-                    writer.take(delta, text)
-        except TidemillError as error:
-            writer.fail(error)
-        except Exception as error:
-            _log.exception("unexpected error in a background response", exc_info=error)
-            writer.fail(TidemillError("An internal error occurred."))
-        finally:
-            self._end(job)
+        async with aclosing(self._events(job, job.outputs)) as events:
+            async for event in events:
+                if job.body.stream:
+                    job.events.append(named_event(event))
+                    job.has_more.set()
+
+    async def follow(self, job: _Job, num_known: int = 0) -> AsyncGenerator[bytes, None]:
+        """Events of a job in the background, from the start or after so many. It goes on if nobody follows."""
+        assert job.task is not None
+        while True:
+            job.has_more.clear()
+            while num_known < len(job.events):
+                num_known += 1
+                yield job.events[num_known - 1]
+            if job.task.done():
+                return
+            await job.has_more.wait()
 
     def _end(self, job: _Job) -> None:
         """Stores the response, once."""
         if not job.writer.is_over:
             job.writer.end("cancelled")  # the client has left
         if self._running.pop(job.key, None) is not None and not job.is_deleted:
-            self.store.put(job.caller.tenant, [*job.before, *job.new], job.writer.body())
+            self.store.put(job.caller.tenant, [*job.before, *job.new], job.writer.body(), b"".join(job.events))
         if job.body.conversation_id is not None and job.writer.status in ("completed", "incomplete"):
             conversations.append(self.store, job.caller.tenant, job.body.conversation_id, [*job.new, *job.writer.output])
 
@@ -249,6 +264,17 @@ class Responses:
     def get(self, tenant: str, response_id: str) -> dict[str, Any]:
         job = self._running.get((tenant, response_id))
         return job.writer.body() if job is not None else self.store.get(tenant, response_id)[1]
+
+    def get_events(self, tenant: str, response_id: str, num_known: int) -> AsyncGenerator[bytes, None]:
+        """Those after so many."""
+        job = self._running.get((tenant, response_id))
+        if job is not None and job.task is not None and job.body.stream:
+            return self.follow(job, num_known)
+        stored = b"" if job is not None else self.store.events(tenant, response_id)
+        if not stored:
+            what = "Only a response that was created with background and stream is streamed again."
+            raise InvalidRequest(what, fix="Retrieve it without stream.", param="stream")
+        return _again(stored, num_known)
 
     def input_items(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
         job = self._running.get((tenant, response_id))
@@ -279,6 +305,17 @@ class Responses:
         await self.cancel(tenant, response_id)
 
 
+async def _after(first: tuple[Delta, TextDelta], rest: Outputs) -> Outputs:
+    yield first
+    async for one in rest:
+        yield one
+
+
+async def _again(stored: bytes, num_known: int) -> AsyncGenerator[bytes, None]:
+    for event in stored.removesuffix(b"\n\n").split(b"\n\n")[num_known:]:
+        yield event + b"\n\n"
+
+
 def _bounded(params: SamplingParams, max_context: int) -> SamplingParams:
     """The log-probabilities of a response must fit it."""
     if params.logprobs is None:
@@ -295,6 +332,10 @@ def _bounded(params: SamplingParams, max_context: int) -> SamplingParams:
     return params
 
 
+def _stream(events: AsyncGenerator[bytes, None]) -> EventStream:
+    return EventStream(events, also_close=events, is_framed=True)
+
+
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
     responses = Responses(models)
@@ -303,7 +344,11 @@ def make_router(models: Models) -> APIRouter:
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
         caller: Caller = request.state.caller
         if body.background:
-            return Response(responses.start(await responses.begin(body, caller)), media_type="application/json")
+            job = await responses.begin(body, caller)
+            responses.start(job)
+            if body.stream:
+                return _stream(responses.follow(job))
+            return Response(_json(job.writer.body()), media_type="application/json")
         if not body.stream:
             return Response(await until_disconnect(request, responses.whole(body, caller)), media_type="application/json")
         job = await responses.begin(body, caller)
@@ -316,9 +361,13 @@ def make_router(models: Models) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        if request.query_params.get("stream", "false") != "false":
-            raise InvalidRequest("A stored response is not streamed.", fix="Retrieve it without stream.", param="stream")
-        return Response(_json(responses.get(request.state.caller.tenant, response_id)), media_type="application/json")
+        query, tenant = request.query_params, request.state.caller.tenant
+        if query.get("stream", "false") == "false":
+            return Response(_json(responses.get(tenant, response_id)), media_type="application/json")
+        after = query.get("starting_after", "-1")
+        if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+            raise InvalidRequest("starting_after is the sequence number of an event.", param="starting_after")
+        return _stream(responses.get_events(tenant, response_id, int(after) + 1))
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(request: Request, response_id: str) -> dict[str, Any]:

@@ -20,18 +20,19 @@ class Unknown(InvalidRequest):
 
 
 class _Shelf:
-    """What one tenant has stored, oldest first: the items and the object, as JSON."""
+    """What one tenant has stored, oldest first: the items and the object, as JSON, and the events of its stream, if it was one in
+    the background."""
 
     def __init__(self) -> None:
-        self.stored: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self.stored: OrderedDict[str, tuple[bytes, bytes, bytes]] = OrderedDict()
         self.num_bytes = 0
         self.homes: dict[str, str] = {}  # of output items, by their ids: the response
         self._outputs: dict[str, list[str]] = {}
 
-    def put(self, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
+    def put(self, items: list[dict[str, Any]], body: dict[str, Any], events: bytes) -> None:
         name = body["id"]
         self.drop(name)
-        made = self.stored[name] = (_json(items), _json(body))
+        made = self.stored[name] = (_json(items), _json(body), events)
         self.num_bytes += sum(map(len, made))
         self._outputs[name] = [item["id"] for item in body.get("output", ())]
         self.homes |= dict.fromkeys(self._outputs[name], name)
@@ -52,9 +53,9 @@ class Store:
     def __init__(self) -> None:
         self._shelves: dict[str, _Shelf] = {}
 
-    def put(self, tenant: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
+    def put(self, tenant: str, items: list[dict[str, Any]], body: dict[str, Any], events: bytes = b"") -> None:
         shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.put(items, body)
+        shelf.put(items, body, events)
         while len(shelf.stored) > MAX_STORED or shelf.num_bytes > MAX_STORED_BYTES:
             shelf.drop_oldest()
         shelves = self._shelves.values()
@@ -75,10 +76,15 @@ class Store:
     def get_to_continue(self, tenant: str, name: str, kind: str = "response") -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """As `get`, unless it has become too large for more."""
         shelf = self._shelves.get(tenant)
-        if shelf is not None and sum(map(len, shelf.stored.get(name, ()))) > MAX_CONTINUED_BYTES:
+        if shelf is not None and sum(map(len, shelf.stored.get(name, ())[:2])) > MAX_CONTINUED_BYTES:
             what = f"The {kind} {name[:100]!r} has more than {MAX_CONTINUED_BYTES} bytes."
             raise InvalidRequest(what, fix="Begin a new one.", param=f"{kind}_id")
         return self.get(tenant, name, kind)
+
+    def events(self, tenant: str, name: str) -> bytes:
+        """Of the stream of a response, in wire format; empty: it was not streamed in the background."""
+        self.get(tenant, name)
+        return self._shelves[tenant].stored[name][2]
 
     def drop(self, tenant: str, name: str) -> None:
         if tenant in self._shelves:

@@ -7,7 +7,7 @@ ARGS ?=
 # Tests start some hundred interpreters, and each would compile torch and the rest anew: 6 s of CPU time for a server.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-slow lint types layers suite soak clean
+.PHONY: serve test test-slow test-clients lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
@@ -20,8 +20,12 @@ suite:
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
-	$(INSTALL) -e '.[clients,ray,nixl]'
+	$(INSTALL) -e '.[ray,nixl]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
+
+# Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/clients.md.
+test-clients: $(VENV)/.test-ready
+	$(PY) -m tests.clients.run $(ARGS)
 
 soak: $(VENV)/.ready
 	$(PY) -m bench.soak --model $(MODEL) $(ARGS)
@@ -57,4 +61,4 @@ $(VENV)/.test-ready: pyproject.toml $(KERNELS) | $(VENV)/bin/python
 	@touch $(VENV)/.ready $@
 
 clean:
-	rm -rf build tidemill/kernels/native/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache
+	rm -rf build tidemill/kernels/native/*.so $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache

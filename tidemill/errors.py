@@ -51,6 +51,13 @@ class TruncationTooLong(InvalidRequest):
         self.figures = {"truncate_prompt_tokens": num, "max_model_len": max_context}
 
 
+class NotOffered(TidemillError):
+    """A route of another server that this one does not have."""
+
+    kind = "not_offered"
+    status = 501
+
+
 class RequestTooLarge(InvalidRequest):
     """More bytes than a request may have."""
 

@@ -213,6 +213,7 @@ class Pooler:
     how: str  # mean, cls (the first token's) or score
     is_normalized: bool = True  # embeddings have length 1
     num_labels: int = 0  # of a cross-encoder
+    labels: tuple[str, ...] = ()  # their names, where the checkpoint has them
     activation: str = "identity"  # of its scores: identity or sigmoid
     dimensions: tuple[int, ...] = ()  # that its embeddings were trained to be cut to (Matryoshka); none: not known
 

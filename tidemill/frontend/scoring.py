@@ -47,6 +47,13 @@ def without_activation(score: float, model: ModelConfig) -> float:
     return math.log(score) - math.log1p(-score)
 
 
+def softmax(scores: Sequence[float]) -> list[float]:
+    most = max(scores)
+    weights = [math.exp(score - most) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     return _dot(first, second) / max(math.sqrt(_dot(first, first) * _dot(second, second)), 1e-12)
 

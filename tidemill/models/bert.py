@@ -26,6 +26,7 @@ from tidemill.weights.sentence_transformers import Modules
 _ACTS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 _ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}  # of scores, classes of torch.nn
 _MAX_LABELS = 4096
+_MAX_LABEL_CHARS = 256
 
 
 class Block(nn.Module):
@@ -172,7 +173,8 @@ class BertCrossEncoder(Bert):
         num_labels = optional(data, "num_labels", int, 2, source) if labels is None else len(labels)
         if not 1 <= num_labels <= _MAX_LABELS:
             raise CheckpointError(f"{source}: the model has {num_labels} labels; 1 to {_MAX_LABELS} are supported.")
-        pooler = Pooler(how="score", num_labels=num_labels, activation=_activation(data, num_labels, source))
+        names = tuple(str((labels or {}).get(str(i), f"LABEL_{i}"))[:_MAX_LABEL_CHARS] for i in range(num_labels))
+        pooler = Pooler(how="score", num_labels=num_labels, labels=names, activation=_activation(data, num_labels, source))
         return cls._read(data, source, checkpoint, pooler, None)
 
     def _weights(self) -> Iterator[Weight | ExpertWeights]:

@@ -31,6 +31,7 @@ _PREFIXES = {
     "/v1/responses": "resp",
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
+    "/classify": "classify",
     "/generate": "gen",
     "/v1/rerank": "rerank",
     "/generative_scoring": "generative-scoring",

@@ -11,7 +11,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tidemill.errors import Cancelled, ClientTooSlow, ContextTooLong, DeadlineExceeded, ModelFailed, TidemillError
+from tidemill.errors import (
+    Cancelled,
+    ClientTooSlow,
+    ContextTooLong,
+    DeadlineExceeded,
+    ModelFailed,
+    NotOffered,
+    TidemillError,
+)
 from tidemill.server.sse import ClientGone
 
 _log = logging.getLogger("tidemill.server")
@@ -33,7 +41,7 @@ DESCRIBED: dict[int | str, dict[str, Any]] = {
 }
 
 
-_FINAL = (Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed)  # the same request would end in the same way
+_FINAL = (Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed, NotOffered)  # the same request would end in the same way
 _TRY_AGAIN = (408, 409, 429)
 
 
@@ -54,7 +62,7 @@ def shaped(path: str, body: dict[str, Any], status: int, request_id: str = "") -
         return {"type": "error", "error": error} | ({"request_id": request_id} if request_id else {})
     if path.startswith("/api/"):  # Ollama's
         return {"error": body["error"]["message"]}
-    if path == "/pooling" and body["error"]["type"] == "invalid_request_error":  # vLLM's
+    if path in ("/pooling", "/classify") and body["error"]["type"] == "invalid_request_error":  # vLLM's
         return {"error": body["error"] | {"type": "BadRequestError"}}
     if path == "/v1/score" and body["error"]["type"] == "invalid_request_error":  # also as SGLang has it
         return body | {"object": "error", "message": body["error"]["message"], "type": "BadRequestError"}

@@ -117,7 +117,7 @@ LIBRARIES = (
     Library("node-openai", "check_openai.mjs", ("openai",)),
     Library("node-anthropic", "check_anthropic.mjs", ("@anthropic-ai/sdk",)),
     Library("node-ai-openai-compatible", "check_ai_openai_compatible.mjs", ("@ai-sdk/openai-compatible", "ai", "zod")),
-    Library("node-ai-ollama", "check_ai_ollama.mjs", ("ollama-ai-provider-v2", "ai@6", "zod")),  # it is for ai 6 and below
+    Library("node-ai-ollama", "check_ai_ollama.mjs", ("ollama-ai-provider-v2", "ai", "zod")),
 )  # fmt: skip
 
 
@@ -168,16 +168,21 @@ def main() -> int:
     if shutil.which("npm") is None:
         print("npm is not there: libraries of JavaScript are left out.")
         chosen = [one for one in chosen if not one.is_node]
+    outcomes: dict[str, Outcome] = {}
     for one in chosen:
         if not given.keep or not one.folder.exists():
             print(f"installing {one.name}", flush=True)
-            one.install()
-    outcomes: dict[str, Outcome] = {}
+            try:
+                one.install()
+            except subprocess.CalledProcessError as error:
+                print(error)
+                outcomes[one.name] = Outcome("cannot be installed", num_failed=1)
 
     def check_all(url: str) -> None:
         for one in chosen:
-            print(f"---- {one.name}", flush=True)
-            outcomes[one.name] = one.check(url, ["-k", given.k] if given.k else [])
+            if one.name not in outcomes:
+                print(f"---- {one.name}", flush=True)
+                outcomes[one.name] = one.check(url, ["-k", given.k] if given.k else [])
 
     if given.url:
         check_all(given.url)

@@ -112,7 +112,7 @@ LIBRARIES = (
     Library("pydantic-ai", "check_pydantic_ai.py", ("pydantic-ai-slim[openai,anthropic]", "openai", "anthropic")),
     Library("openai-agents", "check_openai_agents.py", ("openai-agents", "openai")),
     Library("mcp", "check_mcp.py", ("mcp", "openai")),
-    Library("litellm", "check_litellm.py", ("litellm", "openai")),
+    Library("litellm", "check_litellm.py", ("litellm", "openai", "mcp")),  # it imports mcp for tool calls
     Library("litellm-proxy", "check_litellm_proxy.py", ("litellm[proxy]", "openai", "anthropic")),
     Library("node-openai", "check_openai.mjs", ("openai",)),
     Library("node-anthropic", "check_anthropic.mjs", ("@anthropic-ai/sdk",)),

@@ -7,7 +7,9 @@ import { z } from "zod";
 
 const provider = createOllama({ baseURL: `${process.argv[2]}/api` });
 const model = provider("tiny");
-const asked = { model, prompt: "When is high water?", maxOutputTokens: 20, temperature: 0, maxRetries: 0 };
+// The provider's own limit and temperature are fields that Ollama does not know.
+const limited = (num_predict) => ({ ollama: { options: { num_predict, temperature: 0 } } });
+const asked = { model, prompt: "When is high water?", maxRetries: 0, maxOutputTokens: 20, providerOptions: limited(20) };
 
 test("a text, whole and streamed", async () => {
   const whole = await generateText(asked);
@@ -25,7 +27,7 @@ test("a tool is offered", async () => {
 
 test("an object of a schema", async () => {
   const schema = z.object({ port: z.enum(["Brest", "Hull"]), isSpring: z.boolean() });
-  const made = await generateObject({ ...asked, maxOutputTokens: 400, schema });
+  const made = await generateObject({ ...asked, providerOptions: limited(400), schema });
   assert.ok(schema.safeParse(made.object).success);
 });
 

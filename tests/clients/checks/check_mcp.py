@@ -31,7 +31,7 @@ async def test_the_model_calls_a_tool_of_an_mcp_server(base):
         text = result.content[0].text
         assert text == "at noon in Brest"
         messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": text}]
-        last = await client.chat.completions.create(**asked, messages=messages, max_tokens=20)
+        last = await client.chat.completions.create(**asked, tools=tools["tools"], messages=messages, max_tokens=20)
         assert last.usage.prompt_tokens > reply.usage.prompt_tokens
         by_item = {"tools": [{"type": "function", **function}], "tool_choice": "required", "parallel_tool_calls": False}
         response = await client.responses.create(**asked, **by_item, input=QUESTION, max_output_tokens=400)

@@ -147,11 +147,14 @@ def served() -> Iterator[str]:
             server.stop()
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
-    rows = ["| environment | releases | passed | failed | skipped |", "|---|---|---|---|---|"]
+def table(outcomes: dict[str, Outcome], earlier: str) -> str:
+    """`earlier`: a table whose rows stay where there is no outcome."""
+    rows = {line.split()[1]: line for line in earlier.splitlines() if line.startswith("| ")}
     for name, one in outcomes.items():
-        rows.append(f"| {name} | {one.versions} | {one.num_passed} | {one.num_failed} | {one.num_skipped} |")
-    return "\n".join([BEGIN, "", f"Newest releases on {datetime.now(UTC):%d %B %Y}:", "", *rows, "", END])
+        counts = f"{one.num_passed} | {one.num_failed} | {one.num_skipped}"
+        rows[name] = f"| {name} | {one.versions} | {counts} | {datetime.now(UTC):%Y-%m-%d} |"
+    head = ["| environment | newest releases | passed | failed | skipped | on |", "|---|---|---|---|---|---|"]
+    return "\n".join([BEGIN, "", *head, *(rows[one.name] for one in LIBRARIES if one.name in rows), "", END])
 
 
 def main() -> int:
@@ -189,11 +192,12 @@ def main() -> int:
     else:
         with served() as url:
             check_all(url)
-    made = table(outcomes)
+    page = PAGE.read_text()
+    begin, end = page.index(BEGIN), page.index(END) + len(END)
+    made = table(outcomes, page[begin:end] if given.write else "")
     print(made)
     if given.write:
-        page = PAGE.read_text()
-        PAGE.write_text(page[: page.index(BEGIN)] + made + page[page.index(END) + len(END) :])
+        PAGE.write_text(page[:begin] + made + page[end:])
     return int(any(one.num_failed or not one.num_passed for one in outcomes.values()))
 
 

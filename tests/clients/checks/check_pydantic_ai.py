@@ -30,7 +30,7 @@ MODELS = pytest.mark.parametrize("api", ["chat", "responses", "anthropic"])
 async def test_pydantic_ai_answers_whole_and_streamed(url, api):
     agent = pydantic_ai.Agent(model_of(api, url), instructions="Be brief.", model_settings=GREEDY)
     whole = await agent.run(QUESTION)
-    assert whole.usage.output_tokens == 20
+    assert 0 < whole.usage.output_tokens <= 20
     async with agent.run_stream(QUESTION) as streamed:
         assert await streamed.get_output() == whole.output
     again = await agent.run("And then?", message_history=whole.all_messages())

@@ -7,7 +7,7 @@ ARGS ?=
 # Tests start some hundred interpreters, and each would compile torch and the rest anew: 6 s of CPU time for a server.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-slow test-gpu lint types layers suite soak clean
+.PHONY: serve test test-slow test-gpu test-clients lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
@@ -20,13 +20,17 @@ suite:
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
-	$(INSTALL) -e '.[clients,ray,nixl]'
+	$(INSTALL) -e '.[ray,nixl]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
 
 # On a machine with an NVIDIA GPU. Ranks that share it are processes of a service that must be there before the GPU is used.
 test-gpu: $(VENV)/.test-ready
 	$(PY) -m pytest --confcutdir tests/gpu -m gpu tests/gpu --ignore tests/gpu/test_ranks.py $(ARGS)
 	$(PY) -m pytest --confcutdir tests/gpu -m gpu tests/gpu/test_ranks.py $(ARGS)
+
+# Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/clients.md.
+test-clients: $(VENV)/.test-ready
+	$(PY) -m tests.clients.run $(ARGS)
 
 soak: $(VENV)/.ready
 	$(PY) -m bench.soak --model $(MODEL) $(ARGS)
@@ -62,4 +66,4 @@ $(VENV)/.test-ready: pyproject.toml $(KERNELS) | $(VENV)/bin/python
 	@touch $(VENV)/.ready $@
 
 clean:
-	rm -rf build tidemill/kernels/native/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache
+	rm -rf build tidemill/kernels/native/*.so $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache

@@ -37,6 +37,7 @@ with contextlib.suppress(ImportError):  # without Triton, tests of its kernels a
     interpreted.make_types_once()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
+collect_ignore = ["clients"]  # run by `make test-clients`, where these libraries are
 # Servers may be slow, and 5 s are the default: an object that all functions of httpx share.
 for _name in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, LONG_S)

@@ -5,6 +5,8 @@ An engine invariant is an `assert`; these are for everything a person outside th
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TidemillError(Exception):
     """Base of all errors meant for a user. `kind` and `status` are what an API client sees."""
@@ -12,7 +14,7 @@ class TidemillError(Exception):
     kind = "internal_error"
     status = 500
     code: str | None = None  # the name API clients know it by, where there is one
-    figures: dict[str, int] | None = None  # for programs, where there are any
+    figures: dict[str, Any] | None = None  # for programs, where there are any
 
     def __init__(self, message: str, *, fix: str = "", param: str | None = None) -> None:
         super().__init__(f"{message} {fix}".strip())
@@ -47,6 +49,13 @@ class TruncationTooLong(InvalidRequest):
         what = "truncate_prompt_tokens value is greater than max_model_len."
         super().__init__(what, fix="Please request a smaller truncation size.", param="truncate_prompt_tokens")
         self.figures = {"truncate_prompt_tokens": num, "max_model_len": max_context}
+
+
+class NotOffered(TidemillError):
+    """A route of another server that this one does not have."""
+
+    kind = "not_offered"
+    status = 501
 
 
 class RequestTooLarge(InvalidRequest):

@@ -220,6 +220,7 @@ class LabelHead:
     """Scores of labels, from one hidden state: an encoder's first, a decoder's last."""
 
     num: int
+    names: tuple[str, ...] = ()  # LABEL_0, ... where the checkpoint has none
     activation: str = "identity"  # of the scores: identity or sigmoid
 
 

@@ -1,12 +1,10 @@
-"""Programs that work in a loop of tool calls: requests in the shapes of Claude Code and Codex, and openai-agents itself."""
+"""Programs that work in a loop of tool calls: requests in the shapes of Claude Code and Codex."""
 
 import json
-from typing import Literal
 
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.helpers import make_llama
@@ -133,6 +131,8 @@ def test_codex(large):
 def test_effort_reaches_the_template(large):
     client = openai.OpenAI(base_url=f"{large.url}/v1", api_key="none", max_retries=0)
     num = client.responses.input_tokens.count(input="x").input_tokens
+    whole = {"max_output_tokens": 9, "stream": True, "temperature": 0.5, "metadata": {}, "store": False}
+    assert client.responses.input_tokens.count(input="x", extra_body=whole).input_tokens == num
     longer = [
         client.responses.input_tokens.count(input="x", reasoning={"effort": effort}).input_tokens - num
         for effort in ("none", "low", "high", "xhigh")
@@ -141,47 +141,3 @@ def test_effort_reaches_the_template(large):
     assert longer[3] == longer[2]  # the nearest that templates know
     by_hand = client.responses.input_tokens.count(input="x", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert by_hand.input_tokens > num
-
-
-class HighWater(BaseModel):
-    time: Literal["noon"]
-
-
-@pytest.mark.parametrize("api", ["responses", "chat_completions"])
-async def test_openai_agents(large, api):
-    """A tool that must be called, its result sent back, and a last answer."""
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
-    agents.set_tracing_disabled(True)
-    asked = []
-
-    @agents.function_tool
-    def high_water(is_spring: bool) -> str:
-        """When the water is high."""
-        asked.append(is_spring)
-        return "at noon"
-
-    client = openai.AsyncOpenAI(base_url=f"{large.url}/v1", api_key="none", max_retries=0)
-    made = {"responses": agents.OpenAIResponsesModel, "chat_completions": agents.OpenAIChatCompletionsModel}[api]
-    settings = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=60, temperature=0.0)
-    agent = agents.Agent(
-        name="Pilot",
-        instructions="Be brief.",
-        tools=[high_water],
-        model=made("tiny", client),
-        model_settings=settings,
-        output_type=HighWater,  # an answer that ends by itself
-    )
-    result = await agents.Runner.run(agent, "When is high water?", max_turns=3)
-    assert len(asked) == 1
-    assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
-    assert result.final_output == HighWater(time="noon")
-    assert result.context_wrapper.usage.requests == 2
-    streamed = agents.Runner.run_streamed(agent, "And tomorrow?", max_turns=3)
-    kinds = {event.type async for event in streamed.stream_events()}
-    assert kinds >= {"raw_response_event", "run_item_stream_event"}
-    assert streamed.final_output == HighWater(time="noon")
-    assert len(asked) == 2
-    again = [*result.to_input_list(), {"role": "user", "content": "And then?"}]
-    answer = await agents.Runner.run(agent.clone(tools=[], model_settings=agents.ModelSettings(max_tokens=60)), again)
-    assert answer.final_output == HighWater(time="noon")
-    await client.close()

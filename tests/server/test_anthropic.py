@@ -1,6 +1,7 @@
 """Anthropic's official client against `tidemill serve`."""
 
 import json
+from typing import Literal
 
 import anthropic
 import httpx
@@ -12,6 +13,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Dialect
 from tidemill.server.anthropic import MessageWriter, _stream
 from tidemill.server.anthropic_types import MessagesRequest
+from tidemill.server.call import Call
 from tidemill.server.sse import EventStream
 from tidemill.wire import Delta
 
@@ -301,7 +303,8 @@ async def test_thinking_and_several_calls_streamed_to_the_client(display):
         body = MessagesRequest(**json.loads(await Request(scope, receive).body()))
         outputs = scripted()
         writer = MessageWriter("msg_1", "tiny", body, 5, Dialect.of("<think> <tool_call>").reading("", body.functions(), False))
-        await EventStream(_stream(writer, await anext(outputs), outputs), outputs, is_framed=True)(scope, receive, send)
+        stream = _stream(writer, await anext(outputs), outputs, Call(path="/v1/messages"))
+        await EventStream(stream, outputs, is_framed=True)(scope, receive, send)
 
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
     async with behind_our_protocol(app) as port:
@@ -321,3 +324,58 @@ async def test_thinking_and_several_calls_streamed_to_the_client(display):
     assert reply.stop_reason == "tool_use"
     assert reply.usage.output_tokens_details.thinking_tokens == 2
     assert (reply.usage.input_tokens, reply.usage.cache_read_input_tokens) == (2, 3)
+
+
+def high_water(port: Literal["Brest"]) -> str:
+    """Says when.
+
+    Args:
+        port: the port
+    """
+    return f"at noon in {port}"
+
+
+def test_the_tool_runner_goes_on_without_a_thread(client):
+    """Threads are stored conversations: it begins one by default, and sends all messages where there are none."""
+    tool = anthropic.beta_tool(high_water)
+    choice = {"type": "tool", "name": "high_water", "disable_parallel_tool_use": True}
+    runner = client.beta.messages.tool_runner(
+        **ASK | {"max_tokens": 100}, tools=[tool], tool_choice=choice, max_iterations=2, extra_body=GREEDY
+    )
+    replies = list(runner)
+    assert [block.name for reply in replies for block in reply.content] == ["high_water"] * 2
+
+
+def test_a_thread_is_refused_as_anthropic_refuses_what_threads_cannot_do(roomy):
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        reply = httpx.post(f"{roomy.url}/v1/messages", json=ASK | {"thread": thread})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert reply.json()["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_what_counts_tokens_takes_a_whole_request(roomy):
+    counted = httpx.post(f"{roomy.url}/v1/messages/count_tokens", json={"messages": ASK["messages"]})
+    more = {"stream": True, "temperature": 0.3, "top_p": 0.9, "top_k": 4, "stop_sequences": ["x"], "metadata": {"user_id": "u"}}
+    whole = httpx.post(f"{roomy.url}/v1/messages/count_tokens", json=ASK | more)
+    assert whole.status_code == 200, whole.text
+    assert whole.json() == counted.json()
+    assert whole.headers["x-tidemill-ignored"].split(", ") == sorted([*more, "max_tokens"])
+    wrong = httpx.post(f"{roomy.url}/v1/messages/count_tokens", json=ASK | {"temprature": 1})
+    assert wrong.status_code == 400
+    assert "temprature" in wrong.text
+
+
+def test_every_response_has_a_request_id_and_errors_have_anthropics_types(client, roomy, tenants):
+    assert client.messages.create(**ASK)._request_id.startswith("msg_")
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(**ASK | {"model": "other"}, extra_headers={"x-request-id": "mine"})
+    assert caught.value.type == "not_found_error"
+    assert caught.value.request_id == caught.value.body["request_id"] == "mine"
+    keyless = httpx.post(f"{tenants.url}/v1/messages", json=ASK)
+    assert keyless.json()["error"]["type"] == "authentication_error"
+    assert keyless.json()["request_id"] == keyless.headers["request-id"]
+    large = httpx.post(f"{roomy.url}/v1/messages", content=b"[" * 9_000_000, headers={"content-type": "application/json"})
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
+    nowhere = httpx.get(f"{roomy.url}/v1/messages/nowhere")
+    assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "not_found_error")

@@ -12,6 +12,7 @@ import torch
 from tests.server.conftest import Server, until
 from tidemill.engine.llm import LLM
 from tidemill.sampling import SamplingParams
+from tidemill.server import refused
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -602,3 +603,11 @@ def test_embeddings_equal_transformers(client, tiny_folder, pooling):
     for wrong in ({"input": []}, {"input": "x", "dimensions": 10**6}, {"input": "x", "encoding_format": "hex"}):
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", **wrong)
+
+
+@pytest.mark.parametrize("path", refused.ROUTES)
+def test_routes_of_other_servers_are_refused_by_name(server, path):
+    reply = httpx.post(f"{server.url}{path}", json={})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_offered")
+    assert path in reply.json()["error"]["message"]
+    assert reply.headers["x-should-retry"] == "false"

@@ -22,7 +22,12 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
     """One server with an embedding model and a cross-encoder, and their references."""
-    kinds = {"embedder": ("BertModel", {}), "reranker": ("BertForSequenceClassification", {"num_labels": 1})}
+    moods = {"id2label": {0: "calm", 1: "rough", 2: "foggy"}}
+    kinds = {
+        "embedder": ("BertModel", {}),
+        "reranker": ("BertForSequenceClassification", {"num_labels": 1}),
+        "classifier": ("BertForSequenceClassification", moods),
+    }
     paths = {name: tmp_path_factory.mktemp(name) for name in kinds}
     references = {name: make_encoder(paths[name], kind, **more) for name, (kind, more) in kinds.items()}
     pooling_files(paths["embedder"], max_length=64)
@@ -41,6 +46,23 @@ def test_a_request_is_not_refused_for_its_own_inputs(tmp_path):
     body, key = {"input": ["the tide"] * 100}, {"authorization": "Bearer a-key-for-the-tests"}
     made = httpx.post(f"{running.url}/v1/embeddings", json=body, headers=key)
     assert (made.status_code, running.stop()) == (200, 0)
+
+
+def test_classify(encoders):
+    running, references, _ = encoders
+    made = post(running, "/classify", model="classifier", input=DOCUMENTS)
+    assert made.status_code == 200, made.text
+    raw = post(running, "/pooling", model="classifier", input=DOCUMENTS).json()["data"]
+    for one, scores in zip(made.json()["data"], raw, strict=True):
+        assert one["num_classes"] == 3
+        assert torch.allclose(torch.tensor(one["probs"]), torch.tensor(scores["data"]).softmax(0), atol=1e-6)
+        assert one["label"] == references["classifier"].config.id2label[int(torch.tensor(scores["data"]).argmax())]
+    bare = post(running, "/classify", model="classifier", input=DOCUMENTS, use_activation=False).json()["data"]
+    assert [one["probs"] for one in bare] == [one["data"] for one in raw]
+    (single,) = post(running, "/classify", model="reranker", input="the sea").json()["data"]
+    assert (single["num_classes"], single["label"]) == (1, "LABEL_0")
+    refused = post(running, "/classify", model="embedder", input="the sea")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
 
 
 def post(running: Server, path: str, **body) -> httpx.Response:

@@ -154,7 +154,6 @@ def test_tool_results_and_conversations_as_input(client):
         {"tool_choice": "required", "tools": [{"type": "web_search"}]},
         {"tool_choice": {"type": "web_search"}},
         {"tool_choice": {"type": "custom", "name": "patch"}, "tools": [{"type": "custom", "name": "patch", "format": LARK}]},
-        {"background": True, "stream": True},
         {"background": True, "store": False},
         {"text": {"format": {"type": "json_schema"}}},
         {"max_output_tokens": 0},
@@ -239,6 +238,30 @@ def test_in_the_background(client):
     assert client.responses.cancel(made.id).status == done.status  # too late
     follow = client.responses.create(**ASK, previous_response_id=made.id)
     assert follow.usage.input_tokens > done.usage.input_tokens
+
+
+def test_a_stream_in_the_background_can_be_left_and_taken_up_again(client):
+    whole = list(client.responses.create(**ASK, background=True, stream=True))
+    name = whole[0].response.id
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    assert (whole[0].type, whole[0].response.status) == ("response.created", "queued")
+    assert whole[-1].response.output_text == client.responses.retrieve(name).output_text
+    assert list(client.responses.retrieve(name, stream=True)) == whole
+    assert list(client.responses.retrieve(name, stream=True, starting_after=3)) == whole[4:]
+    with client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, background=True, stream=True) as stream:
+        seen = [next(stream) for _ in range(6)]  # and it leaves
+    name = seen[0].response.id
+    assert client.responses.retrieve(name).status == "in_progress"
+    with client.responses.retrieve(name, stream=True, starting_after=5) as stream:
+        assert next(stream).sequence_number == 6
+        client.responses.cancel(name)
+        assert all(event.type != "response.completed" for event in stream)  # it ends
+    assert client.responses.retrieve(name).status == "cancelled"
+    other = client.responses.create(**ASK)
+    with pytest.raises(openai.BadRequestError, match="background and stream"):
+        client.responses.retrieve(other.id, stream=True)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_none", stream=True)
 
 
 LONG = {

@@ -9,7 +9,7 @@ from tidemill.batch.lines import Request
 from tidemill.engine.client import STALL_S
 from tidemill.engine.link import START_S
 from tidemill.errors import TidemillError
-from tidemill.server import batch_lines, embeddings, openai, rerank, responses
+from tidemill.server import anthropic, batch_lines, embeddings, openai, rerank, responses
 from tidemill.server.batches import respond_to_line
 from tidemill.server.call import Call
 from tidemill.server.errors import error_body
@@ -40,7 +40,7 @@ class Local:
         finally:
             starting.cancel()
             await asyncio.wait([starting])
-        for routes in (openai, embeddings, rerank, responses):
+        for routes in (openai, embeddings, rerank, responses, anthropic):
             routes.make_router(self._models)
         config = self._models.default.ready.config
         self.num_at_once = self._given or min(_PER_SLOT * config.max_requests, config.max_waiting)

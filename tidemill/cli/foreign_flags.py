@@ -298,6 +298,8 @@ FOREIGN = (
         '{"task": "embed"}': (), '{"task": "classify"}': (), '{"task": "token_embed"}': ("--pooling", "none"),
         **{f'{{"pooling_type": "{how.upper()}"}}': ("--pooling", how) for how in ("mean", "last", "cls")},
     }),
+    _refused("--reasoning-config", VLLM, "--reasoning-parser names the marks, --thinking-token-budget the length"),
+    _refused("--weight-version", SGLANG, "weights are not exchanged while they are served; --served-name can tell a version"),
     _refused("--speculative-config -sc", VLLM, "give --speculate, --draft-model or --draft-heads, and --max-drafts"),
     _refused("--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls --tool-parser-plugin "
              "--reasoning-parser-plugin --io-processor-plugin --custom-weight-loader", f"{VLLM}, {SGLANG}",

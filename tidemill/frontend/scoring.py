@@ -47,12 +47,13 @@ def without_activation(score: float, model: ModelConfig) -> float:
 
 
 def label_probs(scores: Sequence[float], model: ModelConfig) -> list[float]:
-    """Of a classifier: the probabilities of its labels. Of several that exclude each other, the softmax of their scores."""
+    """Probabilities of a classifier's labels: of several that exclude each other, the softmax of their scores."""
     if len(scores) == 1 or (model.labels is not None and model.labels.activation == "sigmoid"):
         return list(scores)
     highest = max(scores)
     powers = [math.exp(score - highest) for score in scores]
-    return [power / sum(powers) for power in powers]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:

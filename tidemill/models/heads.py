@@ -18,6 +18,7 @@ from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 _VALUES_AT_ONCE = 2**24
 _ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}  # of scores, classes of torch.nn
 _MAX_LABELS = 4096
+_MAX_LABEL_CHARS = 256
 
 
 def ties_head(checkpoint: Checkpoint, is_tied: bool, tables: Collection[str], heads: Collection[str]) -> bool:
@@ -71,13 +72,13 @@ class Labels(Linear):
         num = optional(data, "num_labels", int, 2, source) if labels is None else len(labels)
         if not 1 <= num <= _MAX_LABELS:
             raise CheckpointError(f"{source}: the model has {num} labels; 1 to {_MAX_LABELS} are supported.")
-        return LabelHead(num=num, activation=_activation(data, num, source))
+        names = tuple(str((labels or {}).get(str(i), f"LABEL_{i}"))[:_MAX_LABEL_CHARS] for i in range(num))
+        return LabelHead(num=num, names=names, activation=_activation(data, num, source))
 
 
 def _activation(data: dict[str, Any], num_labels: int, source: object) -> str:
     """As sentence-transformers and vLLM read it: named in the configuration, else the logistic function of a single
-    label, or of labels
-    that do not exclude each other."""
+    label, or of labels that do not exclude each other."""
     newer = optional(data, "sentence_transformers", dict, {}, source)
     named = newer.get("activation_fn") or data.get("sbert_ce_default_activation_function")
     if named is None:

@@ -206,7 +206,7 @@ class Exchange:
             return
         # Clients of an event stream read an error as its last event.
         error = UpstreamFailed("The server ended in the middle of the response.", fix="Try again.")
-        event = b"\n\ndata: " + msgspec.json.encode(shaped(self._request.path, error_body(error))) + b"\n\n"
+        event = b"\n\ndata: " + msgspec.json.encode(shaped(self._request.path, error_body(error), error.status)) + b"\n\n"
         self._front.end_response([*self._out, self._front.framed(event)])
 
 

@@ -420,7 +420,7 @@ class Front(asyncio.Protocol):
         self.answer(status, msgspec.json.encode(body))
 
     def answer_error(self, error: TidemillError) -> None:
-        body = msgspec.json.encode(shaped(self._current.path, error_body(error)))
+        body = msgspec.json.encode(shaped(self._current.path, error_body(error), error.status))
         named = headers_of(error)
         if named.pop("Connection", "") == "close":
             self._current.keeps_alive = False

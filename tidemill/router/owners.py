@@ -18,11 +18,13 @@ from tidemill.router.upstream import Headers, Upstream
 
 MAX_OWNED = 65_536  # remembered
 ASK_WITHIN_S = 10.0
-_KINDS = ("files", "batches", "responses", "response_items", "conversations", "prompt_caches", "requests")
+_KINDS = (
+    "files", "batches", "messages/batches", "responses", "response_items", "conversations", "prompt_caches", "requests",
+)  # fmt: skip
 _PATH = re.compile(rf"/v1/({'|'.join(_KINDS)})/([A-Za-z0-9._-]{{1,128}})(/.*)?")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # These, and lists of them, are at a tenant's home.
-HOMES = frozenset({"/v1/files", "/v1/batches", "/v1/conversations", "/v1/prompt_caches"})
+HOMES = frozenset({"/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/conversations", "/v1/prompt_caches"})
 # They change every server.
 EVERYWHERE = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flush_cache", "/abort_request"})
 _NOT_IDS = frozenset({"input_tokens"})  # of a path

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import CallStart, Piece, Reading, TextPiece
-from tidemill.server.anthropic_types import MessagesRequest, Prompt
+from tidemill.server.anthropic_types import CountRequest, MessagesRequest, Prompt
 from tidemill.server.aside import aside
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
 from tidemill.server.chats import own_id, template_variables
-from tidemill.server.errors import error_body
+from tidemill.server.errors import error_body, shaped
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.retention import TTLS, mark_holds
@@ -45,12 +45,10 @@ def make_router(models: Models) -> APIRouter:
         how = {"variables": variables, **body.how(conversation)}
         return await service.encode_chat(conversation, **how), how
 
-    @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
-    async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
+    async def begin(body: MessagesRequest, caller: Caller) -> tuple[MessageWriter, Outputs]:
         service = models.of(body.model)
         params = body.params()
         await service.check_grammar(params, of_tools=body.must_call)
-        caller: Caller = request.state.caller
         prompt, how = await prompt_of(service, body, caller.call)
         salt = body.cache_salt or ""
         holds = await mark_holds(service, caller.tenant, prompt, body.marks(), how, salt)
@@ -65,17 +63,27 @@ def make_router(models: Models) -> APIRouter:
             caller.call.ignored.add("budget_tokens")
             budget = None
         params = reading.gated(msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)), budget)
-        outputs = service.stream(caller, prompt, params, salt=salt, reading=reading, holds=holds)
-        if not body.stream:
-            return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
-        first = await until_disconnect(request, anext(outputs))
-        return EventStream(_stream(writer, first, outputs), also_close=outputs, is_framed=True)
+        return writer, service.stream(caller, prompt, params, salt=salt, reading=reading, holds=holds)
 
-    @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(Prompt))
-    async def count_tokens(request: Request, body: Prompt = Depends(body_of(Prompt))) -> dict[str, Any]:
+    async def whole(body: MessagesRequest, caller: Caller) -> bytes:
+        return await _whole(*await begin(body, caller))
+
+    @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
+    async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
+        caller: Caller = request.state.caller
+        if not body.stream:
+            return Response(await until_disconnect(request, whole(body, caller)), media_type="application/json")
+        writer, outputs = await begin(body, caller)
+        first = await until_disconnect(request, anext(outputs))
+        stream = _stream(writer, first, outputs, caller.call)
+        return EventStream(stream, also_close=outputs, is_framed=True)
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(CountRequest))
+    async def count_tokens(request: Request, body: CountRequest = Depends(body_of(CountRequest))) -> dict[str, Any]:
         prompt, _ = await prompt_of(models.of(body.model), body, request.state.caller.call)
         return {"input_tokens": len(prompt)}
 
+    models.whole_responses["/v1/messages"] = (MessagesRequest, whole)
     return router
 
 
@@ -212,7 +220,9 @@ async def _whole(writer: MessageWriter, outputs: Outputs) -> bytes:
     return _json(writer.whole())
 
 
-async def _stream(writer: MessageWriter, first: tuple[Delta, TextDelta], rest: Outputs) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    writer: MessageWriter, first: tuple[Delta, TextDelta], rest: Outputs, call: Call
+) -> AsyncGenerator[bytes, None]:
     try:
         events = writer.take(*first)  # a token says how much of the prompt was cached; of a request that waits it is not known
         yield named_event({"type": "message_start", "message": writer.start()})
@@ -226,6 +236,6 @@ async def _stream(writer: MessageWriter, first: tuple[Delta, TextDelta], rest: O
         yield named_event({"type": "message_delta", "delta": ending, "usage": writer.usage()})
         yield named_event({"type": "message_stop"})
     except TidemillError as error:
-        yield named_event({"type": "error", **error_body(error)})
+        yield named_event(shaped(call.path, error_body(error), error.status, call.name))
     finally:
         await rest.aclose()

@@ -207,6 +207,16 @@ class ToolChoice(Body):
 # ---- the request
 
 
+class ThreadUnsupported(InvalidRequest):
+    """A request with a thread. On these details Anthropic's clients send the whole conversation without one."""
+
+    figures = {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+
+    def __init__(self) -> None:
+        what = "The parameter 'thread' is not supported: this server stores no conversations of the Messages API."
+        super().__init__(what, fix="Send all messages, without thread.", param="thread")
+
+
 class Thinking(Body):
     """Thinking is ended after `budget_tokens`."""
 
@@ -262,6 +272,12 @@ class Prompt(Body):
     context_management: ContextManagement | None = None
     mcp_servers: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # beyond Anthropic's
+    thread: dict[str, Any] | None = None  # a conversation that the server stores
+
+    @field_validator("thread")
+    @classmethod
+    def _has_no_threads(cls, _: dict[str, Any]) -> None:
+        raise ThreadUnsupported
 
     @field_validator("mcp_servers")
     @classmethod
@@ -374,6 +390,14 @@ class MessagesRequest(Prompt):
         elif wanted is not None:
             given["grammar"] = Grammar("json_schema", json.dumps(closed(wanted.schema_)))
         return SamplingParams(**given)
+
+
+class CountRequest(Prompt):
+    """Counts the tokens of a prompt. Clients send the whole request whose prompt it is."""
+
+    without_effect: ClassVar[frozenset[str]] = MessagesRequest.without_effect | (
+        MessagesRequest.model_fields.keys() - Prompt.model_fields.keys()
+    )
 
 
 def _mark(block: Any) -> CacheControl | None:

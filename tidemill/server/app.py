@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from tidemill.errors import TidemillError
 from tidemill.server import (
     anthropic,
+    anthropic_batches,
     batches,
     chat_batch,
     cohere,
@@ -26,6 +27,7 @@ from tidemill.server import (
     openai,
     page,
     prompt_cache,
+    refused,
     rerank,
     responses,
     sglang,
@@ -71,8 +73,10 @@ def create_app(
     app.include_router(lora.make_router(models))
     app.include_router(prompt_cache.make_router(models))
     app.include_router(page.make_router(models.default.manner.shows_page))
+    app.include_router(refused.make_router())
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
+    app.include_router(anthropic_batches.make_router(runner, storage))
 
     @app.get("/health")
     async def health() -> Response:

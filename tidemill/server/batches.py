@@ -23,7 +23,7 @@ from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, Tid
 from tidemill.server import batch_lines
 from tidemill.server.body import Body, body_of, parsed, schema_of
 from tidemill.server.call import Call, RequestLog, new_id
-from tidemill.server.errors import error_body, internal_error
+from tidemill.server.errors import error_body, internal_error, shaped
 from tidemill.server.files import kept_s, page, read_limit, read_query
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
@@ -123,7 +123,8 @@ class Batches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def create(self, tenant: str, body: BatchRequest) -> dict[str, Any]:
+    async def create(self, tenant: str, body: BatchRequest, num_lines: int = 0) -> dict[str, Any]:
+        """`num_lines`: of the file, if they are known already."""
         if self._models.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         if body.endpoint not in self._models.whole_responses:
@@ -137,7 +138,7 @@ class Batches:
             raise InvalidRequest(f"The file's purpose is {file['purpose']!r}, not 'batch'.", param="input_file_id")
         if sum(theirs == tenant for _, theirs, _ in await storage.do(storage.unfinished)) >= _MAX_UNFINISHED:
             raise TooManyBatches(f"{_MAX_UNFINISHED} batches are not finished.", fix="Wait for one, or cancel one.")
-        record = _batch_object(body, window_s, self._models.default.model_name)
+        record = _batch_object(body, window_s, self._models.default.model_name, num_lines)
         await storage.do(storage.add_batch, tenant, self._models.default.model_name, record)
         self._start(tenant, record["id"])
         return record
@@ -274,10 +275,10 @@ async def respond_to_line(models: Models, caller: Caller, endpoint: str, body: b
             if isinstance(error, EngineDead) and not models.alive:
                 raise
             caller.call.error = error.kind
-            return error.status, batch_lines.encode(error_body(error))
+            return error.status, batch_lines.encode(shaped(endpoint, error_body(error), error.status, caller.call.name))
         except Exception:
             _log.exception("unexpected error in a line for %s", endpoint)
-            return 500, batch_lines.encode(internal_error())
+            return 500, batch_lines.encode(shaped(endpoint, internal_error(), 500, caller.call.name))
 
 
 def _parse(text: bytes) -> batch_lines.Line:
@@ -288,7 +289,7 @@ def _parse(text: bytes) -> batch_lines.Line:
         raise ContentLost("The input file has changed on the server's disk.", param="input_file_id") from None
 
 
-def _batch_object(body: BatchRequest, window_s: int, model: str) -> dict[str, Any]:
+def _batch_object(body: BatchRequest, window_s: int, model: str, num_lines: int) -> dict[str, Any]:
     now = int(time.time())
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     return {
@@ -304,7 +305,7 @@ def _batch_object(body: BatchRequest, window_s: int, model: str) -> dict[str, An
         "error_file_id": None,
         "created_at": now,
         "expires_at": now + window_s,
-        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "request_counts": {"total": num_lines, "completed": 0, "failed": 0},
         "metadata": body.metadata,
         "output_expires_after": body.output_expires_after.model_dump() if body.output_expires_after else None,
     } | dict.fromkeys((f"{name}_at" for name in times), None)

@@ -1,7 +1,8 @@
 """Request bodies: JSON of bounded size, validated by a model; errors name the parameter.
 
-Three rules for every API: null means absent; a standard field that cannot change the output is accepted and named in the response
-header x-tidemill-ignored; a field that would change the output and is not supported is refused by name.
+Three rules: null means absent; a standard field that cannot change the output is accepted and named in the response header
+x-tidemill-ignored; a field that would change the output and is not supported is refused by name. Where an API's own server
+ignores fields that it does not know, they are ignored and named here, too (`Body.ignores_unknown`).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     without_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted and dropped
+    ignores_unknown: ClassVar[bool] = False  # fields that it does not have are dropped, too
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -93,10 +95,13 @@ class Body(BaseModel):
     def _only_what_counts(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
-        ignored = [name for name in given.keys() & cls.without_effect if given[name] is not None]
+        given = {name: value for name, value in given.items() if value is not None}
+        dropped = given.keys() & cls.without_effect
+        if cls.ignores_unknown:
+            dropped |= given.keys() - cls.model_fields.keys()
         if info.context is not None:
-            info.context.ignored.update(ignored)
-        return {name: value for name, value in given.items() if value is not None and name not in cls.without_effect}
+            info.context.ignored.update(dropped)
+        return {name: value for name, value in given.items() if name not in dropped} if dropped else given
 
 
 async def parsed(model: type[M], body: bytes, call: Call | None = None) -> M:

@@ -32,6 +32,7 @@ _PREFIXES = {
     "/v1/responses": "resp",
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
+    "/classify": "classify",
     "/generate": "gen",
     "/v1/rerank": "rerank",
     "/generative_scoring": "generative-scoring",
@@ -41,6 +42,7 @@ _PREFIXES = {
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names
 _LLAMACPP = frozenset({"/completion", "/completions", "/infill", "/embedding", "/embeddings"})
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
+_MAX_IGNORED_NAMED = 64  # fields in a header
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 # Polled every few seconds, or a dozen at once that belong to the page; logged only on errors.
 _QUIET = frozenset({"/health", "/ready", "/metrics"}) | page.PATHS
@@ -71,6 +73,11 @@ class Call:
     trace: dict[str, str] = field(default_factory=dict)  # traceparent and tracestate, as the client sent them
     is_llamacpp: bool = False  # called under a path that only llama.cpp has
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
+
+    @property
+    def name(self) -> str:
+        """The id that the client gets to see: its own label, or else ours."""
+        return self.labels[0] if self.labels else self.request_id
 
     def fields(self) -> dict[str, Any]:
         """Of the log line; empty ones are left out."""
@@ -167,6 +174,14 @@ def _as_text(fields: dict[str, Any]) -> str:
     return " ".join(words)
 
 
+def _named(fields: set[str]) -> bytes:
+    """Names of fields as the value of a header. Some are the client's own: only words, and not too many."""
+    words = sorted({name if re.fullmatch(ID_PATTERN, name) else "?" for name in fields})
+    if len(words) > _MAX_IGNORED_NAMED:
+        words = [*words[:_MAX_IGNORED_NAMED], "..."]
+    return ", ".join(words).encode()
+
+
 class Called:
     """The outermost layer: gives each call an id, sends it or the client's label back, and writes the log line at the end. A name
     that is not valid is ignored."""
@@ -192,10 +207,12 @@ class Called:
         def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                name = call.labels[0] if call.labels else call.request_id
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                name = call.name.encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+                if path.startswith("/v1/messages"):  # Anthropic's
+                    message["headers"].append((b"request-id", name))
                 if call.ignored:
-                    message["headers"].append((b"x-tidemill-ignored", ", ".join(sorted(call.ignored)).encode()))
+                    message["headers"].append((b"x-tidemill-ignored", _named(call.ignored)))
             return send(message)
 
         try:

@@ -17,13 +17,14 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
+from tidemill.frontend.scoring import label_probs
 from tidemill.sampling import SamplingParams
 from tidemill.server.aside import aside, encoded
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai import check_truncation, merge, prompts_of, truncated
-from tidemill.server.openai_types import EmbeddingRequest, PoolingRequest
+from tidemill.server.openai_types import ClassifyRequest, EmbeddingRequest, PoolingRequest
 from tidemill.server.service import Service
 from tidemill.server.sse import until_disconnect
 from tidemill.server.vectors import packed
@@ -45,6 +46,11 @@ def make_router(models: Models) -> APIRouter:
     @router.post("/pooling", openapi_extra=schema_of(PoolingRequest))
     async def pooling(request: Request, body: PoolingRequest = Depends(body_of(PoolingRequest))) -> Response:
         return await until_disconnect(request, _response(models, body, request.state.caller))
+
+    @router.post("/classify", openapi_extra=schema_of(ClassifyRequest))
+    async def classify(request: Request, body: ClassifyRequest = Depends(body_of(ClassifyRequest))) -> Response:
+        made = await until_disconnect(request, _classified(models, body, request.state.caller))
+        return Response(made, media_type="application/json")
 
     models.whole_responses["/v1/embeddings"] = (EmbeddingRequest, partial(embeddings_json, models))
     return router
@@ -110,6 +116,20 @@ async def embeddings_json(models: Models, body: EmbeddingRequest, caller: Caller
     made, is_pooling = await _all_pooled(models, body, caller), isinstance(body, PoolingRequest)
     of_one = ("pooling", "data") if is_pooling else ("embedding", "embedding")
     data = [{"index": i, "object": of_one[0], of_one[1]: msgspec.Raw(vector)} for i, vector in enumerate(made.vectors)]
+    return _json(made.head | {"data": data, "usage": made.usage})
+
+
+async def _classified(models: Models, body: ClassifyRequest, caller: Caller) -> bytes:
+    """Each input's label and the probabilities of all labels; with `use_activation` false, what they are made from."""
+    made = await _all_pooled(models, body.model_copy(update={"task": "classify"}), caller)
+    model = models.of(body.model).ready.model
+    assert model.labels is not None, "the task was checked"
+    data = []
+    for i, vector in enumerate(made.vectors):
+        scores = msgspec.json.decode(vector, type=list[float])
+        probs = scores if body.use_activation is False else label_probs(scores, model)
+        best = max(range(len(scores)), key=scores.__getitem__)
+        data.append({"index": i, "label": model.labels.names[best], "probs": probs, "num_classes": len(probs)})
     return _json(made.head | {"data": data, "usage": made.usage})
 
 

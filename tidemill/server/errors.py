@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,7 +11,15 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tidemill.errors import Cancelled, ClientTooSlow, ContextTooLong, DeadlineExceeded, ModelFailed, TidemillError
+from tidemill.errors import (
+    Cancelled,
+    ClientTooSlow,
+    ContextTooLong,
+    DeadlineExceeded,
+    ModelFailed,
+    NotOffered,
+    TidemillError,
+)
 from tidemill.server.sse import ClientGone
 
 _log = logging.getLogger("tidemill.server")
@@ -32,19 +41,32 @@ DESCRIBED: dict[int | str, dict[str, Any]] = {
 }
 
 
-_FINAL = (Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed)  # the same request would end in the same way
+_FINAL = (Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed, NotOffered)  # the same request would end in the same way
 _TRY_AGAIN = (408, 409, 429)
 
 
-def shaped(path: str, body: dict[str, Any]) -> dict[str, Any]:
+_OF_ANTHROPIC = {  # types of errors by status; others keep theirs
+    404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error",
+    507: "api_error",
+}  # fmt: skip
+
+
+def is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def shaped(path: str, body: dict[str, Any], status: int, request_id: str = "") -> dict[str, Any]:
     """An error as the clients of that path's API expect it."""
+    if is_anthropic(path):
+        error = body["error"] | {"type": _OF_ANTHROPIC.get(status, body["error"]["type"])}
+        return {"type": "error", "error": error} | ({"request_id": request_id} if request_id else {})
     if path.startswith("/api/"):  # Ollama's
         return {"error": body["error"]["message"]}
-    if path == "/pooling" and body["error"]["type"] == "invalid_request_error":  # vLLM's
+    if path in ("/pooling", "/classify") and body["error"]["type"] == "invalid_request_error":  # vLLM's
         return {"error": body["error"] | {"type": "BadRequestError"}}
     if path == "/v1/score" and body["error"]["type"] == "invalid_request_error":  # also as SGLang has it
         return body | {"object": "error", "message": body["error"]["message"], "type": "BadRequestError"}
-    return {"type": "error"} | body if path.startswith("/v1/messages") else body
+    return body
 
 
 def headers_of(error: TidemillError) -> dict[str, str]:
@@ -71,19 +93,22 @@ def internal_error() -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
+    def answer(request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
+        made = shaped(request.url.path, body, status, request.state.call.name)
+        return JSONResponse(made, status, headers)
+
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:
         request.state.call.error = error.kind
         body = error_body(error)
         if request.state.call.is_llamacpp and isinstance(error, ContextTooLong):
             body["error"]["type"] = "exceed_context_size_error"
-        return JSONResponse(shaped(request.url.path, body), error.status, headers_of(error))
+        return answer(request, body, error.status, headers_of(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind = request.state.call.error = "invalid_request_error" if error.status_code < 500 else "internal_error"
-        body = shaped(request.url.path, _body(str(error.detail), kind, None, None))
-        return JSONResponse(body, error.status_code, error.headers)
+        return answer(request, _body(str(error.detail), kind, None, None), error.status_code, error.headers)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:
@@ -93,4 +118,4 @@ def install(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         request.state.call.error = "internal_error"
         _log.exception("unexpected error in %s", request.url.path, exc_info=error)
-        return JSONResponse(shaped(request.url.path, internal_error()), 500)
+        return answer(request, internal_error(), 500)

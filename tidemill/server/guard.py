@@ -299,7 +299,7 @@ class Guard:
             caller = self._access.caller(scope["path"], headers)
         except TidemillError as error:
             call.error = error.kind
-            await _refuse(error, scope["path"], send)
+            await _refuse(error, call, send)
             return
         call.tenant = caller.tenant
         scope["state"]["caller"] = replace(caller, call=call)
@@ -311,13 +311,14 @@ class Guard:
             raise TooLarge(f"The body may have {most} bytes.")
 
 
-async def _refuse(error: TidemillError, path: str, send: Send) -> None:
+async def _refuse(error: TidemillError, call: Call, send: Send) -> None:
     named = headers_of(error) | {"content-type": "application/json", "connection": "close"}
     if error.status == 401:
         named["www-authenticate"] = "Bearer"
     headers = [(name.lower().encode(), value.encode()) for name, value in named.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(shaped(path, error_body(error))).encode()})
+    body = shaped(call.path, error_body(error), error.status, call.name)
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 
 async def _preflight(origin: str, asked: str, send: Send) -> None:

@@ -29,7 +29,7 @@ from tidemill.server.body import body_of, parse, read
 from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models, ModelUnknown
-from tidemill.server.ollama_types import Asked, Chat, Embed, Embeddings, Generate, Pull, Show, conversation
+from tidemill.server.ollama_types import Asked, Chat, Embed, Embeddings, Generate, Pull, Show, Tool, conversation
 from tidemill.server.openai_types import ChatRequest
 from tidemill.server.openai_writers import ChatWriter
 from tidemill.server.service import Service
@@ -169,13 +169,13 @@ def _after(service: Service, context: list[int], prompt: list[int]) -> list[int]
 
 
 async def _job_of(
-    service: Service, body: Asked, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begun_s: float
+    service: Service, body: Asked, messages: list[dict[str, Any]], tools: list[Tool] | None, begun_s: float
 ) -> _Job:
     values = body.values() | {"messages": messages, "stream": body.stream}
     if body.options.max_tokens is not None:
         values["max_tokens"] = body.options.max_tokens
     if tools:
-        values["tools"] = [{"type": "function", **tool} for tool in tools]
+        values["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     if body.logprobs:
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if variables := _thinking(service, body):

@@ -17,7 +17,14 @@ _MAX_CONTEXT_IDS = 2**20
 _MAX_INPUTS = 2048
 
 
+class OllamaBody(Body):
+    """Ollama drops fields that it does not know, and its clients send some with every call."""
+
+    ignores_unknown = True
+
+
 class Options(ggml.Options):
+    ignores_unknown = True
     without_effect: ClassVar[frozenset[str]] = ggml.Options.without_effect | {
         "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all",
         "vocab_only", "use_mmap", "use_mlock", "embedding_only", "draft_num_predict",
@@ -31,7 +38,7 @@ class Options(ggml.Options):
         return self.num_predict if self.num_predict and self.num_predict > 0 else None
 
 
-class ModelBody(Body):
+class ModelBody(OllamaBody):
     without_effect: ClassVar[frozenset[str]] = frozenset({"keep_alive", "verbose", "insecure"})
 
     model: str = Field(default="", max_length=1024)
@@ -63,21 +70,21 @@ class Asked(ModelBody):
         return made
 
 
-class CalledFunction(Body):
+class CalledFunction(OllamaBody):
     without_effect: ClassVar[frozenset[str]] = frozenset({"index"})
 
     name: str = Field(min_length=1, max_length=256)
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class ToolCall(Body):
+class ToolCall(OllamaBody):
     without_effect: ClassVar[frozenset[str]] = frozenset({"type"})
 
     id: str | None = Field(default=None, max_length=256)
     function: CalledFunction
 
 
-class ChatMessage(Body):
+class ChatMessage(OllamaBody):
     role: str = Field(min_length=1, max_length=64)
     content: str = ""
     thinking: str | None = None
@@ -87,9 +94,20 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(default=None, max_length=256)
 
 
+class Function(OllamaBody):
+    name: str = Field(min_length=1, max_length=256)
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(OllamaBody):
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Chat(Asked):
     messages: list[ChatMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    tools: list[Tool] | None = Field(default=None, max_length=256)
 
 
 class Generate(Asked):

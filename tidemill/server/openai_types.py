@@ -478,6 +478,13 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = None  # None: what the model does
 
 
+class ClassifyRequest(PoolingRequest):
+    """vLLM's: the label of each input."""
+
+    task: Literal["classify"] | None = None
+    encoding_format: Literal["float"] | None = None
+
+
 class TokenizeRequest(Body):
     """A text (`prompt`, or llama.cpp's `content`), or a conversation."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -30,7 +31,7 @@ from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
 from tidemill.server.responses_store import Item, Store, Stored, page_of
 from tidemill.server.responses_types import (
     MAX_REFERENCES,
-    ResponsePrompt,
+    CountRequest,
     ResponseRequest,
     is_reference,
     messages_of,
@@ -60,6 +61,8 @@ class _Job:
     outputs: Outputs
     task: asyncio.Task[None] | None = None  # in the background
     is_deleted: bool = False
+    events: list[bytes] = field(default_factory=list)  # of one in the background that is streamed, in wire format
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)  # events, or its end
 
     @property
     def key(self) -> tuple[str, str]:
@@ -82,12 +85,8 @@ class Responses:
         service = self._models.of(body.model)
         if body.request_id is not None and body.request_id not in caller.call.labels:
             caller.call.labels.append(body.request_id)
-        if body.background and (body.stream or body.store is False):
-            raise InvalidRequest(
-                "background can only be used when `store` is true, and without stream.",
-                fix="Leave out stream and store, and retrieve it until its status is completed.",
-                param="background",
-            )
+        if body.background and body.store is False:
+            raise InvalidRequest("background can only be used when `store` is true.", fix="Leave out store.", param="background")
         params = _bounded(body.params(), service.max_context)
         await service.check_grammar(params, of_tools=body.must_call)
         before, new = self._items(body, caller.tenant)
@@ -113,12 +112,12 @@ class Responses:
             self._running[job.key] = job
         return job
 
-    async def count(self, body: ResponsePrompt, caller: Caller) -> int:
+    async def count(self, body: CountRequest, caller: Caller) -> int:
         service = self._models.of(body.model)
         before, new = self._items(body, caller.tenant)
         return len(await self._prompt(service, body, before, new, caller.call))
 
-    def _items(self, body: ResponsePrompt, tenant: str) -> tuple[tuple[Item, ...], list[dict[str, Any]]]:
+    def _items(self, body: ResponseRequest, tenant: str) -> tuple[tuple[Item, ...], list[dict[str, Any]]]:
         """Of the conversation so far, and of this request."""
         new = body.new_items()
         if sum(map(is_reference, new)) > MAX_REFERENCES:
@@ -138,7 +137,7 @@ class Responses:
         return (*earlier.items, *earlier.outputs), new
 
     async def _prompt(
-        self, service: Service, body: ResponsePrompt, before: Sequence[Item], new: list[dict[str, Any]], call: Call
+        self, service: Service, body: ResponseRequest, before: Sequence[Item], new: list[dict[str, Any]], call: Call
     ) -> list[int]:
         size = sum(len(item.text) for item in before) + _BYTES_PER_ITEM * (len(before) + len(new))
         messages = await aside(lambda: messages_of([*(item.members() for item in before), *new]), size)
@@ -155,8 +154,7 @@ class Responses:
         messages = with_one_system(messages)
         if body.truncation != "auto":
             return await service.encode_chat(messages, **how)
-        room = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
-        return await self._truncated(service, messages, how, room)
+        return await self._truncated(service, messages, how, body.max_output_tokens or 1)
 
     async def _truncated(self, service: Service, messages: list[dict[str, Any]], how: dict[str, Any], room: int) -> list[int]:
         """Without as many of the oldest turns as must go for the prompt to fit. A turn begins with a message of the user."""
@@ -204,51 +202,67 @@ class Responses:
         return _json(job.writer.body() | job.writer.timings())
 
     async def stream(self, job: _Job, first: tuple[Delta, TextDelta]) -> AsyncGenerator[bytes, None]:
-        writer = job.writer
-        try:
-            for kind in ("response.created", "response.in_progress"):
-                yield named_event(writer.event(kind, response=writer.body()))
-            for event in writer.take(*first):
+        async with aclosing(self._events(job, _after(first, job.outputs))) as events:
+            async for event in events:
                 yield named_event(event)
-            async for delta, text in job.outputs:
+
+    async def _events(self, job: _Job, outputs: Outputs) -> AsyncGenerator[dict[str, Any], None]:
+        """Runs a job; its events. `outputs`: its own, from the first on."""
+        writer, has_begun = job.writer, False
+        try:
+            yield writer.event("response.created", response=writer.body())
+            async for delta, text in outputs:
+                if not has_begun:
+                    writer.status, has_begun = "in_progress", True
+                    yield writer.event("response.in_progress", response=writer.body())
                 for event in writer.take(delta, text):
-                    yield named_event(event)
-            yield named_event(writer.event(f"response.{writer.status}", response=writer.body(), **writer.timings()))
+                    yield event
+            yield writer.event(f"response.{writer.status}", response=writer.body(), **writer.timings())
         except TidemillError as error:
             writer.fail(error)
-            yield named_event(writer.event("response.failed", response=writer.body()))
+            yield writer.event("response.failed", response=writer.body())
+        except Exception as error:
+            if job.task is None:
+                raise
+            _log.exception("unexpected error in a background response", exc_info=error)
+            writer.fail(TidemillError("An internal error occurred."))
+            yield writer.event("response.failed", response=writer.body())
         finally:
             self._end(job)
             await job.outputs.aclose()
 
-    def start(self, job: _Job) -> bytes:
+    def start(self, job: _Job) -> None:
         """In the background."""
         job.task = asyncio.create_task(self._run(job))
         self._tasks.add(job.task)
         job.task.add_done_callback(self._tasks.discard)
-        return _json(job.writer.body())
+        job.task.add_done_callback(lambda _: job.has_more.set())  # also if it never began
 
     async def _run(self, job: _Job) -> None:
-        writer = job.writer
-        try:
-            async with aclosing(job.outputs):
-                async for delta, text in job.outputs:
-                    writer.status = "in_progress"
-                    writer.take(delta, text)
-        except TidemillError as error:
-            writer.fail(error)
-        except Exception as error:
-            _log.exception("unexpected error in a background response", exc_info=error)
-            writer.fail(TidemillError("An internal error occurred."))
-        finally:
-            self._end(job)
+        async with aclosing(self._events(job, job.outputs)) as events:
+            async for event in events:
+                if job.body.stream:
+                    job.events.append(named_event(event))
+                    job.has_more.set()
+
+    async def follow(self, job: _Job, num_known: int = 0) -> AsyncGenerator[bytes, None]:
+        """Events of a job in the background, from the start or after so many. It goes on if nobody follows."""
+        assert job.task is not None
+        while True:
+            job.has_more.clear()
+            while num_known < len(job.events):
+                num_known += 1
+                yield job.events[num_known - 1]
+            if job.task.done():
+                return
+            await job.has_more.wait()
 
     def _end(self, job: _Job) -> None:
         """Stores the response, once."""
         if not job.writer.is_over:
             job.writer.end("cancelled")  # the client has left
         if self._running.pop(job.key, None) is not None and not job.is_deleted:
-            stored = Stored.of((*job.before, *job.new), job.writer.body())
+            stored = Stored.of((*job.before, *job.new), job.writer.body(), b"".join(job.events))
             self.store.put(job.caller.tenant, job.writer.response_id, stored)
         if job.body.conversation_id is not None and job.writer.status in ("completed", "incomplete"):
             items = (*job.new, *map(Item.of, job.writer.output))
@@ -262,6 +276,17 @@ class Responses:
             return await aside(partial(_json, job.writer.body()))
         stored = self.store.get(tenant, response_id)
         return await aside(stored.body, stored.num_bytes)
+
+    def get_events(self, tenant: str, response_id: str, num_known: int) -> AsyncGenerator[bytes, None]:
+        """Those after so many."""
+        job = self._running.get((tenant, response_id))
+        if job is not None and job.task is not None and job.body.stream:
+            return self.follow(job, num_known)
+        stored = b"" if job is not None else self.store.get(tenant, response_id).events
+        if not stored:
+            what = "Only a response that was created with background and stream is streamed again."
+            raise InvalidRequest(what, fix="Retrieve it without stream.", param="stream")
+        return _again(stored, num_known)
 
     def input_items(self, tenant: str, response_id: str) -> tuple[Item, ...]:
         job = self._running.get((tenant, response_id))
@@ -292,6 +317,17 @@ class Responses:
         await self.cancel(tenant, response_id)
 
 
+async def _after(first: tuple[Delta, TextDelta], rest: Outputs) -> Outputs:
+    yield first
+    async for one in rest:
+        yield one
+
+
+async def _again(stored: bytes, num_known: int) -> AsyncGenerator[bytes, None]:
+    for event in stored.removesuffix(b"\n\n").split(b"\n\n")[num_known:]:
+        yield event + b"\n\n"
+
+
 def _bounded(params: SamplingParams, max_context: int) -> SamplingParams:
     """The log-probabilities of a response must fit it."""
     if params.logprobs is None:
@@ -308,6 +344,10 @@ def _bounded(params: SamplingParams, max_context: int) -> SamplingParams:
     return params
 
 
+def _stream(events: AsyncGenerator[bytes, None]) -> EventStream:
+    return EventStream(events, also_close=events, is_framed=True)
+
+
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
     responses = Responses(models)
@@ -316,22 +356,30 @@ def make_router(models: Models) -> APIRouter:
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
         caller: Caller = request.state.caller
         if body.background:
-            return Response(responses.start(await responses.begin(body, caller)), media_type="application/json")
+            job = await responses.begin(body, caller)
+            responses.start(job)
+            if body.stream:
+                return _stream(responses.follow(job))
+            return Response(_json(job.writer.body()), media_type="application/json")
         if not body.stream:
             return Response(await until_disconnect(request, responses.whole(body, caller)), media_type="application/json")
         job = await responses.begin(body, caller)
         first = await until_disconnect(request, anext(job.outputs))
         return EventStream(responses.stream(job, first), also_close=job.outputs, is_framed=True)
 
-    @router.post("/v1/responses/input_tokens", openapi_extra=schema_of(ResponsePrompt))
-    async def input_tokens(request: Request, body: ResponsePrompt = Depends(body_of(ResponsePrompt))) -> dict[str, Any]:
+    @router.post("/v1/responses/input_tokens", openapi_extra=schema_of(CountRequest))
+    async def input_tokens(request: Request, body: CountRequest = Depends(body_of(CountRequest))) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": await responses.count(body, request.state.caller)}
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        if request.query_params.get("stream", "false") != "false":
-            raise InvalidRequest("A stored response is not streamed.", fix="Retrieve it without stream.", param="stream")
-        return Response(await responses.get(request.state.caller.tenant, response_id), media_type="application/json")
+        query, tenant = request.query_params, request.state.caller.tenant
+        if query.get("stream", "false") == "false":
+            return Response(await responses.get(tenant, response_id), media_type="application/json")
+        after = query.get("starting_after", "-1")
+        if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+            raise InvalidRequest("starting_after is the sequence number of an event.", param="starting_after")
+        return _stream(responses.get_events(tenant, response_id, int(after) + 1))
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(request: Request, response_id: str) -> Response:

@@ -65,16 +65,17 @@ class Stored:
     outputs: tuple[Item, ...]
     head: bytes  # the object without its output, as JSON
     is_background: bool = False
+    events: bytes = b""  # of its stream, in wire format, if it was one in the background
 
     @staticmethod
-    def of(items: Sequence[Item], body: dict[str, Any]) -> Stored:
+    def of(items: Sequence[Item], body: dict[str, Any], events: bytes = b"") -> Stored:
         outputs = tuple(map(Item.of, body.get("output", ())))
         head = _json({name: value for name, value in body.items() if name != "output"})
-        return Stored(body["object"], tuple(items), outputs, head, bool(body.get("background")))
+        return Stored(body["object"], tuple(items), outputs, head, bool(body.get("background")), events)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Items that are shared count for each who has them."""
+        """Items that are shared count for each who has them; events do not, which are not continued."""
         return len(self.head) + sum(len(item.text) for item in self.items) + sum(len(item.text) for item in self.outputs)
 
     def body(self) -> bytes:
@@ -95,12 +96,12 @@ class _Shelf:
     def put(self, name: str, made: Stored) -> None:
         self.drop(name)
         self.stored[name] = made
-        self.num_bytes += made.num_bytes
+        self.num_bytes += made.num_bytes + len(made.events)
         self.homes |= {item.id: item for item in made.outputs}
 
     def drop(self, name: str) -> None:
         if (gone := self.stored.pop(name, None)) is not None:
-            self.num_bytes -= gone.num_bytes
+            self.num_bytes -= gone.num_bytes + len(gone.events)
             for item in gone.outputs:
                 self.homes.pop(item.id, None)
 

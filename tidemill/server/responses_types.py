@@ -190,7 +190,6 @@ class ConversationName(Body):
 class ResponsePrompt(Body):
     """What the prompt is made of."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"personality"})
     model: str | None = None
     input: str | Items | None = None
     instructions: str | None = None
@@ -310,6 +309,12 @@ class ResponseRequest(ResponsePrompt):
                 check_forced(one.name, *one.custom.grammar)
         several = name is None and self.parallel_tool_calls is not False
         return call_grammar([one.function() for one in callees], name, several)
+
+
+class CountRequest(ResponseRequest):
+    """Counts the tokens of a prompt. Clients send the whole request whose prompt it is."""
+
+    without_effect: ClassVar[frozenset[str]] = ResponseRequest.without_effect | {"personality"}
 
 
 # ---- items

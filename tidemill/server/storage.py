@@ -340,11 +340,25 @@ class Storage:
             return self._with_counts(_record(record))
         raise BatchUnknown(f"There is no batch {batch_id[:100]!r}.", fix=self._lost_before(), param="batch_id")
 
-    def batches(self, tenant: str, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    def batches(
+        self, tenant: str, after: str | None, limit: int, endpoint: str | None = None
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """The latest first. `endpoint`: only those for it."""
         start = self._number("batches", tenant, after)
-        sql = f"SELECT told FROM batches WHERE owner = ? {_page(start, 'desc')}"
-        found, more = _first(self._rows(sql, tenant, limit + 1), limit)
+        of_one = "(? IS NULL OR json_extract(CAST(told AS TEXT), '$.endpoint') = ?)"
+        sql = f"SELECT told FROM batches WHERE owner = ? AND {of_one} {_page(start, 'desc')}"
+        found, more = _first(self._rows(sql, tenant, endpoint, endpoint, limit + 1), limit)
         return [self._with_counts(record) for record in found], more
+
+    def delete_batch(self, tenant: str, batch_id: str) -> None:
+        """With its files. One that is not over is not deleted."""
+        record = self.batch(tenant, batch_id)
+        if record["status"] not in OVER:
+            raise InvalidRequest("The batch has not ended.", fix="Cancel it first.", param="batch_id")
+        self._rows("DELETE FROM batches WHERE id = ?", batch_id)
+        for name in ("input_file_id", "output_file_id", "error_file_id"):
+            if record[name] is not None:
+                self._drop_file(record[name])
 
     def unfinished(self) -> list[tuple[str, str, str]]:
         """Batches that are not over: id, tenant and model."""

@@ -155,7 +155,7 @@ def read(model: type[M], given: dict[str, Any]) -> M:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, model) from None
 
 
 async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGenerator[bytes, None]:

@@ -26,6 +26,7 @@ from bench.gpu_workloads import MODELS
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.runner.cuda_step import Launched
@@ -168,12 +169,13 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]])
     """By request: tokens and log probabilities; and seconds to the first token of all, and of decoding."""
     answers: dict[str, list[Any]] = {name: [] for name in requests}
     torch.cuda.synchronize()
-    start, first = time.perf_counter(), 0.0
+    start, first, num_preempted = time.perf_counter(), 0.0, 0
     for name, (prompt, params) in requests.items():
         core.submit(Submit(name, prompt, params))
     while core.has_work:
         output, failed = core.step()
         assert not failed, failed
+        num_preempted += sum(isinstance(event, Preempted) for event in output.events)
         for delta in output.deltas:
             logprobs = [entry.logprob for entry in delta.logprobs or []]
             answers[delta.request_id] += list(zip(delta.token_ids, logprobs or [0.0] * len(delta.token_ids), strict=True))
@@ -181,7 +183,8 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]])
             first, num_before = time.perf_counter(), sum(map(len, answers.values()))
     end = time.perf_counter()
     num = sum(map(len, answers.values()))
-    return {"answers": answers, "prefill_s": first - start, "decode_tok_s": (num - num_before) / max(end - first, 1e-9)}
+    rate = (num - num_before) / max(end - first, 1e-9)
+    return {"answers": answers, "preempted": num_preempted, "prefill_s": first - start, "decode_tok_s": rate}
 
 
 def free() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.waiting import LONG_S as LONG_S
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
@@ -27,8 +28,6 @@ from tidemill.sched.tree import Tree, ancestors_of
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.gguf import GGUFFile
 from tidemill.wire import Delta, Submit
-
-LONG_S = 600.0  # for states that a test waits for: far more than they take, on any machine
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.fragile import DEADLY, GATED, Fragile
 from tests.helpers import LONG_S
+from tests.waiting import until_async
 from tidemill.config import EngineOptions
 from tidemill.engine import client as client_module
 from tidemill.engine import inbox as inbox_module
@@ -23,12 +24,6 @@ from tidemill.events import Aborted, EngineRestarted, Finished, KernelsFellBack,
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Submit
-
-
-async def until(state):
-    async with asyncio.timeout(LONG_S):
-        while not state():
-            await asyncio.sleep(0.01)
 
 
 def request(name, length=40, prompt=(1, 2, 3), **params):
@@ -83,7 +78,7 @@ class Shared:
             self._loop.run(test(self._client, self._seen))
         finally:
             self.fragile.open_gate()
-            self._loop.run(until(self._is_at_rest))
+            self._loop.run(until_async(self._is_at_rest))
 
     def _is_at_rest(self):
         begun, ended = (sum(isinstance(event, kind) for event in self._all) for kind in (Submitted, Finished | Aborted))
@@ -106,10 +101,10 @@ def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder
     async def test(client, seen):
         undisturbed = await collect(client, "before", n=3, seed=5, length=300)
         going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
-        await until(lambda: any(client._pending["after"].outputs if "after" in client._pending else ()))
+        await until_async(lambda: any(client._pending["after"].outputs if "after" in client._pending else ()))
         client._stall_s = 1.0
         os.kill(client._link._process.pid, signal.SIGSTOP)
-        await until(lambda: any(isinstance(event, EngineRestarted) for event in seen))
+        await until_async(lambda: any(isinstance(event, EngineRestarted) for event in seen))
         client._stall_s = LONG_S  # the next one may be slow
         assert await asyncio.wait_for(going, LONG_S) == undisturbed
         assert "no step in" in next(event for event in seen if isinstance(event, EngineRestarted)).reason
@@ -124,11 +119,11 @@ def test_idle_time_does_not_count_as_a_stall(shared):
     async def test(client, seen):
         async with aclosing(client.submit(request("slow", 5, n=2, seed=1))) as deltas:
             first = await anext(deltas)
-            await until(lambda: client._pending["slow"].is_over)
+            await until_async(lambda: client._pending["slow"].is_over)
             await asyncio.sleep(5 * client_module._WATCH_EVERY_S)
             assert client._stalled_s == 0
             going = asyncio.create_task(collect(client, "gated", prompt=[GATED, 0]))
-            await until(lambda: client._stalled_s > 0)
+            await until_async(lambda: client._stalled_s > 0)
             assert client._stalled_s <= 2 * client_module._WATCH_EVERY_S
             shared.fragile.open_gate()
             await going
@@ -145,11 +140,11 @@ def test_a_stall_takes_longer_where_steps_take_longer(shared, monkeypatch):
         client._longest_step_s = 0.0
         assert client.stall_limit_s == max(client._stall_s, config.token_budget * step_s) > 0
         going = asyncio.create_task(collect(client, "gated", 1, prompt=[GATED, 0]))
-        await until(lambda: "gated" in client._pending and client._pending["gated"].is_admitted)
+        await until_async(lambda: "gated" in client._pending and client._pending["gated"].is_admitted)
         await asyncio.sleep(0.3)  # the step takes at least this long
         shared.fragile.open_gate()
         await going
-        await until(lambda: client._longest_step_s > 0.1)
+        await until_async(lambda: client._longest_step_s > 0.1)
         monkeypatch.setattr(client, "_stall_s", 1.0)
         assert client.stall_limit_s >= 20 * client._longest_step_s > 20 * 0.1
 
@@ -191,11 +186,11 @@ def test_what_is_only_queued_is_no_suspect(tiny_folder, fragile):
     async def test(client, _):
         full = client.ready.config.max_requests
         gated = asyncio.create_task(collect(client, "gated", n=full, prompt=[GATED, 1]))
-        await until(lambda: "gated" in client._pending and client._pending["gated"].has_token)
+        await until_async(lambda: "gated" in client._pending and client._pending["gated"].has_token)
         queued = asyncio.create_task(collect(client, "queued"))
-        await until(lambda: "queued" in client._pending and client._pending["queued"].is_submitted)
+        await until_async(lambda: "queued" in client._pending and client._pending["queued"].is_submitted)
         client._link.kill()
-        await until(lambda: client.num_restarts == 1)
+        await until_async(lambda: client.num_restarts == 1)
         assert client._pending["queued"].num_deaths == 0
         assert client._pending["queued"].is_submitted
         fragile.open_gate()
@@ -210,7 +205,7 @@ def test_deadline_and_cancellation(shared):
         with pytest.raises(DeadlineExceeded, match=r"0\.05 s are over"):
             await collect(client, "slow", length=400, n=16, timeout_s=0.05, prompt=[GATED, 2])
         going = asyncio.create_task(collect(client, "long", length=400, n=16, prompt=[GATED, 2]))
-        await until(lambda: client.num_pending)
+        await until_async(lambda: client.num_pending)
         assert client.cancel("long", Cancelled("enough"))
         with pytest.raises(Cancelled, match="enough"):
             await going
@@ -228,12 +223,12 @@ def test_a_request_that_nobody_reads_is_aborted_at_once(shared, how):
     async def test(client, seen):
         deltas = client.submit(request("unread", 400, [GATED, 2]), 0.5 if how == "deadline" else None)
         reading = asyncio.create_task(anext(deltas))  # and no more
-        await until(lambda: "unread" in client._pending)
+        await until_async(lambda: "unread" in client._pending)
         if how == "cancellation":
             assert client.cancel("unread", Cancelled("enough"))
-        await until(lambda: not client.num_pending)
+        await until_async(lambda: not client.num_pending)
         shared.fragile.open_gate()
-        await until(lambda: any(isinstance(event, Aborted) for event in seen))
+        await until_async(lambda: any(isinstance(event, Aborted) for event in seen))
         with contextlib.suppress(DeadlineExceeded, Cancelled):
             await reading  # a delta may have come in time, but then no second one
             with pytest.raises(DeadlineExceeded if how == "deadline" else Cancelled):
@@ -247,7 +242,7 @@ def test_a_reader_that_stops_has_a_bounded_backlog(shared, monkeypatch):
     async def test(client, seen):
         async with aclosing(client.submit(request("unread", 400, n=4, logprobs=5))) as deltas:
             await anext(deltas)
-            await until(lambda: any(isinstance(event, Aborted) for event in seen))
+            await until_async(lambda: any(isinstance(event, Aborted) for event in seen))
             with pytest.raises(ClientTooSlow, match="does not read"):
                 async for _ in deltas:
                     pass
@@ -260,7 +255,7 @@ def test_a_reader_that_stops_has_a_bounded_backlog(shared, monkeypatch):
 
 def test_slower_kernels_are_an_event_of_the_start(tiny_folder, fragile):
     async def test(client, seen):
-        await until(lambda: any(isinstance(event, KernelsFellBack) for event in seen))
+        await until_async(lambda: any(isinstance(event, KernelsFellBack) for event in seen))
 
     fragile.take_kernels_away()
     run(test, tiny_folder)
@@ -271,10 +266,10 @@ def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(shared):
         expected = await collect(client, "expected", prompt=[5, 6, 7], temperature=0)
         deltas = client.submit(request("same", 400, [GATED, 2]))
         await anext(deltas)
-        await until(lambda: len(client._pending["same"].outputs[0]) == 19)  # the engine waits inside of the next step
+        await until_async(lambda: len(client._pending["same"].outputs[0]) == 19)  # the engine waits inside of the next step
         await deltas.aclose()
         going = asyncio.create_task(collect(client, "same", prompt=[5, 6, 7], temperature=0))
-        await until(lambda: "same" in client._pending)
+        await until_async(lambda: "same" in client._pending)
         shared.fragile.open_gate()
         assert await going == expected
 
@@ -288,7 +283,7 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(tiny_folder, monkeyp
 
         monkeypatch.setattr(EngineLink, "start", fail)
         going = asyncio.create_task(collect(client, "x", length=400, n=16))
-        await until(lambda: client.num_pending)
+        await until_async(lambda: client.num_pending)
         client._link.kill()
         with pytest.raises(EngineDead, match="3 times in a row: no memory"):
             await asyncio.wait_for(going, LONG_S)
@@ -306,10 +301,10 @@ def test_what_this_process_lacks_for_a_restart_is_waited_for(tiny_folder, monkey
 
     async def test(client, _):
         going = asyncio.create_task(collect(client, "x", length=400))
-        await until(lambda: client.num_pending)
+        await until_async(lambda: client.num_pending)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
         client._link.kill()
-        await until(lambda: caplog.text.count("could not be started again") > client_module.MAX_FAILED_STARTS)
+        await until_async(lambda: caplog.text.count("could not be started again") > client_module.MAX_FAILED_STARTS)
         assert client.alive
         (tmp_path / "gone").mkdir()
         assert len((await asyncio.wait_for(going, LONG_S))[0]) == 400
@@ -322,7 +317,7 @@ def test_a_start_without_progress_fails(tiny_folder):
     async def test():
         link = EngineLink()
         starting = asyncio.create_task(link.start(EngineOptions(model=str(tiny_folder), threads=1), within_s=0.5))
-        await until(lambda: link._process is not None)
+        await until_async(lambda: link._process is not None)
         os.kill(link._process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(EngineDead, match=r"no progress in 0\.5 s"):
@@ -338,7 +333,7 @@ def test_a_restart_keeps_the_configuration_of_the_first_start(tiny_folder, fragi
         first = client.ready.config
         fragile.set_available_bytes(first.weight_bytes + first.activation_bytes + first.kv_bytes // 2)
         client._link.kill()
-        await until(lambda: client.num_restarts == 1)
+        await until_async(lambda: client.num_restarts == 1)
         second = client.ready.config
         for name in ("device", "dtype", "page_size", "num_pages", "max_context", "max_requests", "token_budget", "kv_bytes"):
             assert getattr(second, name) == getattr(first, name)
@@ -351,14 +346,14 @@ def test_requests_that_come_and_go_while_there_is_no_engine(tiny_folder):
 
     async def test(client, seen):
         left = asyncio.create_task(collect(client, "left", n=2, length=400))
-        await until(lambda: any(isinstance(event, Submitted) for event in seen))
+        await until_async(lambda: any(isinstance(event, Submitted) for event in seen))
         client._link.kill()
-        await until(lambda: client._link is None)
+        await until_async(lambda: client._link is None)
         left.cancel()
         came = asyncio.create_task(collect(client, "came", temperature=0))
         await asyncio.sleep(0)
         assert not client._pending["came"].is_submitted
-        await until(lambda: client._link is not None)
+        await until_async(lambda: client._link is not None)
         assert "came" not in client._pending or client._pending["came"].num_deaths == 0
         await came
         begun = sorted(event.request_id for event in seen if isinstance(event, Submitted))

@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 
-from tests.engine.test_client import collect, until
+from tests.engine.test_client import collect
 from tests.engine.test_structured import check_random_schemas
 from tests.helpers import LONG_S, Answer, Guesser, draft_core, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.waiting import until_async
 from tidemill import LLM, SamplingParams, events
 from tidemill.config import SPECULATE, EngineOptions
 from tidemill.config.drafts import HEADS
@@ -182,7 +183,7 @@ def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, sp
         try:
             await client.start(EngineOptions(model=str(tiny_folder), threads=1, **how | {"adaptive_drafts": False}))
             going = asyncio.create_task(collect(client, "x", n=3, seed=5, length=300))
-            await until(lambda: any(client._pending["x"].outputs if "x" in client._pending else ()))
+            await until_async(lambda: any(client._pending["x"].outputs if "x" in client._pending else ()))
             client._link.kill()
             assert await asyncio.wait_for(going, LONG_S) == [answer.tokens for answer in expected.values()]
             assert any(isinstance(event, EngineRestarted) for event in seen)

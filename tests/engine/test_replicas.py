@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.core_link import CoreLink
-from tests.engine.test_client import collect, until
+from tests.engine.test_client import collect
 from tests.helpers import LONG_S
+from tests.waiting import until_async
 from tidemill.config import EngineOptions
 from tidemill.engine import client as client_module
 from tidemill.engine import replicas as replicas_module
@@ -120,8 +121,8 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
                 hit = next(one for one in seen if isinstance(one, Admitted) and one.request_id == f"next-{number}")
                 assert (hit.replica, hit.num_cached) == (went[f"20-{number}:0"], 64)
             going = asyncio.create_task(outputs(replicas, 150))
-            await until(lambda: all(client.num_pending for client in replicas._clients))
-            await until(
+            await until_async(lambda: all(client.num_pending for client in replicas._clients))
+            await until_async(
                 lambda: any(route.outputs[0] for route in replicas._routes.values() if route.client is replicas._clients[1])
             )
             moved = {name for name, route in replicas._routes.items() if route.client is replicas._clients[1]}
@@ -130,7 +131,7 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
             assert any(
                 isinstance(one, Finished) and one.request_id.partition(":")[0] in moved and one.replica == 0 for one in seen
             )
-            await until(lambda: any(isinstance(one, EngineRestarted) and one.replica == 1 for one in seen))
+            await until_async(lambda: any(isinstance(one, EngineRestarted) and one.replica == 1 for one in seen))
             assert await outputs(replicas, 20) == expected[0]
             assert not replicas.num_pending
             assert replicas.num_restarts == 1
@@ -187,15 +188,15 @@ def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, mo
             FailingLink.fails = True
             lost = replicas._clients[1]
             lost._link.kill()
-            await until(lambda: lost.death)
+            await until_async(lambda: lost.death)
             tried = FailingLink.num_tried
-            await until(lambda: FailingLink.num_tried > tried + client_module.MAX_FAILED_STARTS)
+            await until_async(lambda: FailingLink.num_tried > tried + client_module.MAX_FAILED_STARTS)
             assert models.health() == {"status": "degraded", "engines": {names[0]: "running", names[1]: "down"}}
             assert (value("engine_up", 1), value("engines_given_up_total", 1)) == (0, 1)
             assert not replicas.gave_up.is_set()
             assert await outputs() == expected
             FailingLink.fails = False
-            await until(lambda: lost.working)
+            await until_async(lambda: lost.working)
             assert models.health()["status"] == "ok"
             assert (value("engine_up", 1), value("engines_given_up_total", 1)) == (1, 1)
             seen.clear()

@@ -11,8 +11,8 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.core_link import CoreLink
-from tests.engine.test_client import until
 from tests.engine.test_lora import make_lora
+from tests.waiting import until_async
 from tidemill.config import EngineOptions
 from tidemill.engine import replicas as replicas_module
 from tidemill.engine import roles
@@ -69,7 +69,7 @@ def run(test, folder, **given):
         client = await started(options(folder, **given), seen)
         try:
             await test(client, seen)
-            await until(lambda: client.is_idle)
+            await until_async(lambda: client.is_idle)
             for one in client._clients:
                 if one._link is not None:
                     one._link.core.scheduler.check_integrity()
@@ -160,9 +160,9 @@ def test_a_prompt_begins_when_a_decode_engine_has_room(tiny_folder, in_process):
         decoder = client._clients[1]._link
         decoder.pause(True)
         going = [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}")) for i in range(2)]
-        await until(lambda: sum(isinstance(one, Finished) and one.reason == "handed over" for one in seen) == 3)
+        await until_async(lambda: sum(isinstance(one, Finished) and one.reason == "handed over" for one in seen) == 3)
         going += [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}", tenant="b" if i == 4 else "")) for i in (2, 3, 4)]
-        await until(lambda: client._routing._at_gate.keys() == {"r2", "r3", "r4"})
+        await until_async(lambda: client._routing._at_gate.keys() == {"r2", "r3", "r4"})
         with pytest.raises(QueueFull):
             await answer(client, "too many")
         with pytest.raises(InvalidRequest):
@@ -201,13 +201,13 @@ def test_a_killed_engine_loses_no_request(tiny_folder, in_process):
             link = client._clients[number]._link
             link.pause(True)
             going = begin(role)
-            await until(lambda: sum(one.replica == number for one in of(Placed, role)) == len(prompts))
+            await until_async(lambda: sum(one.replica == number for one in of(Placed, role)) == len(prompts))
             link.pause(False)
             num = 1 if number == 0 else 3  # tokens, the first of which came from the other one
-            await until(lambda: any(len(one.outputs[0]) >= num for one in client._routing._routes.values()))
+            await until_async(lambda: any(len(one.outputs[0]) >= num for one in client._routing._routes.values()))
             link.kill()
             assert await ends(going) == expected, role
-            await until(lambda: any(isinstance(one, EngineRestarted) and one.replica == number for one in seen))
+            await until_async(lambda: any(isinstance(one, EngineRestarted) and one.replica == number for one in seen))
 
         def of(kind, name):
             return [one for one in seen if isinstance(one, kind) and one.request_id.startswith(name)]
@@ -244,8 +244,8 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
         decoder.pause(True)
         going = asyncio.create_task(answer(client, "r"))
         importer = decoder.core.runner.mover.outside.importer
-        await until(lambda: sum(bool(key) for key in importer._changed.values()) >= len(LONG) // 16)
-        await until(lambda: any(isinstance(one, Placed) and one.request_id == "r" and one.part == "decode" for one in seen))
+        await until_async(lambda: sum(bool(key) for key in importer._changed.values()) >= len(LONG) // 16)
+        await until_async(lambda: any(isinstance(one, Placed) and one.request_id == "r" and one.part == "decode" for one in seen))
         decoder.pause(False)
         assert await going == expected
         taken = next(one for one in seen if isinstance(one, TakenOver) and one.request_id == "r")
@@ -261,7 +261,7 @@ def test_of_several_decode_engines_the_one_that_decodes_fetches(tiny_folder, in_
         placed = [one for one in seen if isinstance(one, Placed) and one.part == "decode"]
         assert len(placed) == len(prompts)
         kvs = [one._link.core.scheduler.kv for one in client._clients[1:]]
-        await until(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
+        await until_async(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
         expected = [set(kv._behind._expected) for kv in kvs]
         assert min(map(len, expected)) >= 4
         assert not expected[0] & expected[1]

@@ -89,6 +89,18 @@ def test_gemm() -> None:
             assert torch.equal(gemm(part, weight, tile, bias_N=bias, act="silu"), gated[:200]), tile
 
 
+@pytest.mark.parametrize("num_in", [64, 170, 171, 512, 1400])
+def test_the_librarys_matmul_is_taken_only_where_it_has_our_bits(num_in: int) -> None:
+    torch.manual_seed(0)
+    for num_out in (512, 1024):
+        x = torch.randn(1024, num_in, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
+        whole = gemm(x, weight)
+        for rows in (16, 33, 64, 65, 100, 128, 200, 256, 512, 1024):
+            if library_agrees(rows, num_out, num_in, x.device):
+                assert torch.equal(F.linear(x[:rows].clone(), weight), whole[:rows]), (num_out, rows)
+
+
 def test_gemm_by_roles() -> None:
     """The kernel for many rows: the bits of the other one."""
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ import torch
 from tests.gpu.engines import ask, assert_near, random_llama, with_weights
 from tests.gpu.ranks import children, other_host, sharing, small_core, some_requests
 from tests.helpers import LONG_S
-from tests.server.conftest import until
+from tests.waiting import until
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import WorkerLost

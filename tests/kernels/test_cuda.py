@@ -1,6 +1,6 @@
 """The GPU kernels without a GPU: interpreted against their references, and compiled for Hopper.
 
-The interpreter's bfloat16 arithmetic is wrong, so everything is float32 here; bench/gpu.py checks them in bfloat16 on a GPU.
+The interpreter's bfloat16 arithmetic is wrong, so everything is float32 here; tests/gpu checks them in bfloat16 on a GPU.
 """
 
 import json

@@ -1,5 +1,5 @@
 """The experts' GPU kernels without a GPU: interpreted against torch, and compiled for Hopper. In float32, since the interpreter's
-bfloat16 arithmetic is wrong; bench/gpu_moe.py checks them in bfloat16 on a GPU."""
+bfloat16 arithmetic is wrong; tests/gpu checks them in bfloat16 on a GPU."""
 
 import subprocess
 import sys

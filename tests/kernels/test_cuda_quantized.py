@@ -1,4 +1,4 @@
-"""The GPU's matmuls of quantized weights without a GPU, interpreted: bench/gpu_quant.py checks them on a GPU."""
+"""The GPU's matmuls of quantized weights without a GPU, interpreted: tests/gpu checks them on a GPU."""
 
 import dataclasses
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -16,6 +15,7 @@ import pytest
 import tidemill
 from bench.parallel import RANDOM
 from tests.helpers import byte_tokenizer, make_llama
+from tests.waiting import until
 from tidemill.version import __version__
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,13 +96,6 @@ class Place:
 
 def shared_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("tidemill-*")}
-
-
-def until(state) -> None:
-    end = time.monotonic() + LONG_S
-    while not state():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import aclosing
 from itertools import count
@@ -17,6 +16,7 @@ import pytest
 
 from tests.ray.conftest import MARK
 from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill.batch.run import Batch
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
@@ -61,11 +61,6 @@ async def expected(folder, length=64):
         return [await answer(client, number, length) for number in range(NUM)]
     finally:
         await client.close()
-
-
-def until(state):
-    while not state():
-        time.sleep(0.1)
 
 
 def engines():

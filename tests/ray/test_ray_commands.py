@@ -11,8 +11,9 @@ import pytest
 from bench.parallel import RANDOM
 from tests.helpers import byte_tokenizer
 from tests.ray.conftest import MARK
-from tests.ray.test_ray import engines, processes, until
+from tests.ray.test_ray import engines, processes
 from tests.server.conftest import Server
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("ray")

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from tests.waiting import until_async
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError
@@ -38,11 +39,6 @@ async def answers(client, name, length=60):
     return await asyncio.gather(*(one(number) for number in range(len(PROMPTS))))
 
 
-async def until(state):
-    while not state():
-        await asyncio.sleep(0.05)
-
-
 def test_roles_are_placement_groups_and_lose_no_request(nodes, tiny_folder):
     async def whole():
         seen = []
@@ -62,10 +58,10 @@ def test_roles_are_placement_groups_and_lose_no_request(nodes, tiny_folder):
             assert sum(one.num_found for one in taken) > 0  # pages came by TCP
             for number, name in ((1, "decode"), (0, "prefill")):
                 going = asyncio.create_task(answers(client, name))
-                await until(lambda number=number: client._clients[number].num_pending > 2)
+                await until_async(lambda number=number: client._clients[number].num_pending > 2)
                 client._clients[number]._link.kill()
                 assert await going == expected
-                await until(lambda number=number: any(isinstance(e, EngineRestarted) and e.replica == number for e in seen))
+                await until_async(lambda number=number: any(isinstance(e, EngineRestarted) and e.replica == number for e in seen))
             assert await answers(client, "last") == expected
         finally:
             await client.close()

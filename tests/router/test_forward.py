@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from tests.helpers import LONG_S
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
+from tests.waiting import until_async
 from tidemill.router.limits import Limits
 
 
@@ -20,12 +20,6 @@ async def ask(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
         return await client.answer()
     finally:
         client.close()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_turns_of_a_conversation_go_to_one_server_and_conversations_are_spread():
@@ -101,9 +95,9 @@ async def test_a_client_that_leaves_ends_its_request_at_the_server():
     async with routed(stub) as (router, port):
         client = await Client.open(port)
         client.send(post())
-        await until(lambda: stub.sent)
+        await until_async(lambda: stub.sent)
         client.close()
-        await until(lambda: stub.num_left == 1)
+        await until_async(lambda: stub.num_left == 1)
         assert router.num_under_way == 0
         assert router.upstreams[stub.url].load == 0
 
@@ -205,7 +199,7 @@ async def test_what_a_server_that_is_down_may_have_is_not_said_to_be_missing():
         assert (await ask(port, get("/v1/files")))[0] == 200
         home = next(stub for stub in stubs if any(sent.path == "/v1/files" for sent in stub.sent))
         home.health = response(b"{}", "503 Service Unavailable")
-        await until(lambda: not router.upstreams[home.url].is_healthy)
+        await until_async(lambda: not router.upstreams[home.url].is_healthy)
         for path in ("/v1/files/file-1", "/v1/files"):  # nor is a list made elsewhere
             status, _, body = await ask(port, get(path))
             assert (status, json.loads(body)["error"]["type"]) == (503, "upstream_unavailable")
@@ -260,17 +254,17 @@ async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_
     hung, good = Stub("hung"), Stub("good")
     async with routed(hung, good) as (router, port):
         good.health = response(b"{}", "503 Service Unavailable")
-        await until(lambda: not router.upstreams[good.url].is_healthy)
+        await until_async(lambda: not router.upstreams[good.url].is_healthy)
         hung.answer = never
         waiting = asyncio.create_task(ask(port, post()))
-        await until(lambda: hung.sent)
+        await until_async(lambda: hung.sent)
         good.health = response(b"{}")
-        await until(lambda: router.upstreams[good.url].is_healthy)
+        await until_async(lambda: router.upstreams[good.url].is_healthy)
         hung.health = response(b"{}", "500 Internal Server Error")
         assert json.loads((await waiting)[2])["from"] == "good"
         assert json.loads((await ask(port, get("/health")))[2]) == {"status": "ok", "healthy": 1, "upstreams": 2}
         good.health = hung.health
-        await until(lambda: not router.upstreams[good.url].is_healthy)
+        await until_async(lambda: not router.upstreams[good.url].is_healthy)
         assert (await ask(port, get("/health")))[0] == 503
         status, headers, body = await ask(port, post())
         assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (503, "1", "upstream_unavailable")
@@ -288,7 +282,7 @@ async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_ano
     slow, good = Stub("slow"), Stub("good", answer=stream)
     async with routed(slow, good, check_within_s=0.3) as (router, port):
         good.health = response(b"{}", "503 Service Unavailable")
-        await until(lambda: not router.upstreams[good.url].is_healthy)
+        await until_async(lambda: not router.upstreams[good.url].is_healthy)
         upstream = router.upstreams[slow.url]
         connect = upstream.connect
 
@@ -299,11 +293,11 @@ async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_ano
         upstream.connect = connect_later
         client = await Client.open(port)
         client.send(post())
-        await until(lambda: router.num_under_way == 1)
+        await until_async(lambda: router.num_under_way == 1)
         good.health = response(b"{}")
         assert b"data: 1" in await client.reader.readuntil(b"data: 1")  # the checks of the other fail, too
         reachable.set()
-        await until(lambda: upstream.is_healthy)
+        await until_async(lambda: upstream.is_healthy)
         assert (len(slow.sent), len(good.sent), upstream.load) == (0, 1, 0)
         going_on.set()
         assert (await client.reader.readuntil(b"0\r\n\r\n")).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
@@ -321,9 +315,9 @@ async def test_servers_are_added_and_removed_while_requests_are_under_way():
     first, second = Stub("a", answer=slow), await Stub("b").start()
     async with routed(first) as (router, port):
         waiting = asyncio.create_task(ask(port, post()))
-        await until(lambda: first.sent)
+        await until_async(lambda: first.sent)
         assert (await ask(port, post({"url": second.url}, "/router/upstreams")))[0] == 200
-        await until(lambda: router.upstreams[second.url].is_healthy)
+        await until_async(lambda: router.upstreams[second.url].is_healthy)
         gone = post({"url": first.url}, "/router/upstreams").replace(b"POST", b"DELETE", 1)
         assert (await ask(port, gone))[0] == 200
         assert (await ask(port, gone))[0] == 404
@@ -364,7 +358,7 @@ async def test_draining_lets_what_is_under_way_end():
         busy, idle, late = [await Client.open(port) for _ in range(3)]
         busy.send(post())
         late.send(b"POST / HTTP/1.1\r\nhost: localhost\r\n")
-        await until(lambda: stub.sent)
+        await until_async(lambda: stub.sent)
         draining = asyncio.create_task(router.drain(30))
         assert await idle.rest() == b""
         late.send(b"content-length: 0\r\n\r\n")

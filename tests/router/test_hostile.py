@@ -9,7 +9,8 @@ import random
 import pytest
 
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
-from tests.router.test_forward import ask, until
+from tests.router.test_forward import ask
+from tests.waiting import until_async
 from tidemill.router import front, upstream
 from tidemill.router.limits import Limits
 from tidemill.router.upstream import Upstream
@@ -76,7 +77,7 @@ async def test_bodies_in_chunks_and_pipelined_requests_are_answered_in_order():
         answers = await client.rest()
         assert 1 <= answers.count(b"HTTP/1.1 200") <= front.MAX_PIPELINED + 2
         client.close()
-        await until(lambda: not router.fronts.all)
+        await until_async(lambda: not router.fronts.all)
         assert router.fronts.num_buffered == 0
 
 
@@ -209,7 +210,7 @@ async def test_slow_clients_are_closed(monkeypatch):
         assert (await in_body.answer())[0] == 408
         in_head.close()
         in_body.close()
-        await until(lambda: not router.fronts.all)
+        await until_async(lambda: not router.fronts.all)
 
 
 async def test_a_client_that_does_not_read_holds_back_its_server_and_is_closed(monkeypatch):
@@ -230,7 +231,7 @@ async def test_a_client_that_does_not_read_holds_back_its_server_and_is_closed(m
         client = await Client.open(port)
         client.writer.transport.pause_reading()
         client.send(post())
-        await until(lambda: stub.num_left == 1)
+        await until_async(lambda: stub.num_left == 1)
         assert written < 64 * 2**20  # buffers of the sockets, and no more
         assert router.num_under_way == 0
 
@@ -259,11 +260,11 @@ async def test_limits_of_a_key():
     async with routed(stub, access=access, limits=Limits(2, 5, lambda: now)) as (router, port):
         first, other = (f"authorization: Bearer {key}" for key in keys)
         waiting = [asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", first))) for _ in range(2)]
-        await until(lambda: len(stub.sent) == 2)
+        await until_async(lambda: len(stub.sent) == 2)
         status, headers, body = await ask(port, post(chat("hi"), "/v1/chat/completions", first))
         assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (429, "1", "rate_limit_error")
         waiting.append(asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", other))))
-        await until(lambda: len(stub.sent) == 3)  # nobody else is touched
+        await until_async(lambda: len(stub.sent) == 3)  # nobody else is touched
         going_on.set()
         assert [(await one)[0] for one in waiting] == [200] * 3
         statuses = [(await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(4)]
@@ -379,9 +380,9 @@ async def test_bodies_of_clients_that_leave_are_given_back():
     async with routed(stub) as (router, port):
         client = await Client.open(port)
         client.send(post() + post())
-        await until(lambda: stub.sent and router.fronts.num_buffered > len(stub.sent[0].body))
+        await until_async(lambda: stub.sent and router.fronts.num_buffered > len(stub.sent[0].body))
         client.close()
-        await until(lambda: not router.fronts.all)
+        await until_async(lambda: not router.fronts.all)
         assert router.fronts.num_buffered == 0
 
 
@@ -395,11 +396,11 @@ async def test_a_key_is_checked_before_the_body_is_taken():
         client.close()
         client = await Client.open(port)
         client.send(HEAD + b"x-api-key: key-of-the-first-user\r\ntransfer-encoding: chunked\r\n\r\n" + b"2\r\n[]\r\n" * 100)
-        await until(lambda: router.fronts.num_buffered == 200)
+        await until_async(lambda: router.fronts.num_buffered == 200)
         (held,) = (one for one in router.fronts.all if one._body)
         assert bytes(held._body) == b"[]" * 100  # and not an object for each piece
         client.close()
-        await until(lambda: not router.fronts.all)
+        await until_async(lambda: not router.fronts.all)
         assert router.fronts.num_buffered == 0
 
 
@@ -426,7 +427,7 @@ async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch):
         assert (await kept.answer())[0] == 200
         refused = await Client.open(port)
         assert (await refused.answer())[0] == 503
-        await until(lambda: len(router.fronts.all) == 1)  # though the client has not closed its side
+        await until_async(lambda: len(router.fronts.all) == 1)  # though the client has not closed its side
         refused.close()
         kept.send(post())
         assert (await kept.answer())[0] == 200

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -81,14 +81,6 @@ class Server:
             return self.process.wait(LONG_S)
         finally:
             self.process.kill()
-
-
-def until(state: Callable[[], object]) -> None:
-    """Most states are asked of the server, and ten requests a second do not keep it busy."""
-    end = time.monotonic() + LONG_S
-    while not state():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.1)
 
 
 def command_of(pid: int | str) -> bytes:

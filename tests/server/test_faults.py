@@ -19,8 +19,9 @@ import pytest
 
 from tests.fragile import DEADLY, GATED, Fragile
 from tests.helpers import LONG_S
-from tests.server.conftest import Server, behind_our_protocol, until
+from tests.server.conftest import Server, behind_our_protocol
 from tests.server.test_chaos import metrics
+from tests.waiting import until
 from tidemill.server import protocol
 
 PLAIN = {"prompt": "the tide", "max_tokens": 200, "ignore_eos": True, "temperature": 0}

@@ -12,7 +12,8 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import KEYS, Server, behind_our_protocol, until
+from tests.server.conftest import KEYS, Server, behind_our_protocol
+from tests.waiting import until
 from tidemill.errors import ConfigError
 from tidemill.sched.request import BACKGROUND
 from tidemill.server import page, protocol

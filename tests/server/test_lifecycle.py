@@ -17,7 +17,8 @@ import pytest
 
 from tests.fragile import GATED, Fragile
 from tests.helpers import LONG_S
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
+from tests.waiting import until
 
 
 def is_gone(pid: int) -> bool:

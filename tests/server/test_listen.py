@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.server.browser import Browser, needs_chromium
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill.errors import ConfigError
 from tidemill.server.listen import Listen
 

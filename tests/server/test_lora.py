@@ -13,9 +13,11 @@ import torch
 
 from tests.engine.test_lora import make_lora
 from tests.fragile import GATED, Fragile
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
+from tests.waiting import until
 
 ADMIN, KEY = "an-admin-key-for-tests", "a-plain-key-for-tests"
+
 
 
 class Client(httpx.Client):

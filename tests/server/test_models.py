@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from tests.fragile import GATED, Fragile
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill import LLM
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError

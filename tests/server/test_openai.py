@@ -9,7 +9,8 @@ import openai
 import pytest
 import torch
 
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill.engine.llm import LLM
 from tidemill.sampling import SamplingParams
 from tidemill.server import refused

@@ -10,8 +10,9 @@ import threading
 import httpx
 import pytest
 
-from tests.server.conftest import Server, until
+from tests.server.conftest import Server
 from tests.server.test_live import kinds_of
+from tests.waiting import until
 from tidemill.kv.manager import SHARED
 from tidemill.server import page
 

@@ -14,7 +14,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tests.server.conftest import KEYS, Server, until
+from tests.server.conftest import KEYS, Server
+from tests.waiting import until
 from tidemill import events
 from tidemill.bench.workload import read_trace
 from tidemill.cli.main import app

@@ -8,19 +8,13 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers import LONG_S
+from tests.waiting import until_async
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.sampling import SamplingParams
 from tidemill.transfer import open as opening
 from tidemill.wire import Resumed, Submit
-
-
-async def until(state):
-    async with asyncio.timeout(LONG_S):
-        while not state():
-            await asyncio.sleep(0.001)
 
 
 async def ask(client, name, prompt, length, resumed=None) -> list[int]:
@@ -61,10 +55,10 @@ def test_requests_go_from_process_to_process_and_survive_kills(tiny_folder, tmp_
                 else:
                     begun = await ask(first, f"r{number}", prompt, 1)
                     if number == 0:  # fetched though nobody asks the engine for anything
-                        await until(lambda: any(isinstance(one, events.PagesMoved) and one.tier == "peer" for one in seen))
+                        await until_async(lambda: any(isinstance(one, events.PagesMoved) and one.tier == "peer" for one in seen))
                 rest = await ask(second, f"r{number}", prompt, 12, [Resumed(0, begun)])
                 assert begun + rest == expected
-            await until(lambda: first.num_restarts == 4)  # the last one may have answered before it was killed
+            await until_async(lambda: first.num_restarts == 4)  # the last one may have answered before it was killed
             assert peer_tokens(seen)["r0"] > 0
         finally:
             for client in (first, second, plain):

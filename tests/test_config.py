@@ -219,7 +219,7 @@ def test_reasons_use_common_words():
         ({"max_requests": 0}, "at least 1"),
         ({"token_budget": 10, "max_requests": 20}, "never decode"),
         ({"kv_memory_bytes": 1000}, "hold 0 tokens"),
-        ({"kv_memory_bytes": 2**21}, "Give at least 23M with --kv-memory, which hold 512 tokens, or accept a short context with"),
+        ({"kv_memory_bytes": 2**21}, "with --kv-memory, which hold 128 tokens, or accept a short context with"),
         ({"kv_memory_bytes": 2**36, "max_requests": 999, "token_budget": 999}, "of KV memory; the machine has 64.00 GiB"),
         ({"kv_memory_bytes": 40 * 2**20, "max_context": 8192}, "--max-context"),
         ({"threads": -1}, "threads"),

@@ -110,7 +110,7 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["chat", "--url", "http://127.0.0.1:1", "hello"], "Check that the server runs"),
         (["generate", "x", "-t", "101"], "a number from 0 to 100; got 101"),
         (["run", "llama3.2"], "is bartowski/Llama-3.2-3B-Instruct-GGUF on the Hugging Face hub"),
-        (["generate", "x", "--kv-memory", "1M"], "M with --kv-memory, which hold 512 tokens"),
+        (["generate", "x", "--kv-memory", "1M"], "M with --kv-memory, which hold 128 tokens"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1/v1"], "No server responds at http://127.0.0.1:1/v1"),
         (["bench", "serve", "--base-url", "http://[::1"], "No server responds at http://[::1"),
         (["bench", "serve", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),

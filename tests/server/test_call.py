@@ -132,7 +132,7 @@ def test_refusals_are_told_of_and_nothing_is_given_away(logged, path):
     line = line_of(path, "refused-2")
     assert (line["status"], line["error"]) == (400, "invalid_request_error")
     httpx.get(f"{logged.url}/v1/%0aforged%1b[31m", headers={"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "refused-3"})
-    assert line_of(path, "refused-3")["status"] == 404
+    assert line_of(path, "refused-3")["status"] == 400
     written = path.read_text()
     assert SECRET not in written
     assert not any(key in written for key in KEYS)

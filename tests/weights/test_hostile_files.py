@@ -356,5 +356,5 @@ def test_options_and_files_that_are_nested_deeply_are_typed_errors(tmp_path, dep
     (tmp_path / "file.toml").write_text(f"x = {deep}")
     with pytest.raises(TidemillError):
         settings._read_file(tmp_path / "file.toml")
-    arguments = _read_arguments({"function": {"name": "f", "arguments": deep}})["function"]["arguments"]
+    arguments = _read_arguments({"function": {"name": "f", "arguments": deep}}, as_text=False)["function"]["arguments"]
     assert isinstance(arguments, str if depth > 1000 else list)

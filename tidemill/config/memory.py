@@ -17,7 +17,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
-LEAST_CONTEXT = 512  # tokens that the KV memory must hold, unless --max-context says that fewer will do
+LEAST_CONTEXT = 128  # tokens that the KV memory must hold, unless --max-context says that fewer will do
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
 
 

@@ -153,7 +153,7 @@ def test_what_cannot_be_created(client):
     file = client.files.create(file=("a", b"{}"), purpose="batch").id
     right = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     wrong = [
-        ({"endpoint": "/v1/nothing"}, "endpoint"), ({"completion_window": "soon"}, "completion_window"),
+        ({"endpoint": "/v1/nowhere"}, "endpoint"), ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "0h"}, "completion_window"), ({"completion_window": "31d"}, "completion_window"),
         ({"metadata": {"a" * 65: ""}}, "metadata"), ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"extra_body": {"colour": "blue"}}, "colour"),

@@ -68,8 +68,11 @@ def ask_all(api, mode, num_examples, every=1):
             if response.status_code >= 400 and mode is GenerationMode.POSITIVE:
                 # What the description allows may still be too long, of another model, at odds with itself, or have no time.
                 error = response.json()["error"]
-                is_vllms = case.path in ("/pooling", "/classify") or "max_model_len" in error  # vLLM's own route and parameter
-                assert error["type"] in ("BadRequestError" if is_vllms else "invalid_request_error", "deadline_exceeded")
+                is_vllms = case.path in ("/pooling", "/classify") or "max_model_len" in error  # vLLM's own routes and parameter
+                usual = "BadRequestError" if is_vllms else "invalid_request_error"
+                if case.path.startswith("/v1/messages"):  # Anthropic's
+                    usual = {404: "not_found_error", 408: "timeout_error"}.get(response.status_code, usual)
+                assert error["type"] in (usual, "deadline_exceeded")
                 assert error["message"]
 
         with suppress(Unsatisfiable):  # there may be nothing that is forbidden

@@ -20,9 +20,11 @@ from typing import Any
 
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
+from tidemill.errors import WorkerLost
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
+LOST = 7  # the exit code of an engine that has lost a rank
 _SERVICE = "CUDA_MPS_PIPE_DIRECTORY"
 
 
@@ -84,14 +86,17 @@ def sharing(folder: Path) -> Iterator[None]:
 
 
 def run_for_ever(folder: Path, options: dict[str, Any]) -> None:
-    """An engine that computes until it is killed."""
+    """An engine that computes until it is killed, or loses a rank."""
     core = small_core(folder, **options)
-    for turn in range(10**6):
-        core.submit(Submit(f"x{turn}", list(range(2, 100)), SamplingParams(max_tokens=400, ignore_eos=True)))
-        while core.has_work:
-            core.step()
-            if turn == 0:
-                print("computes", flush=True)
+    try:
+        for turn in range(10**6):
+            core.submit(Submit(f"x{turn}", list(range(2, 100)), SamplingParams(max_tokens=400, ignore_eos=True)))
+            while core.has_work:
+                core.step()
+                if turn == 0:
+                    print("computes", flush=True)
+    except WorkerLost:
+        os._exit(LOST)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,13 @@ test-slow: $(VENV)/.test-ready
 	$(INSTALL) -e '.[ray,nixl]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
 
-# On a machine with an NVIDIA GPU. Ranks that share it are processes of a service that must be there before the GPU is used.
+# On a machine with an NVIDIA GPU. Ranks that share it are processes of a service that must be there before the GPU is used, and that a
+# lost rank ends: they are run by themselves.
+TEST_GPU := $(PY) -m pytest --confcutdir tests/gpu -m gpu
 test-gpu: $(VENV)/.test-ready
-	$(PY) -m pytest --confcutdir tests/gpu -m gpu tests/gpu --ignore tests/gpu/test_ranks.py $(ARGS)
-	$(PY) -m pytest --confcutdir tests/gpu -m gpu tests/gpu/test_ranks.py $(ARGS)
+	$(TEST_GPU) tests/gpu --ignore tests/gpu/test_ranks.py --ignore tests/gpu/test_lost_ranks.py $(ARGS)
+	$(TEST_GPU) tests/gpu/test_ranks.py $(ARGS)
+	$(TEST_GPU) tests/gpu/test_lost_ranks.py $(ARGS)
 
 # Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/clients.md.
 test-clients: $(VENV)/.test-ready

@@ -39,4 +39,5 @@ def _memory_of_its_own() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -4,7 +4,6 @@ before a process uses the GPU."""
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ import pytest
 import torch
 
 from tests.gpu.engines import ask, assert_near, random_llama, with_weights
-from tests.gpu.ranks import LOST, children, other_host, sharing, small_core, some_requests
+from tests.gpu.ranks import other_host, sharing, small_core, some_requests
 from tests.helpers import LONG_S
-from tests.waiting import until
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.sampling import SamplingParams
@@ -87,38 +85,6 @@ def test_hosts(kind: str, tmp_path: Path) -> None:
             assert_alone_as_among_others(core, requests, answers[-1], "r0", "r3")
             core.close()
     assert answers[0] == answers[1], "NCCL and CUDA IPC differ"
-
-
-@contextlib.contextmanager
-def computing(folder: Path, options: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """An engine in a process of its own, which its end ends: a GPU's state after a lost rank is not to be used."""
-    command = [sys.executable, "-m", "tests.gpu.ranks", str(folder), json.dumps(options | {"tensor_parallel": RANKS})]
-    engine = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert engine.stdout is not None
-    try:
-        while engine.stdout.readline() != b"computes\n":
-            assert engine.poll() is None
-        yield engine
-    finally:
-        engine.kill()
-        engine.wait()
-
-
-def test_a_lost_worker_ends_the_engine(tmp_path: Path) -> None:
-    random_llama(tmp_path)
-    with other_host(tmp_path) as (given, worker), computing(tmp_path, given) as engine:
-        worker.kill()
-        assert engine.wait(LONG_S) == LOST
-
-
-def test_a_lost_engine_frees_its_worker(tmp_path: Path) -> None:
-    random_llama(tmp_path)
-    with other_host(tmp_path) as (given, worker), computing(tmp_path, given) as engine:
-        ranks = children(worker.pid)
-        assert len(ranks) == 1
-        engine.kill()
-        engine.wait()
-        until(lambda: children(worker.pid) != ranks)  # it waits for another engine
 
 
 def random_moe(folder: Path) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
 from tests.server.conftest import Server
 from tests.server.lag import PATCH, routes_of, take_lag_s
+from tidemill.server.refused import ROUTES
 
 MOST_LAG_S = 0.1
 NUM_ITEMS = 9600
@@ -83,6 +84,8 @@ RESPONSES = [
     {"input": "x", "tools": [{"type": "function"} | one["function"] for one in TOOLS], "max_output_tokens": 1},
     {"input": "x", "max_output_tokens": 200, "stream": True, "top_logprobs": 20, "ignore_eos": True, "stop": STOPS},
     {"input": ITEMS, "truncation": "auto", "max_output_tokens": 1}, {"input": [{"role": 5}] * 2**14},
+    {"input": "x", "background": True, "max_output_tokens": 200, "stream": True, "top_logprobs": 20, "ignore_eos": True},
+    {"input": ITEMS, "background": True, "max_output_tokens": 1},
 ]  # fmt: skip
 ANTHROPIC = [
     *chats(max_tokens=1)[:4], {"messages": [SHORT], "max_tokens": 1, "tools": [{"name": f"f{i}", "input_schema": SCHEMA} for i in range(100)]},
@@ -96,6 +99,12 @@ JSONL = b"".join(
     for i in range(50_000)
 )
 JUNK = [{"x": [{}] * 60_000}, {"x": IDS}, [[]] * 60_000, WORDS]
+ASKED = {"max_tokens": 1, "messages": [SHORT]}
+MESSAGE_BATCHES = [
+    {"requests": [{"custom_id": str(i), "params": ASKED} for i in range(7000)]},
+    {"requests": [{"custom_id": "x", "params": ASKED | {"messages": MESSAGES}}]},
+    {"requests": [{"custom_id": str(i), "params": ASKED | {"system": WORDS[:700_000]}} for i in range(10)]},
+]
 NOTHING: list[object] = [None]
 EIGHT = [None] * 8
 BODIES = {
@@ -109,7 +118,10 @@ BODIES = {
         {"input_prefix": EMOJI, "input_suffix": EMOJI, "n_predict": 1}, {"input_extra": [{"text": "x", "filename": "y"}] * 10_000},
     ],
     "POST /embedding": texts("content"), "POST /embeddings": texts("content"), "POST /v1/embeddings": EMBEDDINGS,
-    "POST /pooling": POOLING, "POST /v2/embed": [{"texts": MANY[:96], "embedding_types": ["float", "int8", "ubinary"]}, {"texts": TEXTS}],
+    "POST /pooling": POOLING, "POST /classify": texts("input"),
+    **{f"POST {path}": JUNK for path in ROUTES},
+    "POST /v1/messages/batches": MESSAGE_BATCHES, "POST /v1/messages/batches/{batch_id}/cancel": NOTHING,
+    "POST /v2/embed": [{"texts": MANY[:96], "embedding_types": ["float", "int8", "ubinary"]}, {"texts": TEXTS}],
     **{f"POST {path}": RERANK for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")},
     "POST /score": SCORE, "POST /v1/score": SCORE, "POST /generative_scoring": LABELS,
     "POST /v1/responses": RESPONSES, "POST /v1/responses/input_tokens": RESPONSES[:4],

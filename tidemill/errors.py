@@ -40,15 +40,13 @@ class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
-class InputTooLong(ContextTooLong):
+def input_too_long(num_tokens: int, context: int) -> ContextTooLong:
     """A text to embed or to score does not fit the context."""
-
-    def __init__(self, num_tokens: int, context: int) -> None:
-        super().__init__(
-            f"The input is too large: it has {num_tokens} tokens, and this model takes {context}.",
-            fix="Please reduce the length of the input prompt, or let it be truncated (truncate_prompt_tokens: -1).",
-            param="input",
-        )
+    return ContextTooLong(
+        f"The input is too large: it has {num_tokens} tokens, and this model takes {context}.",
+        fix="Please reduce the length of the input prompt, or let it be truncated (truncate_prompt_tokens: -1).",
+        param="input",
+    )
 
 
 class TruncationTooLong(InvalidRequest):

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tests.helpers import byte_tokenizer
-from tidemill.errors import CheckpointError, ConfigError, InvalidRequest
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 from tidemill.frontend import chat
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.structured import Grammars
@@ -86,6 +86,13 @@ def test_random_tokens_decode_like_the_library(smollm2):
 def test_a_text_that_cannot_fit_is_refused_unread(smollm2):
     with pytest.raises(InvalidRequest, match="characters"):
         smollm2.encode("a" * 10_000_000, max_tokens=100)
+
+
+def test_a_text_that_must_fit_is_refused_by_its_number_of_tokens(smollm2):
+    assert len(smollm2.encode("1234", max_tokens=4, must_fit=True)) == 4
+    assert len(smollm2.encode("12345", max_tokens=4)) == 5  # to be truncated later
+    with pytest.raises(ContextTooLong, match="it has 5 tokens, and this model takes 4"):
+        smollm2.encode("12345", max_tokens=4, must_fit=True)
 
 
 def test_a_lone_surrogate_is_refused(smollm2):

@@ -28,7 +28,7 @@ from tidemill.server.storage import Storage, file_object
 
 MOST_LAG_S = 0.1
 NUM_TRIES = 3  # of a case above it: work beside the loop counts where the machine is busy
-NUM_FILES, NUM_MODELS = 10_000, 40
+NUM_FILES, NUM_MODELS = 10_000, 16
 ENDLESS = "GET /v1/engine/live"
 MAKES = {"/v1/batches": "batch_id", "/v1/messages/batches": "message_batch_id"}
 Case = tuple[str, list[Any]]  # a route, and the bodies that it is asked with

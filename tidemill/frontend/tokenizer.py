@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InputTooLong, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError, input_too_long
 from tidemill.frontend.chat import TOKEN_VARIABLES, ChatTemplate, Template, joined_templates
 from tidemill.frontend.control import MARK
 from tidemill.frontend.folder_tokenizer import build_from_files
@@ -108,7 +108,7 @@ class Tokenizer:
             self._check_length(text, max_tokens)
         made = self._encoded(text, self._marked_backend if marked else self._backend)
         if must_fit and max_tokens is not None and len(made) > max_tokens:
-            raise InputTooLong(len(made), max_tokens)
+            raise input_too_long(len(made), max_tokens)
         ids: list[int] = made.ids
         return self.with_special(ids) if add_special else ids
 

@@ -481,7 +481,7 @@ class _Vectors(msgspec.Struct):
 async def _embedding(models: Models, service: Service, given: list[Mixed], caller: Caller) -> bytes:
     prompts = [await ids_of(service, prompt) for prompt in given]
     is_each = service.manner.pooling == "none"  # token; llama-server does not normalize these
-    asked = {"model": service.model_name, "input": prompts, "task": "token_embed" if is_each else "embed"}
+    asked: dict[str, Any] = {"model": service.model_name, "input": prompts, "task": "token_embed" if is_each else "embed"}
     body = PoolingRequest.model_construct(**asked | ({"use_activation": False} if is_each else {}))
     made = msgspec.json.decode(await embeddings_json(models, body, caller), type=_Vectors)
     return _json([{"index": one.index, "embedding": one.data if is_each else [one.data]} for one in made.data])

@@ -40,6 +40,15 @@ class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+def input_too_long(num_tokens: int, context: int) -> ContextTooLong:
+    """A text to embed or to score does not fit the context."""
+    return ContextTooLong(
+        f"The input is too large: it has {num_tokens} tokens, and this model takes {context}.",
+        fix="Please reduce the length of the input prompt, or let it be truncated (truncate_prompt_tokens: -1).",
+        param="input",
+    )
+
+
 class TruncationTooLong(InvalidRequest):
     """More tokens shall be kept of a prompt than fit. Only vLLM has the parameter, so words and kind are vLLM's."""
 

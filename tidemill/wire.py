@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tidemill.config import EngineConfig, EngineOptions
-from tidemill.errors import ContextTooLong, InvalidRequest
+from tidemill.errors import ContextTooLong, InvalidRequest, input_too_long
 from tidemill.events import Event
 from tidemill.machine import Machine
 from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
@@ -147,11 +147,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     def _check_length(self, num: int, max_tokens: int | None, context: int) -> None:
         if self.params.pooling is not None:  # nothing is generated
             if num > context:
-                raise ContextTooLong(
-                    f"The input is too large: it has {num} tokens, and this model takes {context}.",
-                    fix="Please reduce the length of the input prompt, or let it be truncated (truncate_prompt_tokens: -1).",
-                    param="input",
-                )
+                raise input_too_long(num, context)
             return
         if num >= context:
             raise ContextTooLong(

@@ -5,11 +5,11 @@ import json
 import random
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
 from tests.helpers import byte_tokenizer
-from tidemill.errors import CheckpointError, ConfigError, InvalidRequest
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 from tidemill.frontend import chat
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.structured import Grammars
@@ -88,6 +88,13 @@ def test_a_text_that_cannot_fit_is_refused_unread(smollm2):
         smollm2.encode("a" * 10_000_000, max_tokens=100)
 
 
+def test_a_text_that_must_fit_is_refused_by_its_number_of_tokens(smollm2):
+    assert len(smollm2.encode("1234", max_tokens=4, must_fit=True)) == 4
+    assert len(smollm2.encode("12345", max_tokens=4)) == 5  # to be truncated later
+    with pytest.raises(ContextTooLong, match="it has 5 tokens, and this model takes 4"):
+        smollm2.encode("12345", max_tokens=4, must_fit=True)
+
+
 def test_a_lone_surrogate_is_refused(smollm2):
     with pytest.raises(InvalidRequest, match="surrogate"):
         smollm2.encode("\ud800")
@@ -148,6 +155,40 @@ def test_sentencepiece_equals_the_algorithm():
         ids = tokenizer.encode(text, add_special=False)
         assert [metadata["tokenizer.ggml.tokens"][i] for i in ids] == sentencepiece_by_hand(text, metadata)
         assert tokenizer.decode(ids) == " " + text
+
+
+def rewritten() -> Backend:
+    """Tokens that are added, special and not, a normalizer and a space before the first word."""
+    made = Backend(models.BPE(byte_fallback=False, unk_token="?"))
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["?", "<end>"])
+    made.train_from_iterator(
+        ["the tide the tide comes in"],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["?", "<end>"], show_progress=False),
+    )
+    made.add_tokens([AddedToken("tide pool", single_word=True), AddedToken("<x>", lstrip=True)])
+    return made
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "sentencepiece", "rewritten"])
+def test_a_long_text_has_the_ids_that_it_has_alone(kind, request):
+    """It is tokenized as a batch of one."""
+    if kind == "smollm2":
+        tokenizer = request.getfixturevalue("smollm2")
+    elif kind == "sentencepiece":
+        tokenizer = Tokenizer(build_tokenizer(sentencepiece_metadata(), "test").backend, eos_token_ids=[])
+    else:
+        tokenizer = Tokenizer(rewritten(), eos_token_ids=[])
+    rng = random.Random(0)
+    words = ["The tide ", "ﬁ", "<x>", " <end>", "tide pool", "naïve", "東京", "🦆", "<|im_end|>", "\n", "  ", "ab"]
+    for _ in range(20):
+        text = "".join(rng.choices(words, k=800))
+        ids = tokenizer.encode(text, add_special=False)
+        assert ids == tokenizer._backend.encode(text, add_special_tokens=False).ids
+        pieces = tokenizer._backend.encode(text[:200], add_special_tokens=False).ids
+        assert tokenizer.encode(text[:200], add_special=False) == pieces != ids
 
 
 @pytest.mark.parametrize("is_added", [True, False])

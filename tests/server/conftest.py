@@ -21,6 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
+from tests.server.lag import PATCH
 from tests.server.scripted import make_scripted
 from tidemill.server.protocol import BoundedProtocol
 
@@ -116,8 +117,9 @@ def roomy_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def roomy(roomy_folder):
-    """Without speculation: what it says soon repeats itself, and a long answer would be over before a test can stop it."""
-    running = Server(roomy_folder, "--speculate", "off").wait()
+    """Without speculation: what it says soon repeats itself, and a long answer would be over before a test can stop it. It
+    measures the turns of its event loop for who asks (tests/server/lag.py)."""
+    running = Server(roomy_folder, "--speculate", "off", patch=PATCH).wait()
     yield running
     assert running.stop() == 0
 

@@ -30,7 +30,10 @@ def create_app(*given, made=run.create_app, **more):
     async def probed(scope, receive, send):
         if scope.get("path") != "{PATH}":
             return await app(scope, receive, send)
-        if not tasks:
+        if scope["query_string"] == b"stop":
+            while tasks:
+                tasks.pop().cancel()
+        elif not tasks:
             tasks.append(asyncio.create_task(tick()))
         told, lag[0] = json.dumps(dict(lag_s=lag[0], routes=list(flat(app._app._app.routes)))).encode(), 0.0
         await send(dict(type="http.response.start", status=200, headers=[(b"content-type", b"application/json")]))
@@ -45,6 +48,11 @@ run.create_app = create_app
 def take_lag_s(url: str) -> float:
     """The longest since it was last taken."""
     return float(httpx.get(f"{url}{PATH}").json()["lag_s"])
+
+
+def stop_ticking(url: str) -> None:
+    """Until it is asked again."""
+    httpx.get(f"{url}{PATH}?stop").raise_for_status()
 
 
 def routes_of(url: str) -> set[tuple[str, str]]:

@@ -103,7 +103,7 @@ def test_names_are_only_shown(clients, data_folder, given, shown):
 def test_ids_lead_nowhere_else(tenants, name):
     for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
         reply = httpx.get(tenants.url + path, headers={"Authorization": f"Bearer {KEYS[0]}"})
-        assert reply.status_code in (400, 404), path
+        assert reply.status_code in (400, 404), path  # a target that is not plain, or no such id
         assert "error" in reply.json()
 
 

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from tests.helpers import LONG_S
 from tests.server.conftest import KEYS, Server, behind_our_protocol
 from tests.waiting import until
 from tidemill.errors import ConfigError
@@ -201,6 +202,24 @@ def test_many_headers_are_cut_off(server):
         except OSError:
             pass
         assert i < 10**6 - 1
+
+
+async def test_the_rest_of_a_body_is_taken_after_an_early_response():
+    """A route that answers without reading its body leaves the connection as it should be."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 501, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with behind_our_protocol(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        size = 2**20
+        for _ in range(2):  # the second request on the same connection
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
+            assert b" 501 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LONG_S)
+            writer.write(b"x" * size)
+            await writer.drain()
+        writer.close()
 
 
 async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):

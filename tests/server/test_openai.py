@@ -218,6 +218,9 @@ def test_only_json_of_bounded_size_is_read(server):
     assert "application/json" in plain.json()["error"]["message"]
     large = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 9_000_000})
     assert large.status_code == 413
+    ids = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * (2**19 + 2)})
+    assert ids.status_code == 413
+    assert "524288 items. Send less at once; a longer prompt as text" in ids.json()["error"]["message"]
 
 
 def test_salts_keep_prefixes_apart(client):

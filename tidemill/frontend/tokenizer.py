@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError, input_too_long
 from tidemill.frontend.chat import TOKEN_VARIABLES, ChatTemplate, Template, joined_templates
 from tidemill.frontend.control import MARK
 from tidemill.frontend.folder_tokenizer import build_from_files
@@ -92,12 +92,24 @@ class Tokenizer:
             made.variables = _read_variables(chat_template_kwargs)
         return made
 
-    def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        max_tokens: int | None = None,
+        marked: bool = False,
+        must_fit: bool = False,
+    ) -> list[int]:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
-        is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
+        is refused before any work is done on it; with `must_fit`, one that does not, before a list is made of its tokens.
+        `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None:
             self._check_length(text, max_tokens)
-        ids: list[int] = self._encoded(text, self._marked_backend if marked else self._backend).ids
+        made = self._encoded(text, self._marked_backend if marked else self._backend)
+        if must_fit and max_tokens is not None and len(made) > max_tokens:
+            raise input_too_long(len(made), max_tokens)
+        ids: list[int] = made.ids
         return self.with_special(ids) if add_special else ids
 
     def with_special(self, ids: list[int]) -> list[int]:
@@ -144,9 +156,9 @@ class Tokenizer:
             num, num_other = _fitted(len(one), len(other), room)
             one, other = one[:num], other[:num_other]
         else:
-            one = self.encode(first, add_special=False, max_tokens=max_tokens)
+            one = self.encode(first, add_special=False, max_tokens=max_tokens, must_fit=True)
             if max_second is None:
-                other = self.encode(second, add_special=False, max_tokens=max_tokens)
+                other = self.encode(second, add_special=False, max_tokens=max_tokens, must_fit=True)
             else:
                 other = self._encoded_cut(second, max_second).ids[:max_second]
         start = len(before) + len(one) + len(between)

@@ -16,9 +16,11 @@ from starlette.responses import Response, StreamingResponse
 
 from tidemill.errors import InvalidRequest
 from tidemill.server import batch_lines
+from tidemill.server.aside import aside
 from tidemill.server.batches import Batches, BatchRequest, ExpiresAfter
 from tidemill.server.body import MAX_PARTS, Body, body_of, schema_of
 from tidemill.server.files import read_limit, read_query
+from tidemill.server.openai import json_response
 from tidemill.server.storage import OVER, BatchUnknown, FileUnknown, Storage, file_object
 
 ENDPOINT = "/v1/messages"
@@ -87,7 +89,7 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
 
     @router.post("/v1/messages/batches", openapi_extra=schema_of(MessageBatchRequest))
     async def create(request: Request, body: MessageBatchRequest = Depends(body_of(MessageBatchRequest))) -> dict[str, Any]:
-        tenant, lines = request.state.caller.tenant, body.lines()
+        tenant, lines = request.state.caller.tenant, await aside(body.lines)
         coming = storage.begin_file()
         try:
             await coming.write(lines)
@@ -102,13 +104,13 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
         return await told(tenant, await batches.create(tenant, asked, len(body.requests)))
 
     @router.get("/v1/messages/batches")
-    async def every(request: Request) -> dict[str, Any]:
+    async def every(request: Request) -> Response:
         query, tenant = read_query(request, "after_id", "limit"), request.state.caller.tenant
         limit = read_limit(query.get("limit"), 20, 1000)
         records, has_more = await storage.do(storage.batches, tenant, query.get("after_id"), limit, ENDPOINT)
         data = [await told(tenant, record) for record in records]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return {"data": data, "has_more": has_more, **ends}
+        return json_response({"data": data, "has_more": has_more, **ends})
 
     @router.get("/v1/messages/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import cache
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -33,6 +33,7 @@ from tidemill.server import (
     sglang,
     tokens,
 )
+from tidemill.server.aside import aside
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.listen import UnderPath
@@ -108,14 +109,19 @@ def create_app(
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
+    @cache
+    def document() -> bytes:
+        return bytes(JSONResponse(app.openapi()).body)
+
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         """The first time it takes half a second, in which responses must go on."""
-        return JSONResponse(await asyncio.to_thread(app.openapi))
+        return Response(await aside(document), media_type="application/json")
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(models.metrics(), media_type=CONTENT_TYPE_LATEST)
+        """Beside the event loop: there may be many models."""
+        return Response(await aside(models.metrics), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/engine/live", include_in_schema=False)  # it does not end; generated clients would wait for that
     async def live(request: Request) -> Response:

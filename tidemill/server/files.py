@@ -12,6 +12,7 @@ from starlette.responses import FileResponse, Response
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.body import MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S, NotJSON, parts_of
+from tidemill.server.openai import json_response
 from tidemill.server.storage import Storage, Upload, file_object
 
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86400  # of files that are to expire
@@ -36,14 +37,15 @@ def make_router(storage: Storage) -> APIRouter:
         return record
 
     @router.get("/v1/files")
-    async def files(request: Request) -> dict[str, Any]:
+    async def files(request: Request) -> Response:
         query = read_query(request, "purpose", "after", "limit", "order")
         limit = read_limit(query.get("limit"), 10_000, 10_000)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order is asc or desc.", param="order")
         tenant = request.state.caller.tenant
-        return page(*await storage.do(storage.files, tenant, query.get("purpose"), query.get("after"), limit, order))
+        found = await storage.do(storage.files, tenant, query.get("purpose"), query.get("after"), limit, order)
+        return json_response(page(*found))
 
     @router.get("/v1/files/{file_id}")
     async def file(request: Request, file_id: str) -> dict[str, Any]:

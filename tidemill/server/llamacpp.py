@@ -20,8 +20,7 @@ from tidemill.frontend.infill import MAX_FILES, infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from tidemill.server import ggml
-from tidemill.server.aside import aside
-from tidemill.server.body import Body, body_of, read, schema_of
+from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.embeddings import embeddings_json
 from tidemill.server.errors import error_body
 from tidemill.server.explain import Story
@@ -482,9 +481,8 @@ class _Vectors(msgspec.Struct):
 async def _embedding(models: Models, service: Service, given: list[Mixed], caller: Caller) -> bytes:
     prompts = [await ids_of(service, prompt) for prompt in given]
     is_each = service.manner.pooling == "none"  # token; llama-server does not normalize these
-    asked = {"model": service.model_name, "input": prompts, "task": "token_embed" if is_each else "embed"}
-    values = asked | ({"use_activation": False} if is_each else {})
-    body = await aside(partial(read, PoolingRequest, values), sum(map(len, prompts)))
+    asked: dict[str, Any] = {"model": service.model_name, "input": prompts, "task": "token_embed" if is_each else "embed"}
+    body = PoolingRequest.model_construct(**asked | ({"use_activation": False} if is_each else {}))
     made = msgspec.json.decode(await embeddings_json(models, body, caller), type=_Vectors)
     return _json([{"index": one.index, "embedding": one.data if is_each else [one.data]} for one in made.data])
 

@@ -64,7 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_idle and not self._in_headers:
+        if self._is_idle and not self._in_headers and not self._in_body:
             self._expect_headers()
         self._num_bytes += len(data)
         if self._in_headers and self._num_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]:

@@ -184,7 +184,10 @@ async def _scored(
         return _Scored(made, sum(len(one.ids) for one in inputs))
     of_second = most if how.max_second is None else min(how.max_second, most or how.max_second)
     texts = [*((text, most) for text in first), *((text, of_second) for text in second)]
-    inputs = [Input(await service.encode(text) if num is None else await service.encode_cut(text, num)) for text, num in texts]
+    inputs = [
+        Input(await service.encode(text, must_fit=True) if num is None else await service.encode_cut(text, num))
+        for text, num in texts
+    ]
     for i, one in enumerate(inputs):
         if not one.ids:
             raise InvalidRequest("A text is empty.", fix="Give texts.", param=names[0 if i < len(first) else 1])

@@ -146,9 +146,12 @@ class Service:
         """Prompt and output of such a request, at most."""
         return self.ready.config.context_of(params or SamplingParams())
 
-    async def encode(self, text: str, add_special: bool = True, params: SamplingParams | None = None) -> list[int]:
-        """`params`: of the request, if they may allow a longer text."""
-        work = partial(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.context_of(params))
+    async def encode(
+        self, text: str, add_special: bool = True, params: SamplingParams | None = None, must_fit: bool = False
+    ) -> list[int]:
+        """`params`: of the request, if they may allow a longer text. `must_fit`: a longer one is not truncated later."""
+        how: Any = {"add_special": add_special, "max_tokens": self.context_of(params), "must_fit": must_fit}
+        work = partial(self.tokenizer.encode, text, **how)
         return await self._tokenized(work, len(text))
 
     async def encode_cut(self, text: str, num: int, side: str = "right", add_special: bool = True) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 from tidemill.engine import inbox as inbox_module
 from tidemill.engine.inbox import Inbox, cells
 from tidemill.errors import EngineDead
+from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
 from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
 
 
@@ -85,3 +86,10 @@ async def test_a_long_backlog_is_taken_in_pieces_and_other_tasks_run_between_the
     assert got == [list(range(num_tokens))] * num_samples
     assert order[:4] == [0, 1, 0, 1]
     assert len(set(turns_at)) == len(turns_at)
+
+
+def test_a_response_of_the_largest_size_fits_a_backlog():
+    """A whole response is read by the server itself: one that is behind must not end it for a client that does not read."""
+    num_tokens = MAX_LOGPROB_CELLS // (1 + 20)
+    entry = TokenLogprobs(5, -1.0, [(token, -1.0) for token in range(20)])
+    assert num_tokens * cells(Delta("r", 0, [5], logprobs=[entry])) < inbox_module.MAX_CELLS

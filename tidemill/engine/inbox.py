@@ -8,7 +8,8 @@ from collections import deque
 from tidemill.errors import TidemillError
 from tidemill.wire import Delta
 
-MAX_CELLS = 2**18  # of a backlog; about 100 bytes each
+# Of a backlog; about 100 bytes each. A whole response has fewer: a busy server must not take itself for a slow client.
+MAX_CELLS = 2**20
 PIECE_CELLS = 2**11  # of a piece that is taken at once
 _DELTA_CELLS = 2  # of a delta besides its contents
 

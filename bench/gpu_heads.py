@@ -1,4 +1,4 @@
-"""What drafts by heads cost on the GPU at hand: `python -m bench.gpu_heads [--model qwen06b]`
+"""Costs of drafts by heads on the GPU at hand: `python -m bench.gpu_heads [--model qwen06b]`
 
 Weights and heads are random, so few of the drafts are right.
 """

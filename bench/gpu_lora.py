@@ -1,4 +1,4 @@
-"""What adapters cost on the GPU at hand.
+"""Costs of adapters on the GPU at hand.
 
     python -m bench.gpu_lora [--json out.json] [--model llama8b] [--adapters 8] [--rank 16]
 

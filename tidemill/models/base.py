@@ -266,7 +266,7 @@ class Model(nn.Module, ABC):
             places = targets.get(tensor.name)
             if places is None:
                 if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
-                    self._check_unused(checkpoint, tensor, targets)
+                    self._check_unused(checkpoint, tensor, targets.keys() | others)
                 continue
             pieces = cut(tensor, [layer.parts[part] for layer, part in places])
             for (layer, part), piece in zip(places, pieces, strict=True):

@@ -141,7 +141,7 @@ class Model(nn.Module, ABC):
         return states.double().sum(0)
 
     def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
-        """Of a model with labels, [S, labels] in float64: from one hidden state of each text or pair."""
+        """Scores of labels, [S, labels] in float64, from one hidden state of each text or pair."""
         assert self.labels is not None
         return self.labels.scores(one_SH)
 

@@ -254,7 +254,7 @@ def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list
 
 
 def _encoded_rows(vector: list[float], size: int, body: EmbeddingRequest) -> bytes:
-    """Of the tokens of a text: a list of them, or the values one after the other."""
+    """Vectors of a text's tokens: a list of them, or the values one after the other."""
     is_unit = body.use_activation is not False
     rows = (shortened(vector[at : at + size], body.dimensions, is_unit) for at in range(0, len(vector), size))
     if body.encoding_format in (None, "float"):

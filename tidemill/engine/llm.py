@@ -256,6 +256,8 @@ class LLM:
         if task not in _POOLING_OF_TASK:
             fix = f"Choose {', '.join(_POOLING_OF_TASK)}."
             raise InvalidRequest(f"There is no pooling_task {task!r}.", fix=fix, param="pooling_task")
+        if task == "embed":
+            self.model_config.check_pooling("mean" if self._own_pooling == "score" else self._own_pooling)
         made = self._pooled(prompts, _POOLING_OF_TASK[task], use_tqdm)
         outputs = [PoolingOutput(one.prompt_token_ids, one.error) for one in made]
         for output, one in zip(outputs, made, strict=True):

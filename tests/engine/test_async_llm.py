@@ -73,6 +73,7 @@ def test_requests_are_batched_and_ids_are_unique(engine, loop):
 
     loop.run(test())
     value = {metric.name: metric for metric in engine.get_metrics()}
+    assert value["tidemill_engine_up"].value == value["tidemill_model_loaded"].value == 1
     assert value["tidemill_step_seconds"].count < value["tidemill_output_tokens_total"].value
 
 

@@ -285,6 +285,7 @@ def test_metrics_count_what_was_done(llm):
     def value(name):
         return next(metric.value for metric in llm.get_metrics() if metric.name == name)
 
+    assert value("tidemill_engine_up") == value("tidemill_model_loaded") == 1
     before = value("tidemill_requests_submitted_total"), value("tidemill_output_tokens_total")
     llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert value("tidemill_requests_submitted_total") - before[0] == 1

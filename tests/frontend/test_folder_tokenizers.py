@@ -193,9 +193,9 @@ def test_tekken(tmp_path):
 
 
 def written() -> dict[str, int]:
-    from tidemill.frontend.tokenizer import _gpt2_bytes
+    from tidemill.frontend.gguf_tokenizer import BYTE_CHARS
 
-    return _gpt2_bytes()
+    return {char: byte for byte, char in BYTE_CHARS.items()}
 
 
 @pytest.mark.parametrize("lower", [True, False])

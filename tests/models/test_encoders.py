@@ -122,6 +122,8 @@ def test_probabilities_of_a_classifiers_labels(tmp_path, problem):
     llm = LLM(str(tmp_path), progress=False)
     texts = ["the old mill", "night"]
     made, tensors = llm.classify(texts), llm.encode(texts)
+    with pytest.raises(InvalidRequest, match="no embeddings"):
+        llm.encode(texts, pooling_task="embed")
     for text, one, other in zip(texts, made, tensors, strict=True):
         with torch.inference_mode():
             logits = reference(torch.tensor([llm.tokenizer.encode(text)])).logits[0]

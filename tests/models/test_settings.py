@@ -16,6 +16,7 @@ from tests.weights.test_safetensors import edit_config, edit_weights, fails
 from tidemill.kernels.rope import rope_frequencies
 from tidemill.models.registry import ARCHITECTURES, model_class
 from tidemill.models.settings import Nullable
+from tidemill.parallel.world import Stage
 from tidemill.quant import PLAIN
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -364,6 +365,13 @@ def test_biases_are_loaded_or_refused(tmp_path):
     }  # fmt: skip
     edit_weights(tmp_path, lambda weights: weights.update(parts))
     fails(tmp_path, "has no place", "gives this layer no bias", "Set attention_bias to true")
+    zeros = {name: torch.zeros_like(bias) for name, bias in parts.items()}
+    edit_weights(tmp_path, lambda weights: weights.update(zeros))  # as some quantizers write them
+    checkpoint = open_checkpoint(tmp_path)
+    config = model_class(checkpoint).read_config(checkpoint)
+    for stage in (Stage(0, 2, 0, 2), Stage(1, 2, 2, 4)):  # also those of layers that other ranks have
+        model_class(checkpoint).load(checkpoint, config, PLAIN, stage=stage)
+    edit_weights(tmp_path, lambda weights: weights.update(parts))
     edit_config(tmp_path, attention_bias=True)  # that of o_proj is not stored: Transformers takes zeros
     prompt = list(range(3, 60))
     expected = logits_of(tmp_path, "Llama", prompt)

@@ -61,6 +61,8 @@ def test_classify(encoders):
     assert [one["probs"] for one in bare] == [one["data"] for one in raw]
     (single,) = post(running, "/classify", model="reranker", input="the sea").json()["data"]
     assert (single["num_classes"], single["label"]) == (1, "LABEL_0")
+    told = post(running, "/classify", model="classifier", input="the sea", pooling="none").json()["error"]["message"]
+    assert "no embeddings" in told
     refused = post(running, "/classify", model="embedder", input="the sea")
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
 

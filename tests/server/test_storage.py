@@ -83,6 +83,19 @@ async def test_a_disk_that_is_full_when_a_file_is_synced(tmp_path, monkeypatch):
     storage.close()
 
 
+async def test_a_deleted_batch_leaves_an_input_that_another_reads(tmp_path):
+    async with opened(tmp_path) as storage:
+        made = (await keep(storage))["id"]
+        files = {"input_file_id": made, "output_file_id": None, "error_file_id": None, "request_counts": {"total": 1}}
+        for name, status in (("batch_1", "completed"), ("batch_2", "in_progress"), ("batch_3", "completed")):
+            await storage.do(storage.add_batch, "me", "m", files | {"id": name, "status": status})
+        await storage.do(storage.delete_batch, "me", "batch_1")
+        assert storage.path(made).is_file()
+        await storage.do(storage.finish, "me", "batch_2", "in_progress", "expired", None)
+        await storage.do(storage.delete_batch, "me", "batch_3")
+        assert not storage.path(made).exists()
+
+
 async def test_a_batch_ends_wholly_or_not_at_all(tmp_path, monkeypatch):
     """No room for its files, then cancelled while they were written: its answers are kept, and nothing else."""
     storage = Storage(tmp_path, 10**6)

@@ -26,6 +26,7 @@ from tidemill.compress.stored import IntWeight, from_state
 from tidemill.compress.walk import Change, LayerJob, Quiet, Reporter, walk
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
+from tidemill.weights.locate import weight_files
 
 _IDS, _KV = "text", "kv-{:05}"
 _SMALLER_GROUPS = (64, 32)
@@ -256,5 +257,5 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
 
 
 def size_of(path: Path) -> int:
-    """Of a checkpoint's weights."""
-    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    """Bytes of a checkpoint's weights."""
+    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in weight_files(path))

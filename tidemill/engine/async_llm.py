@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -17,6 +18,7 @@ from tidemill.engine.metrics import Metric, Metrics, MetricsOfReplicas
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import Cancelled, EngineDead, InvalidRequest
+from tidemill.events import ModelLoaded
 from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import RequestOutputKind, SamplingParams, sample_seed
@@ -220,7 +222,10 @@ class _Engine:
         metrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)
         client: Client = EngineClient(metrics.take) if num == 1 else Replicas(num, metrics.take, routing=routing)
         client.adapters.expect(options)
+        began = time.monotonic()
         ready = await client.start(options)
+        now, num_bytes = time.monotonic(), ready.config.memory_bytes
+        metrics.take([ModelLoaded(now, str(path), num_bytes, now - began, replica=number) for number in range(num)])
         chosen = options.sampling_defaults, options.default_max_tokens
         return _Engine(client, metrics, tokenizer, sampling_defaults(path, ready.model.num_parameters, *chosen))
 

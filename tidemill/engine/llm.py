@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -42,7 +43,7 @@ from tidemill.engine.llm_outputs import (
 from tidemill.engine.load import load_core
 from tidemill.engine.metrics import Metric, Metrics
 from tidemill.errors import ConfigError, EngineDead, InvalidRequest, TidemillError
-from tidemill.events import Event
+from tidemill.events import Event, ModelLoaded
 from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.scoring import check_scores, cosine, label_probs, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
@@ -72,6 +73,7 @@ class LLM:
             fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
+        began = time.monotonic()
         with LoadingBar(enabled=progress) as bar:
             self._core: EngineCore | None = load_core(given, lambda _, done, total: bar.show(done, total))
         for note in self.core.config.notes:
@@ -86,7 +88,8 @@ class LLM:
         self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
         self._seed = seed
         self._prompts = PromptEncoder(self.tokenizer, max(self.config.max_context, self.config.max_stream))
-        self._metrics = Metrics()
+        self._metrics, now = Metrics(), time.monotonic()
+        self._metrics.take([ModelLoaded(now, str(path), self.config.memory_bytes, now - began)])
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
@@ -253,6 +256,8 @@ class LLM:
         if task not in _POOLING_OF_TASK:
             fix = f"Choose {', '.join(_POOLING_OF_TASK)}."
             raise InvalidRequest(f"There is no pooling_task {task!r}.", fix=fix, param="pooling_task")
+        if task == "embed":
+            self.model_config.check_pooling("mean" if self._own_pooling == "score" else self._own_pooling)
         made = self._pooled(prompts, _POOLING_OF_TASK[task], use_tqdm)
         outputs = [PoolingOutput(one.prompt_token_ids, one.error) for one in made]
         for output, one in zip(outputs, made, strict=True):

@@ -100,7 +100,7 @@ class PromptEncoder:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
 
     def encode(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """And the prompt's text, if it is one."""
+        """The prompt's text, if it is one, and its token ids."""
         if isinstance(prompt, Mapping):
             prompt = of_mapping(prompt)
         if isinstance(prompt, str):

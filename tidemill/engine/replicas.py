@@ -185,7 +185,7 @@ class Replicas:
         return [one | role for one, role in zip(told, roles, strict=True)]
 
     def states(self) -> dict[str, str]:
-        """Of each replica that is to take requests: running, restarting, or down while it is given up; by number and role."""
+        """States of the replicas that are to take requests, by number and role: running, restarting, or down while given up."""
         roles = self._routing.names
         return {f"{name} ({roles[int(name)]})" if roles else name: _state(one) for name, one in self._names.items()}
 

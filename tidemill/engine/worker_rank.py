@@ -156,7 +156,7 @@ class Worker:
         return runner
 
     def _open_outside(self, runner: RankRunner, config: EngineConfig, weights: bytes) -> tuple[Outside, str]:
-        """And why there is no file, if there should be one."""
+        """The store outside, and why there is no file, if there should be one."""
         problems = list[str]()
         for attempt in count(1):
             outside, opened = open_outside(runner, config, weights, self._rank, problems.append)

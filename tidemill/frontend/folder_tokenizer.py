@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tidemill.errors import CheckpointError
 from tidemill.frontend import sentencepiece
-from tidemill.frontend.gguf_tokenizer import GPT2, MAX_CHARS, QWEN2, bpe, cut_to_bytes
+from tidemill.frontend.gguf_tokenizer import BYTE_CHARS, GPT2, MAX_CHARS, QWEN2, bpe, cut_to_bytes
 from tidemill.weights.locate import read_file, read_json
 
 Settings = dict[str, Any]  # of tokenizer_config.json
@@ -99,14 +99,9 @@ def _tekken(folder: Path, settings: Settings) -> tuple[Tokenizer, bool]:
     return backend, True
 
 
-_PLAIN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
-_LATIN = {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + number) for number, byte in enumerate(_OTHERS)}
-
-
 def _written(value: bytes) -> str:
-    """As byte-level vocabularies write bytes."""
-    return value.decode("latin-1").translate(_LATIN)
+    """Bytes as byte-level vocabularies write them."""
+    return value.decode("latin-1").translate(BYTE_CHARS)
 
 
 def _merged(folder: Path, settings: Settings) -> tuple[Tokenizer, bool]:

@@ -36,6 +36,10 @@ _CUTS = {
     "qwen2": [QWEN2],
     "tekken": [_TEKKEN],
 }
+# The printable characters that byte-level vocabularies write bytes as.
+_PLAIN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+BYTE_CHARS = {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + number) for number, byte in enumerate(_OTHERS)}
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token is not merged piece by piece
 _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 

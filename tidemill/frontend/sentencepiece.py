@@ -60,7 +60,7 @@ def read_pieces(data: bytes, source: str) -> Pieces:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Of a protobuf message: numbers of fields, with integers, floats or bytes."""
+    """Fields of a protobuf message: numbers, each with an integer, a float or bytes."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

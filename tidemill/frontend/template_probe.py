@@ -94,7 +94,7 @@ class TemplateProbe:
 
     @cached_property
     def takes_arguments_as_text(self) -> bool:
-        """And not as objects."""
+        """Arguments of calls must be JSON text: objects are not written."""
         if any(self._call_text(_ARGUMENTS, content) for content in ("", None)):
             return False
         return any(self._call_text(_ARGUMENTS_TEXT, content) for content in ("", None))

@@ -20,7 +20,7 @@ from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, Invali
 from tidemill.frontend.chat import TOKEN_VARIABLES, ChatTemplate, Template, joined_templates
 from tidemill.frontend.control import MARK
 from tidemill.frontend.folder_tokenizer import build_from_files
-from tidemill.frontend.gguf_tokenizer import build_tokenizer
+from tidemill.frontend.gguf_tokenizer import BYTE_CHARS, build_tokenizer
 from tidemill.frontend.templates import NAMED
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_file, read_json
@@ -266,7 +266,7 @@ class Tokenizer:
     def _marked_backend(self) -> Backend:
         """The same tokenizer, except that no token crosses a mark, and marks are dropped."""
         backend = Backend.from_str(self._backend.to_str())
-        in_bytes = "".join({byte: char for char, byte in _gpt2_bytes().items()}[byte] for byte in MARK.encode())
+        in_bytes = "".join(map(BYTE_CHARS.__getitem__, MARK.encode()))
         split = pre_tokenizers.Split(Regex(f"{MARK}|{in_bytes}"), "removed")  # after ByteLevel, text is bytes
         backend.pre_tokenizer = pre_tokenizers.Sequence([backend.pre_tokenizer, split]) if backend.pre_tokenizer else split
         return backend
@@ -416,13 +416,6 @@ class StreamDecoder:
 # ---- bytes of tokens
 
 
-def _gpt2_bytes() -> dict[str, int]:
-    """The printable characters that byte-level vocabularies write bytes as."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
 def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
     """The bytes each id stands for, and which ids are special."""
     added = backend.get_added_tokens_decoder()
@@ -431,7 +424,7 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
     vocab = backend.get_vocab(with_added_tokens=True)
     table: dict[int, bytes] = {}
     if '"ByteLevel"' in decoder:
-        to_byte = _gpt2_bytes()
+        to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
         for token, token_id in vocab.items():
             if token_id in added:
                 table[token_id] = token.encode()

@@ -110,7 +110,7 @@ class Panels(Weight):
 
     @classmethod
     def of(cls, panels: torch.Tensor, num_out: int, bias_N: torch.Tensor | None) -> Panels:
-        """Of what is in the layout by now."""
+        """A weight whose values are in the layout already."""
         made = cls.__new__(cls)
         made._hold(panels, num_out, bias_N)
         return made

@@ -28,7 +28,7 @@ AttentionStep: TypeAlias = NativeStep | TorchStep | PolicyStep
 
 
 def _choose_attention(kv: PagedKV) -> tuple[Attention, str]:
-    """And why it is not the compiled kernel, if it is not."""
+    """The backend, and why it is not the compiled kernel, if it is not."""
     if NativeAttention.can_run(kv):
         return NativeAttention(kv), ""
     why = NativeAttention.uncovered(kv)

@@ -125,7 +125,7 @@ class Linear(Layer):
         self._read.clear()
 
     def _of_rows(self, weight: Weight) -> Weight:
-        """Of the matrices one below the other."""
+        """The layer's weight, made of its matrices one below the other."""
         return weight
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:

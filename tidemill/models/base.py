@@ -141,7 +141,7 @@ class Model(nn.Module, ABC):
         return states.double().sum(0)
 
     def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
-        """Of a model with labels, [S, labels] in float64: from one hidden state of each text or pair."""
+        """Scores of labels, [S, labels] in float64, from one hidden state of each text or pair."""
         assert self.labels is not None
         return self.labels.scores(one_SH)
 
@@ -266,7 +266,7 @@ class Model(nn.Module, ABC):
             places = targets.get(tensor.name)
             if places is None:
                 if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
-                    self._check_unused(checkpoint, tensor, targets)
+                    self._check_unused(checkpoint, tensor, targets.keys() | others)
                 continue
             pieces = cut(tensor, [layer.parts[part] for layer, part in places])
             for (layer, part), piece in zip(places, pieces, strict=True):

@@ -22,7 +22,7 @@ _MAX_LABEL_CHARS = 256
 
 
 def ties_head(checkpoint: Checkpoint, is_tied: bool, tables: Collection[str], heads: Collection[str]) -> bool:
-    """Whether logits are those of the embeddings' table. A stored head with other values is used,
+    """True if logits are those of the embeddings' table. A stored head with other values is used,
     whatever the configuration says (`is_tied`), as in Transformers. `tables`, `heads`: their
     stored names."""
     if not is_tied or not checkpoint.has_weights:
@@ -64,7 +64,7 @@ class Labels(Linear):
 
     @staticmethod
     def read(checkpoint: Checkpoint) -> LabelHead | None:
-        """Of a model for the classification of sequences."""
+        """The label head of a model for the classification of sequences; None: it is another."""
         if not checkpoint.architecture.endswith("ForSequenceClassification"):
             return None
         data, source = checkpoint.metadata, checkpoint.path / "config.json"

@@ -354,7 +354,7 @@ def source_of(checkpoint: Checkpoint) -> Path:
 
 
 def _stores(checkpoint: Checkpoint, ending: str) -> bool:
-    """Whether a tensor of such a name is there; without weights, whether it may be."""
+    """True if a tensor of such a name is there, or, without weights, may be."""
     return not checkpoint.has_weights or any(tensor.name.endswith(ending) for tensor in checkpoint.tensors())
 
 

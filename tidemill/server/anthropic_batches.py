@@ -21,9 +21,10 @@ from tidemill.server.batches import Batches, BatchRequest, ExpiresAfter
 from tidemill.server.body import MAX_PARTS, Body, body_of, schema_of
 from tidemill.server.files import read_limit, read_query
 from tidemill.server.openai import json_response
-from tidemill.server.storage import OVER, BatchUnknown, FileUnknown, Storage, file_object
+from tidemill.server.storage import OVER, BatchUnknown, ContentLost, FileUnknown, Storage, file_object
 
 ENDPOINT = "/v1/messages"
+_BYTES_PER_ENTRY = 256  # of JSON, to estimate
 _KEPT_S = 29 * 86400  # results, as at Anthropic
 _STATUS = {"cancelling": "canceling"} | dict.fromkeys(OVER, "ended")  # else in_progress
 _NOT_EXECUTED = {"batch_expired": "expired", "batch_cancelled": "canceled"}  # result types by our codes
@@ -89,7 +90,8 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
 
     @router.post("/v1/messages/batches", openapi_extra=schema_of(MessageBatchRequest))
     async def create(request: Request, body: MessageBatchRequest = Depends(body_of(MessageBatchRequest))) -> dict[str, Any]:
-        tenant, lines = request.state.caller.tenant, await aside(body.lines)
+        tenant = request.state.caller.tenant
+        lines = await aside(body.lines, _BYTES_PER_ENTRY * len(body.requests))
         coming = storage.begin_file()
         try:
             await coming.write(lines)
@@ -149,7 +151,7 @@ def _told(storage: Storage, tenant: str, record: dict[str, Any]) -> dict[str, An
         counts["succeeded"] = record["request_counts"]["completed"]
         counts["errored"] = record["request_counts"]["failed"]
         if record["status"] in ("cancelled", "expired"):  # its error file tells what was not executed, while it is kept
-            with suppress(FileUnknown):
+            with suppress(FileUnknown, ContentLost):
                 counts |= {"errored": 0} | _kinds(_paths(storage, tenant, record)[1:])
     return {
         "id": record["id"],
@@ -170,7 +172,7 @@ def _time(seconds: int | None) -> str | None:
 
 
 def _paths(storage: Storage, tenant: str, record: dict[str, Any]) -> list[Path | None]:
-    """Of its output and its errors."""
+    """Files of a batch's output and of its errors."""
     ids = (record["output_file_id"], record["error_file_id"])
     return [None if one is None else storage.file_with_path(tenant, one)[1] for one in ids]
 

@@ -155,11 +155,13 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
     task, is_each = _task(service, body), _is_each(service, body)
     if is_each:
         pooling = "none"
-    if task == "classify" or (task is None and pooling == "score"):
+    is_classified = task == "classify" or (task is None and pooling == "score")
+    if is_classified:
         service.ready.model.check_pooling("score")
-        pooling = "score"
-    else:
+    if not is_classified or body.pooling is not None:
         service.ready.model.check_pooling("mean" if pooling == "score" else pooling)
+    if is_classified:
+        pooling = "score"
     prompts = await _prompts(service, body)
     if body.encoding_format == "bytes" and len(prompts) > _MAX_IN_HEADER:
         fix = f"Ask for bytes_only, which has none, or for at most {_MAX_IN_HEADER} inputs at a time."
@@ -185,7 +187,8 @@ async def _all_pooled(models: Models, body: EmbeddingRequest, caller: Caller) ->
 
 def _is_each(service: Service, body: EmbeddingRequest) -> bool:
     """Each token is to have a vector of its own."""
-    is_each = body.pooling == "none" or (body.pooling is None and service.manner.pooling == "none")
+    is_own = service.manner.pooling == "none" and service.ready.model.own_pooling != "score"
+    is_each = body.pooling == "none" or (body.pooling is None and is_own)
     if is_each and not isinstance(body, PoolingRequest):
         fix = "Use /pooling, or llama.cpp's /embeddings; or serve without --pooling none."
         raise InvalidRequest("In OpenAI's API an input has one vector, not one for each token.", fix=fix, param="pooling")
@@ -254,7 +257,7 @@ def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list
 
 
 def _encoded_rows(vector: list[float], size: int, body: EmbeddingRequest) -> bytes:
-    """Of the tokens of a text: a list of them, or the values one after the other."""
+    """Vectors of a text's tokens: a list of them, or the values one after the other."""
     is_unit = body.use_activation is not False
     rows = (shortened(vector[at : at + size], body.dimensions, is_unit) for at in range(0, len(vector), size))
     if body.encoding_format in (None, "float"):

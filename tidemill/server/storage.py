@@ -311,9 +311,13 @@ class Storage:
 
     def delete_file(self, tenant: str, file_id: str) -> None:
         self.file(tenant, file_id)
-        if self._rows(f"SELECT 1 FROM batches WHERE file_id = ? AND status NOT IN {OVER}", file_id):
+        if self._is_read(file_id):
             raise InvalidRequest("A batch still reads this file.", fix="Cancel the batch first.", param="file_id")
         self._drop_file(file_id)
+
+    def _is_read(self, file_id: str) -> bool:
+        """A batch that is not over has it as its input."""
+        return bool(self._rows(f"SELECT 1 FROM batches WHERE file_id = ? AND status NOT IN {OVER}", file_id))
 
     def _drop_file(self, file_id: str) -> None:
         """The content first: on a full disk, that makes the room which the database needs."""
@@ -351,13 +355,13 @@ class Storage:
         return [self._with_counts(record) for record in found], more
 
     def delete_batch(self, tenant: str, batch_id: str) -> None:
-        """With its files. One that is not over is not deleted."""
+        """With its files, but for an input that another batch reads. One that is not over is not deleted."""
         record = self.batch(tenant, batch_id)
         if record["status"] not in OVER:
             raise InvalidRequest("The batch has not ended.", fix="Cancel it first.", param="batch_id")
         self._rows("DELETE FROM batches WHERE id = ?", batch_id)
         for name in ("input_file_id", "output_file_id", "error_file_id"):
-            if record[name] is not None:
+            if record[name] is not None and not self._is_read(record[name]):
                 self._drop_file(record[name])
 
     def unfinished(self) -> list[tuple[str, str, str]]:

@@ -134,7 +134,7 @@ def read_file(path: Path) -> bytes:
 
 
 def depth_of(value: Any) -> int:
-    """How deep a JSON value is nested: level by level, without recursion."""
+    """Depth of a JSON value, counted level by level, without recursion."""
     level, depth = [value], 0
     while level:
         depth += 1

@@ -154,3 +154,12 @@ def test_a_message_of_parts_can_be_continued(tmp_path):
     write_settings(tmp_path, chat_template=EITHER)
     messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert Tokenizer.load(tmp_path).render_chat(messages, continue_final_message=True) == "[user]hi[assistant](a)(b"
+
+
+def test_no_part_of_a_system_message_is_lost():
+    source = (
+        "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}"
+        "{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in ("one ", "two")]
+    assert ChatTemplate(source).render([{"role": "system", "content": parts}, USER]) == "[system]one two[user]hi"

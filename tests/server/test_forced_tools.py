@@ -77,3 +77,30 @@ def test_a_tool_whose_parameters_are_no_schema_is_named(roomy):
     other = body | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
     error = httpx.post(f"{roomy.url}/v1/chat/completions", json=other).json()["error"]
     assert "Tool 'g' not found in tools list" in error["message"]
+
+
+def test_a_call_that_a_stop_string_cuts_is_none_to_run(roomy):
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    choice = {"type": "function", "function": {"name": "cross"}}
+    body = {"messages": USER, "tools": tools, "tool_choice": choice}
+    for stop, reason in (("goal", "stop"), ("no such text", "tool_calls")):
+        reply = httpx.post(f"{roomy.url}/v1/chat/completions", json=body | {"stop": [stop]}).json()["choices"][0]
+        (call,) = reply["message"]["tool_calls"]
+        assert ("goal" in call["function"]["arguments"]) == (reason == "tool_calls")
+        assert reply["finish_reason"] == reason
+        with httpx.stream("POST", f"{roomy.url}/v1/chat/completions", json=body | {"stop": [stop], "stream": True}) as chunks:
+            streamed = [json.loads(line[6:]) for line in chunks.iter_lines() if line.startswith("data: {")]
+        assert streamed[-1]["choices"][0]["finish_reason"] == reason
+
+
+def test_a_function_without_parameters_takes_none(roomy):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": USER, "tools": tools, "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    reply = httpx.post(f"{roomy.url}/v1/chat/completions", json=body).json()["choices"][0]
+    assert reply["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_too_many_of_what_may_be_one_says_so(roomy):
+    reply = httpx.post(f"{roomy.url}/v1/completions", json={"prompt": "a", "stop": ["x"] * 5000}).json()["error"]
+    assert "at most" in reply["message"]
+    assert reply["param"] == "stop"

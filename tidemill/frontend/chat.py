@@ -128,6 +128,8 @@ class ChatTemplate:
             content = _texts(content)
             if not self._probe.takes(role, parts=True):
                 content = _joined(content)
+            elif role == "system" and content:  # some templates, as Gemma's, read only its first part
+                content = [{"type": "text", "text": _joined(content)}]
         elif content and not self._probe.takes(role, parts=False) and self._probe.takes(role, parts=True):
             content = [{"type": "text", "text": content}]
         made = {**message, "content": content or ""}

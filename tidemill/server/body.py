@@ -238,7 +238,8 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
         return InvalidRequest(f"The body has {error.error_count()} errors.", fix="Compare it with /openapi.json.")
     # Each input is a copy, and those of many mistakes may be of the same large object.
     problems = error.errors(include_url=False, include_context=True, include_input=error.error_count() <= _FEW_MISTAKES)
-    first = max((one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    of_first = (one for one in problems if one["loc"][:1] == problems[0]["loc"][:1])
+    first = max(of_first, key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short")))
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not JSON: {first['ctx'].get('error', 'malformed')}.")
     path = [str(part) for part in first["loc"] if "[" not in str(part)]

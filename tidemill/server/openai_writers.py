@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.parsers import CallStart, OutputParser, Reading, TextPiece
+from tidemill.frontend.parsers import CallArguments, CallStart, OutputParser, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.server.custom_tools import custom_input
@@ -419,7 +420,8 @@ class ChatWriter(Writer):
         if reason is not None:  # in a chunk without text, as in OpenAI's API: a client may stop reading at it
             if made[-1]["delta"]:
                 made.append(_delta(number, {}) | self._without_new_ids())
-            made[-1] |= {"finish_reason": self._readers[number].reason(reason) or reason} | self._ending(number)
+            finish_reason = self._readers[number].reason(reason, self._stops.get(number)) or reason
+            made[-1] |= {"finish_reason": finish_reason} | self._ending(number)
         for one in made:
             if "content" not in one["delta"]:  # SGLang's clients read one or the other
                 one["delta"] = {"reasoning_content": None} | one["delta"]
@@ -437,7 +439,7 @@ class ChatWriter(Writer):
             kept.add(delta)
         if self.writes_logprobs and logprobs:
             kept.logprobs.append(_json([self._entry(entry) for entry in logprobs])[1:-1])
-        kept.finish_reason = self._readers[number].reason(reason)
+        kept.finish_reason = self._readers[number].reason(reason, self._stops.get(number))
 
     def choices(self) -> list[dict[str, Any]]:
         return [
@@ -481,6 +483,7 @@ class _ChatReader:
         self._one_call, self._as_function, self._custom_names = one_call, as_function, custom
         self._shows_reasoning = shows_reasoning
         self._has_calls = False
+        self._arguments: list[str] = []  # of the last call
         self._custom: tuple[CallStart, list[str]] | None = None  # a call of a custom tool, and its arguments so far
 
     def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
@@ -498,15 +501,20 @@ class _ChatReader:
                 continue
             elif isinstance(piece, CallStart):
                 deltas += self._end_custom()
-                self._has_calls = True
+                self._has_calls, self._arguments = True, []
                 deltas += self._start_call(piece)
-            elif self._custom is not None:
-                self._custom[1].append(piece.text)
-            elif self._as_function:
-                deltas.append({"function_call": {"arguments": piece.text}})
             else:
-                deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
+                self._arguments.append(piece.text)
+                deltas += self._continue_call(piece)
         return deltas + self._end_custom() if is_last else deltas
+
+    def _continue_call(self, piece: CallArguments) -> list[dict[str, Any]]:
+        if self._custom is not None:
+            self._custom[1].append(piece.text)
+            return []
+        if self._as_function:
+            return [{"function_call": {"arguments": piece.text}}]
+        return [{"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}]
 
     def _start_call(self, piece: CallStart) -> list[dict[str, Any]]:
         if piece.name in self._custom_names:
@@ -525,7 +533,15 @@ class _ChatReader:
         custom = {"name": start.name, "input": custom_input("".join(pieces))}
         return [{"tool_calls": [{"index": start.index, "id": start.call_id, "type": "custom", "custom": custom}]}]
 
-    def reason(self, reason: str | None) -> str | None:
-        if reason != "stop" or not self._has_calls:
+    def reason(self, reason: str | None, stop: str | int | None) -> str | None:
+        """The finish reason for clients. `stop`: what ended the text; a call that a stop string cuts is none to run."""
+        if reason != "stop" or not self._has_calls or (isinstance(stop, str) and not self._is_whole()):
             return reason
         return "function_call" if self._as_function else "tool_calls"
+
+    def _is_whole(self) -> bool:
+        """Tells if the last call's arguments are complete."""
+        with suppress(ValueError, RecursionError):
+            msgspec.json.decode("".join(self._arguments) or "{}")
+            return True
+        return False

@@ -19,7 +19,8 @@ def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -
     """The grammar of an output that must call one of the tools, or the named one: `several` allows a list of calls.
 
     The parameters of each tool become one definition, with the tool's own definitions inside it: their names cannot clash, and
-    references still resolve. Objects that do not say whether they have other properties than those they name have none.
+    references still resolve. Objects that do not say whether they have other properties than those they name have none, and a
+    tool without parameters takes none.
     """
     chosen = [tool for tool in tools if name is None or tool["name"] == name]
     if not chosen:
@@ -31,7 +32,8 @@ def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -
         raise InvalidRequest(what, fix="Send the tool in tools, or another tool_choice.", param="tool_choice")
     definitions, calls = {}, []
     for i, tool in enumerate(chosen):
-        parameters = closed(deepcopy(tool.get("parameters") or {"type": "object"}))
+        given = tool.get("parameters")
+        parameters = closed(deepcopy({"type": "object", "properties": {}} if given is None else given or {"type": "object"}))
         definitions[str(i)] = _relocated(parameters, f"#/$defs/{i}")
         call = {"name": {"const": tool["name"]}, "arguments": {"$ref": f"#/$defs/{i}"}}
         calls.append(

@@ -312,19 +312,26 @@ class ModelConfig:
             return "score" if self.pooler is None else self.pooler.how
         return None if self.has_head else self.embeds_by or "last"
 
+    @property
+    def _use_of_pooling(self) -> tuple[str, str]:
+        """What a model does that generates nothing, and the routes for it."""
+        if self.own_pooling != "score":
+            return "makes embeddings", "/v1/embeddings, /v1/score or /v1/rerank"
+        if self.labels is not None and self.labels.num > 1:
+            return "classifies texts", "/classify"
+        return "scores pairs of texts", "/v1/score or /v1/rerank"
+
     def check_pooling(self, pooling: str | None) -> None:
         """Raises unless the model can do it. None: generate."""
-        own = self.own_pooling
+        own, (does, routes) = self.own_pooling, self._use_of_pooling
         if pooling is None and own is not None:
-            does = "scores pairs of texts" if own == "score" else "makes embeddings"
-            fix = "Use /v1/score or /v1/rerank." if own == "score" else "Use /v1/embeddings, /v1/score or /v1/rerank."
             is_one = "is an encoder" if self.pooler is not None else "has no output head"
-            raise InvalidRequest(f"This model {is_one}: it {does} and generates no text.", fix=fix, param="model")
+            raise InvalidRequest(f"This model {is_one}: it {does} and generates no text.", fix=f"Use {routes}.", param="model")
         if pooling == "score" and own != "score":
             raise InvalidRequest("This model is not a cross-encoder: it has no scores.", fix="Use embeddings.", param="pooling")
         if pooling not in (None, "score") and own == "score":
-            fix = "Use /v1/score or /v1/rerank, or serve an embedding model."
-            raise InvalidRequest("This model is a cross-encoder: it has scores of pairs, no embeddings.", fix=fix, param="model")
+            fix = f"Use {routes}, or serve an embedding model."
+            raise InvalidRequest(f"This model {does}: it has scores, no embeddings.", fix=fix, param="model")
         if pooling == "cls" and self.pooler is None:
             fix = "Use mean or last."
             raise InvalidRequest("The first token of a causal model knows nothing of the others.", fix=fix, param="pooling")

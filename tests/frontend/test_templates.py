@@ -84,6 +84,16 @@ def test_a_template_that_refuses_more_than_system_messages_says_why():
         ChatTemplate(NO_SYSTEM).render([USER, USER])
 
 
+def test_calls_in_the_history_become_turns_also_without_tools():
+    asked = [USER, caller(), RESULT]
+    calls = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    written = f"[user]hi[assistant]{calls}[user]<tool_response>clear</tool_response>"
+    template = ChatTemplate(NO_SYSTEM)
+    assert template.render(asked) == written
+    assert template.render([*asked, USER]) == f"{written}\nhi"  # turns alternate
+    assert template.render([*asked, USER], TOOLS).endswith("<tool_response>clear</tool_response>\nhi")
+
+
 def test_roles_of_clients_are_not_remembered():
     template = ChatTemplate(TURN)
     for i in range(50):

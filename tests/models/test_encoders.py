@@ -106,7 +106,7 @@ def test_scores_of_pairs_equal_transformers(family, tmp_path, backend):
             expected = reference(torch.tensor([ids]), **more).logits[0].sigmoid()
         assert one.prompt_token_ids == ids
         assert abs(one.score - expected.item()) < 1e-5
-    with pytest.raises(InvalidRequest, match="cross-encoder"):
+    with pytest.raises(InvalidRequest, match="scores pairs of texts"):
         llm.embed("text")
 
 

@@ -63,6 +63,9 @@ def test_classify(encoders):
     assert (single["num_classes"], single["label"]) == (1, "LABEL_0")
     told = post(running, "/classify", model="classifier", input="the sea", pooling="none").json()["error"]["message"]
     assert "no embeddings" in told
+    asked = post(running, "/v1/completions", model="classifier", prompt="the sea").json()["error"]["message"]
+    assert "classifies texts" in asked
+    assert "/classify" in asked
     refused = post(running, "/classify", model="embedder", input="the sea")
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
 

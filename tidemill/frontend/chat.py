@@ -105,6 +105,8 @@ class ChatTemplate:
             known = {**(variables or {}), "messages": adapted, "tools": tools or None}
             if marks:
                 known = {name: value if name in TOKEN_VARIABLES else self.control.mark(value) for name, value in known.items()}
+            if not self._knows_tools and self._loses_calls(messages):
+                known["messages"] = _as_turns(known["messages"])
             if tools and not self._knows_tools:
                 known["messages"] = self._with_tools(known["messages"], known["tools"])
             return _bounded(self._template.generate({"documents": None, **known}))
@@ -141,14 +143,9 @@ class ChatTemplate:
         return made
 
     def _with_tools(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Tools described in the system message, or in the first one. A template that does not know tools may still write calls
-        and their results, in the way in which its model was trained to."""
+        """Tools described in the system message, or in the first one."""
         described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        probe = self._probe
-        call = probe.example_call if probe.writes_results else ""
-        if not call:
-            call = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
-            messages = _as_turns(messages)
+        call = self._own_call or '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
         text = f"You may call these functions:\n{described}\nTo call one, answer with {call}"
         at = next((i for i, message in enumerate(messages) if message.get("role") == "system"), None)
         if at is not None:
@@ -156,7 +153,19 @@ class ChatTemplate:
             joined = {**system, "content": f"{_joined(system['content'])}\n\n{text}"}
             return [*messages[:at], joined, *messages[at + 1 :]]
         made = [{"role": "system", "content": text}, *messages]
-        return _without_system(made) if probe.refuses_system else made
+        return _without_system(made) if self._probe.refuses_system else made
+
+    def _loses_calls(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """There are calls, or results of them, that would not be part of the prompt."""
+        has_calls = any(message.get("tool_calls") for message in messages)
+        has_results = any(message.get("role") == "tool" for message in messages)
+        return (has_calls and not self._own_call) or (has_results and not self._probe.writes_results)
+
+    @property
+    def _own_call(self) -> str:
+        """A call as the template writes it, if it writes results of calls, too: it may do so without knowing tools, in the way
+        in which its model was trained to."""
+        return self._probe.example_call if self._probe.writes_results else ""
 
 
 def _bounded(parts: Iterator[str]) -> str:
@@ -212,19 +221,22 @@ def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and their results as turns of assistant and user, which every template knows."""
+    """Calls and their results as turns of assistant and user, which every template knows, and which must alternate for some."""
     made: list[dict[str, Any]] = []
+    follows_result = False
     for message in messages:
+        is_result = message.get("role") == "tool"
         if message.get("tool_calls"):
             calls = "\n".join(
                 f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>" for call in message["tool_calls"]
             )
             message = {"role": "assistant", "content": f"{_joined(message['content'])}{calls}"}
-        elif message.get("role") == "tool":
+        elif is_result:
             message = {"role": "user", "content": f"<tool_response>{_joined(message['content'])}</tool_response>"}
-            if made and made[-1].get("role") == "user" and isinstance(made[-1]["content"], str):  # they must alternate
-                message["content"] = f"{made.pop()['content']}\n{message['content']}"
+        if message.get("role") == "user" and made and made[-1].get("role") == "user" and (is_result or follows_result):
+            message = {**message, "content": f"{_joined(made.pop()['content'])}\n{_joined(message['content'])}"}
         made.append(message)
+        follows_result = is_result
     return made
 
 

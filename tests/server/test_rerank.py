@@ -336,7 +336,7 @@ def test_what_cannot_be_scored(encoders):
         ("/v1/rerank", rerank | {"documents": ["sea", "x " * 10**5]}, "cannot fit"),
         ("/v1/score", {"model": "reranker", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts"),
         ("/v1/score", {"model": "reranker", "text_1": [], "text_2": "a"}, "text_1 is empty"),
-        ("/v1/embeddings", {"model": "reranker", "input": "a"}, "cross-encoder"),
+        ("/v1/embeddings", {"model": "reranker", "input": "a"}, "scores pairs of texts"),
         ("/v1/embeddings", {"model": "embedder", "input": ""}, ""),
     ):
         reply = post(running, path, **body)

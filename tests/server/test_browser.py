@@ -763,7 +763,7 @@ def test_under_a_prefix(browser, roomy):
     try:
         browser.open(f"http://127.0.0.1:{proxy.server_port}/llm/")
         browser.until("document.querySelector('#model').value === 'tiny'")
-        note(browser, max_tokens=5)
+        note(browser, max_tokens=5, ignore_eos=True)
         browser.say("x")
         browser.until(DONE)
         assert "5 tokens" in browser.text(".stats")

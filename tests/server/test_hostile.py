@@ -254,10 +254,9 @@ def test_what_templates_are_given_cannot_be_replaced(server, name):
     assert name == "self" or refused(reply)["param"] == "chat_template_kwargs"
 
 
-def test_arguments_that_are_too_deep_are_the_text_that_was_sent(server):
-    call = {**CALL, "function": {"name": "f", "arguments": "[" * 50_000 + "]" * 50_000}}
-    reply = ask(server, "/tokenize", {"messages": [{"role": "assistant", "tool_calls": [call]}]})
-    assert reply.status_code == 200, reply.text[:300]
+def test_arguments_that_are_too_deep_for_a_template(server):
+    call = {**CALL, "function": {"name": "f", "arguments": "[" * 50_000}}
+    refused(ask(server, "/tokenize", {"messages": [{"role": "assistant", "tool_calls": [call]}]}))
 
 
 # ---- bodies

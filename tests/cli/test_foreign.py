@@ -149,6 +149,8 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
         ("--mm-processor-kwargs {}", "images, audio and video are not supported"),
         ("--draft-modl x", "Did you mean --draft-model?"),
         ("--middleware m", "code is not loaded"),
+        ("--reasoning-config {}", "--reasoning-parser names the marks"),
+        ("--weight-version 2", "--served-name can tell a version"),
         ("-sc.method=ngram", "give --speculate"),
         ("--enable-l", "There is no option --enable-l."),  # of several
     ],

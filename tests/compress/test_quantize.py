@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from tests.helpers import byte_tokenizer, load_model, make_llama
 from tests.models.test_families import FAMILIES, make
 from tests.weights.test_gguf import write_gguf
+from tidemill.cli.main import app
 from tidemill.compress.calibration import Calibration
 from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.grid import Grid, rounded
@@ -354,3 +356,16 @@ def test_scales_of_keys_and_values(folder, tmp_path):
     assert "scale of its own" in config.notes[0]
     with pytest.raises(ConfigError, match="--format gptq does not hold scales of keys"):
         quantize(asked(folder, tmp_path / "other", "gptq", "gptq", {"group": 32}, kv_scales=True))
+
+
+def test_a_result_no_smaller_than_its_original_is_warned_of(folder, tmp_path):
+    """The original is in 4 bits already."""
+
+    def run(source, out, bits):
+        command = ["quantize", str(source), "-o", str(out), "--method", "rtn", "--bits", str(bits), "--evaluate", "0"]
+        made = CliRunner().invoke(app, command)
+        assert made.exit_code == 0, made.output
+        return " ".join(made.output.split())
+
+    assert "no smaller" not in run(folder, tmp_path / "four", 4)
+    assert "warning: this is no smaller than the original" in run(tmp_path / "four", tmp_path / "eight", 8)

@@ -108,7 +108,7 @@ def _theirs(source: str, messages: list[dict[str, Any]], tools: Any, goes_on: bo
 
 
 def compare(source: str, messages: list[dict[str, Any]], tools: Any, goes_on: bool) -> tuple[str, str | None, str | None]:
-    """How the two differ, and both prompts."""
+    """Returns the kind of difference, and both prompts."""
     ours = _ours(ChatTemplate(source), messages, tools, goes_on)
     first, *others = ((form, _theirs(source, made, tools, goes_on)) for form, made in _forms(messages))
     theirs = first[1]

@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Library:
-    """What is installed, and the file of its checks. The first package is the library itself."""
+    """A client library: its packages, the first of which is the library itself, and the file of its checks."""
 
     name: str
     checks: str

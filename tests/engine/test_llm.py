@@ -308,7 +308,7 @@ def test_states_of_prompts(llm):
 
 
 class Params:
-    """As vLLM's StructuredOutputsParams and GuidedDecodingParams."""
+    """Stands for vLLM's StructuredOutputsParams and GuidedDecodingParams."""
 
     def __init__(self, **given):
         for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"):

@@ -338,7 +338,7 @@ def test_without_memory_for_adapters_there_are_none(base, loras):
 
 
 def fused_model(kind: str, folder: Path) -> torch.nn.Module:
-    """Of a family whose files hold q, k and v in one matrix."""
+    """An adapter of a family whose files hold q, k and v in one matrix."""
     from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
     torch.manual_seed(0)

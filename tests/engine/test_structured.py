@@ -46,7 +46,7 @@ def ask(grammar, seed=0, **more):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_that_allows_nothing_more_ends_the_output_before_min_tokens(core, tokenizer, temperature):
-    """As soon as there is a choice, min_tokens decides: no output ends while it may go on."""
+    """Where there is a choice, min_tokens decides: no output ends while it may go on."""
     grammars = {
         "": Grammar("regex", ""), "ab": Grammar("regex", "ab"), "a?": Grammar("regex", "a?"),
         "[ab]{0,3}": Grammar("regex", "[ab]{0,3}"), "x|xyz": Grammar("choice", '["x", "xyz"]'),

@@ -60,7 +60,7 @@ def field(number: int, value: object) -> bytes:
 
 
 def write_model(folder: Path, pieces: list[tuple[str, float, int]], kind: int, **normalizer: object) -> None:
-    """As sentencepiece_model.proto has it."""
+    """Writes a model in the layout of sentencepiece_model.proto."""
     data = b"".join(field(1, field(1, text.encode()) + field(2, score) + field(3, type_)) for text, score, type_ in pieces)
     data += field(2, field(3, kind) + field(35, 1) + field(40, 0)) + field(3, field(3, int(normalizer.get("prefix", True))))
     (folder / "tokenizer.model").write_bytes(data)
@@ -125,7 +125,7 @@ def test_sentencepiece_bpe_as_gemma(tmp_path):
 
 
 def test_sentencepiece_unigram(tmp_path):
-    """As Transformers' converter builds it: spaces at the end are dropped, several become one."""
+    """Builds what Transformers' converter does: spaces at the end are dropped, several become one."""
     model = trained(models.Unigram(), trainers.UnigramTrainer(vocab_size=300, show_progress=False, unk_token="<unk>"))
     pieces = [*SPECIAL, *((text, score, 1) for text, score in model["vocab"] if text != "<unk>")]
     write_model(tmp_path, pieces, 1)

@@ -68,7 +68,7 @@ def test_ids_and_text(folder):
     start = theirs.decode(before)
 
     def decoded(ids: list[int]) -> str:
-        """What they add to a text: of its first token, some decoders drop a space."""
+        """Returns the text they add: some decoders drop a space of the first token."""
         return theirs.decode(before + ids, clean_up_tokenization_spaces=False)[len(start) :]
 
     for text in TEXTS:

@@ -1,4 +1,4 @@
-"""What the checks of all libraries ask for.
+"""Fixtures that the checks of all libraries share.
 
 The model `tiny` is random, so grammars fix what it writes: a tool that must be called, an answer of a schema.
 """

@@ -20,5 +20,5 @@ def url(request) -> str:
 
 @pytest.fixture(scope="session")
 def base(url) -> str:
-    """For OpenAI's clients."""
+    """Returns the base URL for OpenAI's clients."""
     return f"{url}/v1"

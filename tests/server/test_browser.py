@@ -330,8 +330,10 @@ def test_the_engine_is_watched_under_load(browser, roomy):
     for thread in asking:
         thread.start()
     num_colours = """(() => { const map = document.querySelector('#map'); const found = new Set();
-        const data = new Uint32Array(map.getContext('2d').getImageData(0, 0, map.width, map.height).data.buffer);
-        data.forEach((one) => found.add(one)); return found.size; })()"""
+        const copy = new OffscreenCanvas(map.width, map.height).getContext('2d', { willReadFrequently: true });
+        copy.drawImage(map, 0, 0);
+        const data = new Uint32Array(copy.getImageData(0, 0, map.width, map.height).data.buffer);
+        data.forEach((colour) => found.add(colour)); return found.size; })()"""
     browser.until(  # at one moment: the requests do not wait for the driver
         "[...document.querySelectorAll('#requests .phase.decode')].length === 6"
         " && document.querySelector('#figures div:nth-child(3) dd').innerText === '6'"
@@ -344,6 +346,46 @@ def test_the_engine_is_watched_under_load(browser, roomy):
     for thread in asking:
         thread.join()
     browser.until("document.querySelector('#requests').textContent.includes('No requests')")
+    browser.click("#tab-chat")
+
+
+def test_the_live_view_connects_again(browser):
+    """The first connection ends after one state. Of the second, the page draws each event before the next arrives."""
+    browser.js("""
+        const plain = window.fetch;
+        const drawn = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+        window.connections = 0;
+        window.eventsDrawn = 0;
+        window.fetch = async (path, options) => {
+          const reply = await plain(path, options);
+          if (!String(path).includes("engine/live")) return reply;
+          const isFirst = ++window.connections === 1;
+          const events = (async function* () {
+            let text = "";
+            for await (const piece of reply.body.pipeThrough(new TextDecoderStream())) {
+              const events = (text + piece).split("\\n\\n");
+              text = events.pop();
+              for (const event of events) {
+                yield new TextEncoder().encode(`${event}\\n\\n`);
+                if (isFirst && event.includes("event: state")) return;
+                await drawn();
+                if (!isFirst) window.eventsDrawn++;
+              }
+            }
+          })();
+          const body = new ReadableStream({
+            async pull(controller) {
+              const { done, value } = await events.next();
+              if (done) controller.close();
+              else controller.enqueue(value);
+            },
+          });
+          return new Response(body, { status: reply.status, headers: reply.headers });
+        };
+    """)
+    browser.click("#tab-engine")
+    browser.until("window.connections >= 2 && window.eventsDrawn >= 3")
+    browser.until("document.querySelector('#live-says').textContent === ''")
     browser.click("#tab-chat")
 
 

@@ -100,7 +100,9 @@ function takeState(data) {
   else say("");
 }
 
+/** 0 until a connection has sent two states. */
 function rate(name) {
+  if (history.length < 2) return 0;
   const [first, last] = [history[0], history.at(-1)];
   return last.at > first.at ? (last[name] - first[name]) / (last.at - first.at) : 0;
 }

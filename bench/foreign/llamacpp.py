@@ -33,7 +33,7 @@ FILES = {
 LEFT_OUT = {
     "test_vision_api, test_lora, test_speculative, test_tool_call, test_template": "images, and models that are not here",
     "test_router, test_stream, test_proxy, test_mcp_servers, test_tools_builtin, test_compat_gcp": "parts of llama-server itself",
-    "test_security": "CORS and media files: the rules are others, see docs/security.md",
+    "test_security": "CORS and media files: the rules are others, see docs/reference/security.md",
     "test_slot_save, test_sleep, test_metrics, test_kv_keep_only_active": "slots on disk, idle models, names of metrics",
 }
 NOT_APPLICABLE = {

@@ -192,7 +192,7 @@ def test_what_is_set_by_a_variable_is_set(monkeypatch):
         ("enforce-eager", "Leave it out. It has no effect: it changes no answer."),
         ("speculative-num-steps", "see --speculate"),
         ("max-contex", "Did you mean max-context?"),
-        ("frobnicate", "docs/options.md lists them."),
+        ("frobnicate", "docs/reference/options.md lists them."),
     ],
 )
 def test_keys_of_a_config_file_that_are_anothers(key, words, tmp_path):

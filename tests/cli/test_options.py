@@ -118,11 +118,11 @@ def test_a_wrong_value_names_its_source_and_what_is_allowed(toml, name, wrong, w
     ("text", "words", "fix"),
     [
         ("max-contxt = 5", "'max-contxt', which is not an option", "Did you mean max-context?"),
-        ("[server]\nport = 5", "'server', which is not an option", "docs/options.md lists them."),
+        ("[server]\nport = 5", "'server', which is not an option", "docs/reference/options.md lists them."),
         ("max-model-len = 5", "'max-model-len', which is not an option", "Did you mean max-context?"),
         ("max-context = 5\nmax_context = 6", "max-context twice", "Keep one"),
         ("max-context: 5", "is not TOML", "max-context = 4096"),
-        ("config = 'other.toml'", "'config', which is not an option", "docs/options.md lists them."),
+        ("config = 'other.toml'", "'config', which is not an option", "docs/reference/options.md lists them."),
     ],
 )
 def test_a_wrong_file_is_a_typed_error(toml, text, words, fix):
@@ -180,8 +180,8 @@ def test_every_option_is_a_flag_of_serve_and_engine_options_of_the_others():
 
 
 def test_the_docs_are_current():
-    committed = Path(__file__).parents[2] / "docs" / "options.md"
-    assert committed.read_text() == options_doc.page(), "python -m tidemill.cli.options_doc > docs/options.md"
+    committed = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+    assert committed.read_text() == options_doc.page(), "python -m tidemill.cli.options_doc > docs/reference/options.md"
 
 
 def test_the_example_in_the_docs_is_valid(toml):

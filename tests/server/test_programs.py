@@ -11,7 +11,8 @@ from tidemill.errors import Cancelled, ContextTooLong, InvalidRequest, TidemillE
 from tidemill.programs import Remote
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-EXAMPLES = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "programs.md").read_text(), re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "programs.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @program
@@ -58,7 +59,7 @@ def test_a_server_does_what_the_engine_here_does(server, tiny_folder, which):
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_the_examples_of_the_page(server, example, capsys):
     assert "http://127.0.0.1:8000" in example
-    exec(compile(example.replace("http://127.0.0.1:8000", server.url), "docs/programs.md", "exec"), {})
+    exec(compile(example.replace("http://127.0.0.1:8000", server.url), str(PAGE), "exec"), {})
     assert capsys.readouterr().out
 
 

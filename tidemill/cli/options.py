@@ -1,4 +1,4 @@
-"""The options table: flags, help, config file, TIDEMILL_* variables and docs/options.md are all made from it.
+"""The options table: flags, help, config file, TIDEMILL_* variables and docs/reference/options.md are all made from it.
 
 A new option is one entry here, and one use of `settings["its-name"]`.
 """

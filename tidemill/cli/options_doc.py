@@ -1,4 +1,4 @@
-"""docs/options.md, made from the options table: python -m tidemill.cli.options_doc > docs/options.md"""
+"""docs/reference/options.md, made from the options table: python -m tidemill.cli.options_doc > docs/reference/options.md"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTI
 
 _INTRO = f"""# Options
 
-<!-- Made by `python -m tidemill.cli.options_doc > docs/options.md`. -->
+<!-- Made by `python -m tidemill.cli.options_doc > docs/reference/options.md`. -->
 
 An option can be given in three ways. The first that is present counts:
 
@@ -36,7 +36,7 @@ _SECTIONS = {
     ENGINE: "Taken by `serve`, `generate`, `chat`, `batch`, `calibrate`, `measure-layers` and `bench latency`, `throughput` "
     "and `policies`. `simulate` takes those that decide who runs when. Other commands take a few of them, as their `--help` "
     "lists.",
-    ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [lora.md](lora.md).",
+    ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [lora.md](../lora.md).",
     SERVING: "Of `serve`.",
     ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",
     STORAGE: "Of `serve`.",
@@ -49,7 +49,7 @@ _FOREIGN = """## Flags of vLLM, SGLang and llama.cpp
 Commands also take these flags. Most mean the same as one of ours. What changes no answer and has no counterpart is accepted
 with a note; what would change answers is refused with the reason. Flags of theirs that are not in the table are refused, too;
 where there is something like them here, the error names it. Underscores count as hyphens. They are flags only: variables and
-config files take our names. More in [migrating.md](migrating.md).
+config files take our names. More in [migrating.md](../migrating.md).
 
 """
 

@@ -132,7 +132,7 @@ def _instead(key: str, options: Collection[str]) -> str:
     key = key.replace("_", "-")
     slip = difflib.get_close_matches(key, options, n=1, cutoff=0.9)
     near = slip or difflib.get_close_matches(key, options, n=1, cutoff=0.6)
-    meant = f"Did you mean {near[0]}?" if near else "docs/options.md lists them."
+    meant = f"Did you mean {near[0]}?" if near else "docs/reference/options.md lists them."
     return meant if slip else hint(key, options) or meant
 
 

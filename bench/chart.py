@@ -1,4 +1,4 @@
-"""The chart of speed beside other engines, from the tables of the documentation: docs/performance.md (CPU) and docs/gpu.md (GPU).
+"""The chart of speed beside other engines, from the tables of the documentation: docs/lab/cpu.md (CPU) and docs/lab/gpu.md (GPU).
 
     python -m bench.chart [--out docs/images/speed.png]
 
@@ -103,8 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DOCS / "images" / "speed.png")
     given = parser.parse_args()
-    cpu = cpu_groups((DOCS / "performance.md").read_text(encoding="utf-8"))
-    gpu = gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "D")
+    cpu = cpu_groups((DOCS / "lab/cpu.md").read_text(encoding="utf-8"))
+    gpu = gpu_groups((DOCS / "lab/gpu.md").read_text(encoding="utf-8"), "llama8b", "D")
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(10.5, 3.6), width_ratios=(4, 6))
     draw(left, cpu, "2 CPU cores, 135M model in 4 bits")
     draw(right, gpu, "H200, 8B model in bf16")

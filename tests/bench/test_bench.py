@@ -156,8 +156,8 @@ def test_offline(tiny_folder, arguments):
 
 
 def test_the_chart_shows_the_figures_of_the_documentation():
-    cpu = {group.name: group.speeds for group in cpu_groups((DOCS / "performance.md").read_text(encoding="utf-8"))}
-    gpu = {group.name: group.speeds for group in gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "D")}
+    cpu = {group.name: group.speeds for group in cpu_groups((DOCS / "lab/cpu.md").read_text(encoding="utf-8"))}
+    gpu = {group.name: group.speeds for group in gpu_groups((DOCS / "lab/gpu.md").read_text(encoding="utf-8"), "llama8b", "D")}
     assert len(cpu) == 4
     assert len(gpu) == 6
     for speeds in (*cpu.values(), *gpu.values()):

@@ -36,7 +36,7 @@ _SECTIONS = {
     ENGINE: "Taken by `serve`, `generate`, `chat`, `batch`, `calibrate`, `measure-layers` and `bench latency`, `throughput` "
     "and `policies`. `simulate` takes those that decide who runs when. Other commands take a few of them, as their `--help` "
     "lists.",
-    ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [lora.md](../lora.md).",
+    ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [LoRA](../how/lora.md).",
     SERVING: "Of `serve`.",
     ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",
     STORAGE: "Of `serve`.",

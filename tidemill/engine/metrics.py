@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the engine's events and from nothing else. docs/architecture.md lists them."""
+"""Prometheus metrics, read from the engine's events and from nothing else. docs/reference/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -49,16 +49,28 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens", "Tokens found in the prefix cache at admission")
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
-        self.swaps = self._counter("swaps", "Of the preemptions, those whose pages go to host memory")
-        self.tier_tokens = self._counter("tier_cached_tokens", "Of the cached tokens, those that a tier held", ("tier",))
-        self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved", ("tier", "direction"))
+        self.swaps = self._counter("swaps", "Preemptions whose pages go to host memory")
+        self.tier_tokens = self._counter(
+            "tier_cached_tokens", "Cached tokens that host memory, disk or another engine held", ("tier",)
+        )
+        self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved to a tier or from it", ("tier", "direction"))
         self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
-        self.tiers_not_used = self._counter("tiers_not_used", "Files of KV pages, and other engines, not used", ("tier",))
-        self.placed = self._counter("requests_placed", "Parts of requests, where engines have roles", ("part",))
-        self.taken_over = self._counter("taken_over_tokens", "Tokens of requests that another engine began", ("kv",))
-        self.recordings_stopped = self._counter("recordings_stopped", "Recordings of the load that could not be continued")
+        self.tiers_not_used = self._counter(
+            "tiers_not_used", "Files of KV pages, and other engines, that could not be used", ("tier",)
+        )
+        self.placed = self._counter(
+            "requests_placed", "With prefill and decode engines: parts of requests, by the engine that got them", ("part",)
+        )
+        self.taken_over = self._counter(
+            "taken_over_tokens", "Tokens of requests that another engine began, found or computed again", ("kv",)
+        )
+        self.recordings_stopped = self._counter(
+            "recordings_stopped", "1 if the load is not recorded any more, because the file could not be written"
+        )
         self.advised = self._gauge("disaggregation_advised", "1 if prefill and decode engines are expected to be better")
-        self.advised_gain = self._gauge("disaggregation_gain", "Expected gain of them in p99 inter-token latency; 0: not known")
+        self.advised_gain = self._gauge(
+            "disaggregation_gain", "Expected gain of such engines in p99 inter-token latency; 0: not known"
+        )
         self.hand_over_s = self._histogram("hand_over_seconds", "First token to the start in the decode engine", _LATENCY_S)
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
@@ -67,18 +79,20 @@ class Metrics:
             "prefixes_not_held", "Prefixes that were to be pinned or retained, and are not", ("kind",)
         )
         self.holds_ended = self._counter("holds_ended", "Pinned or retained prefixes that are evictable again", ("kind",))
-        self.pinned_pages = self._gauge("kv_pages_pinned", "KV pages that are not evicted: of prompt caches")
-        self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or evicted after others")
-        self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
-        self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
+        self.pinned_pages = self._gauge("kv_pages_pinned", "KV pages of prompt caches, which are not evicted")
+        self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or retained and evicted after others")
+        self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were verified, by drafter", ("drafter",))
+        self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were right, by drafter", ("drafter",))
         self.lost_tokens = self._counter("lost_tokens", "Tokens of steps that followed wrong drafts, computed for nothing")
-        self.weight_bytes = self._counter("weights_read_bytes", "Bytes of weights read from disk while requests were computed")
-        self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for weights from disk")
+        self.weight_bytes = self._counter("weights_read_bytes", "Bytes of streamed weights read from disk or host memory")
+        self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for streamed weights")
         self.weights_foreseen = self._counter("weights_foreseen", "Experts that were read ahead by a guess, and then used")
-        self.weight_units = self._counter("weights_used", "Streamed layers or experts that steps used", ("from",))
+        self.weight_units = self._counter(
+            "weights_used", "Streamed layers or experts that steps used, by where they were", ("from",)
+        )
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
         self.expert_imbalance = self._gauge(
-            "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
+            "expert_imbalance", "Tokens of the busiest expert of a layer over the mean, in the latest 64 steps", ("layer",)
         )
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
         self.up = self._gauge("engine_up", "1 while the engine process works, 0 while it is started again or was given up")
@@ -86,12 +100,14 @@ class Metrics:
         self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
         self.loads = self._counter("model_loads", "Times the model was loaded")
         self.unloads = self._counter("model_unloads", "Times the model was unloaded, or its engine given up")
-        self.load_s = self._histogram("model_load_seconds", "Loading the model", _LATENCY_S)
+        self.load_s = self._histogram("model_load_seconds", "Time to load the model", _LATENCY_S)
         self.running = self._gauge("requests_running", "Requests being prefilled or decoded")
         self.waiting = self._gauge("requests_waiting", "Requests queued or preempted")
         self.free_pages = self._gauge("kv_pages_free", "KV pages that are empty or evictable")
         self.step_s = self._histogram("step_seconds", "Duration of a step", _STEP_S)
-        self.mask_s = self._histogram("mask_seconds", "Computing the token mask of a grammar, per request and token", _MASK_S)
+        self.mask_s = self._histogram(
+            "mask_seconds", "Time to compute the token mask of a grammar, per request and token", _MASK_S
+        )
         self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self.queue_s = self._histogram("queue_seconds", "Arrival to first step", _LATENCY_S)
         self.e2e_s = self._histogram("request_seconds", "Arrival to last token", _LATENCY_S)

@@ -24,7 +24,7 @@ from tidemill.batch.run import Batch, Progress
 from tidemill.config import EngineOptions
 from tidemill.ray.batch import RayWorkers, WorkerOptions
 from tidemill.ray.cluster import Cluster, import_ray
-from tidemill.server.models import Served
+from tidemill.server.generation.models import Served
 
 NUM_PROMPTS = 50
 

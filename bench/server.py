@@ -41,11 +41,11 @@ def serve(folder: str) -> None:
     from tidemill.config import EngineOptions
     from tidemill.engine.client import EngineClient
     from tidemill.engine.link import EngineLink
-    from tidemill.server.call import RequestLog
-    from tidemill.server.listen import Listen
-    from tidemill.server.models import Served
+    from tidemill.server.generation.models import Served
+    from tidemill.server.http.context import RequestLog
+    from tidemill.server.http.listen import Listen
     from tidemill.server.run import serve as run
-    from tidemill.server.storage import Storage
+    from tidemill.server.store.storage import Storage
 
     class StubLink(EngineLink):
         module = "bench.server"

@@ -22,7 +22,7 @@ from tidemill.batch.remote import Remote
 from tidemill.batch.run import Batch
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError, EngineDead
-from tidemill.server.models import Served
+from tidemill.server.generation.models import Served
 
 CHAT = [{"role": "user", "content": "How high?"}]
 

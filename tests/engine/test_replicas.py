@@ -27,8 +27,8 @@ from tidemill.engine.roles import routing_of
 from tidemill.errors import AdapterError, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
 from tidemill.kv.manager import CACHED, FIRST_OWNER, SHARED
-from tidemill.server.explain import ExplainerOfReplicas
-from tidemill.server.models import Models
+from tidemill.server.generation.models import Models
+from tidemill.server.observe.explain import ExplainerOfReplicas
 from tidemill.wire import Delta, Pages
 
 

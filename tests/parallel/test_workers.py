@@ -32,8 +32,8 @@ from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.plan import StepItem
-from tidemill.server.listen import Listen
-from tidemill.server.models import Served
+from tidemill.server.generation.models import Served
+from tidemill.server.http.listen import Listen
 from tidemill.server.run import Sharing, serve
 from tidemill.version import __version__
 from tidemill.wire import Submit

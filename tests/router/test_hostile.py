@@ -14,7 +14,7 @@ from tests.waiting import until_async
 from tidemill.router import front, upstream
 from tidemill.router.limits import Limits
 from tidemill.router.upstream import Upstream
-from tidemill.server.guard import Access, Caller
+from tidemill.server.http.access import Access, Caller
 
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"

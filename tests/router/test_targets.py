@@ -11,10 +11,10 @@ import pytest
 from tests.server.conftest import behind_our_protocol
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.router.router import Router
-from tidemill.server.call import Called
-from tidemill.server.guard import ADMIN_PATHS, Access, Guard, is_admin_path
-from tidemill.server.listen import Listen, UnderPath
-from tidemill.server.target import path_of
+from tidemill.server.http.access import ADMIN_PATHS, Access, Guard, is_admin_path
+from tidemill.server.http.context import Called
+from tidemill.server.http.listen import Listen, UnderPath
+from tidemill.server.http.target import path_of
 
 USER, ADMIN = "key-of-the-first-user", "key-of-the-admin-only"
 ACCESS = Access.of([USER], None, [ADMIN], [], [])

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
 from tests.server.lag import PATCH
 from tests.server.scripted import make_scripted
-from tidemill.server.protocol import BoundedProtocol
+from tidemill.server.http.connections import BoundedProtocol
 
 
 class Server:

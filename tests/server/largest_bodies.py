@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tidemill.server.refused import ROUTES
+from tidemill.server.api.refused import ROUTES
 
 NUM_ITEMS = 9600
 EMOJI = "😀" * 200_000  # as long as the context lets pass

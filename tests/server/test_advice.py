@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.metrics import Metrics
-from tidemill.server.advice import Advisor, in_words
+from tidemill.server.observe.advice import Advisor, in_words
 
 CONFIG = SimpleNamespace(token_budget=2048, max_requests=256, device="cuda", page_size=16)
 

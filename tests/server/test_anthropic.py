@@ -11,10 +11,10 @@ from starlette.requests import Request
 from tests.server.conftest import behind_our_protocol
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Dialect
-from tidemill.server.anthropic import MessageWriter, _stream
-from tidemill.server.anthropic_types import MessagesRequest
-from tidemill.server.call import Call
-from tidemill.server.sse import EventStream
+from tidemill.server.api.anthropic.routes import MessageWriter, _stream
+from tidemill.server.api.anthropic.types import MessagesRequest
+from tidemill.server.http.context import Call
+from tidemill.server.http.responses import EventStream
 from tidemill.wire import Delta
 
 ASK = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Hello there, how high is the water?"}]}

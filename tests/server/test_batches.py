@@ -14,12 +14,12 @@ import openai
 import pytest
 
 from tests.server.conftest import Server
-from tidemill.server import batch_lines, batches
-from tidemill.server.batch_lines import MAX_LINE_BYTES, problems_of
-from tidemill.server.batches import Batches
-from tidemill.server.guard import Access
-from tidemill.server.models import Models
-from tidemill.server.storage import Storage, StorageUnavailable
+from tidemill.server.generation.models import Models
+from tidemill.server.http.access import Access
+from tidemill.server.store import batch_lines, batches
+from tidemill.server.store.batch_lines import MAX_LINE_BYTES, problems_of
+from tidemill.server.store.batches import Batches
+from tidemill.server.store.storage import Storage, StorageUnavailable
 
 CHAT = [{"role": "user", "content": "How high?"}]
 BODIES = {

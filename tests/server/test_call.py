@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from tests.server.conftest import Server
-from tidemill.server import call
-from tidemill.server.call import Call, RequestLog
+from tidemill.server.http import context
+from tidemill.server.http.context import Call, RequestLog
 
 KEYS = ("key-of-the-first-user", "key-of-the-other-user")
 SECRET = "what nobody may read"
@@ -160,7 +160,7 @@ def test_a_moved_log_is_begun_anew(logged, path):
 
 
 def test_a_flood_of_refusals_does_not_fill_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(call, "_REFUSED_PER_S", 0.0)
+    monkeypatch.setattr(context, "_REFUSED_PER_S", 0.0)
     log = RequestLog(tmp_path / "log")
     for i in range(1000):
         log.write(Call(f"r{i}", path="/v1/x", status=401, error="authentication_error"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.server.conftest import Server
-from tidemill.server.openai_types import ChatRequest
+from tidemill.server.api.openai.types import ChatRequest
 from tidemill.version import __version__
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -45,7 +45,7 @@ def narrow(roomy_folder, tmp_path_factory):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "effort={{ reasoning_effort }} " + settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    patch = "from tidemill.server import sse\nsse.KEEP_ALIVE_S = 0.1"
+    patch = "from tidemill.server.http import responses\nresponses.KEEP_ALIVE_S = 0.1"
     options = ("--served-name", "org/tiny", "--max-requests", "1", "--trust-request-chat-template")
     running = Server(folder, *options, patch=patch).wait()
     yield running

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tidemill.server.custom_tools import custom_function, custom_input
+from tidemill.server.generation.custom_tools import custom_function, custom_input
 
 INPUT = 'Rome "\\ \n é🦆 /\t'
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tidemill.cli.main import app
 from tidemill.cli.options import BY_NAME, CONFIG
-from tidemill.server.guard import OPEN_PATHS
+from tidemill.server.http.access import OPEN_PATHS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")

@@ -10,9 +10,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_table_of_fields_without_effect():
-    from tidemill.server import fields_doc
+    from tidemill.server.api import fields_doc
 
-    assert fields_doc.table() in PAGE, "put the output of python -m tidemill.server.fields_doc into docs/api.md"
+    assert fields_doc.table() in PAGE, "put the output of python -m tidemill.server.api.fields_doc into docs/api.md"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -24,7 +24,7 @@ from tests.server.largest_bodies import (
     STOPS,
     STREAM,
 )
-from tidemill.server.storage import Storage, file_object
+from tidemill.server.store.storage import Storage, file_object
 
 MOST_LAG_S = 0.1
 NUM_TRIES = 3  # of a case above it: work beside the loop counts where the machine is busy

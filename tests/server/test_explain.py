@@ -8,7 +8,7 @@ from tests import helpers
 from tests.helpers import load_model, make_core
 from tidemill.events import EngineRestarted
 from tidemill.sampling import SamplingParams
-from tidemill.server.explain import Explainer
+from tidemill.server.observe.explain import Explainer
 from tidemill.wire import Abort, Resumed, Submit
 
 

@@ -22,7 +22,7 @@ from tests.helpers import LONG_S
 from tests.server.conftest import Server, behind_our_protocol
 from tests.server.test_chaos import metrics
 from tests.waiting import until
-from tidemill.server import protocol
+from tidemill.server.http import connections
 
 PLAIN = {"prompt": "the tide", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
@@ -60,8 +60,8 @@ def fragile(tmp_path_factory):
 def shared(fragile, roomy_folder):
     """Who does not read is ended by the bound of his backlog, however long the engine takes to fill it. Half of the usual one is
     still more than lies in the sockets' buffers."""
-    patch = "from tidemill.engine import inbox\nfrom tidemill.server import protocol\n"
-    patch += f"inbox.MAX_CELLS = 2**17\nprotocol.READ_WITHIN_S = {LONG_S}"
+    patch = "from tidemill.engine import inbox\nfrom tidemill.server.http import connections\n"
+    patch += f"inbox.MAX_CELLS = 2**17\nconnections.READ_WITHIN_S = {LONG_S}"
     running = Server(roomy_folder, patch=patch).wait()
     yield running
     fragile.open_gate()
@@ -177,8 +177,8 @@ async def test_connections_are_limited_in_total_and_per_address(monkeypatch):
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         return (await reader.readuntil(b"\r\n\r\n"))[9:12]
 
-    limits = protocol.Connections(max_total=4)
-    monkeypatch.setattr(protocol.BoundedProtocol, "limits", limits)
+    limits = connections.Connections(max_total=4)
+    monkeypatch.setattr(connections.BoundedProtocol, "limits", limits)
     async with behind_our_protocol(app) as port:
         first = [await opened(port) for _ in range(2)]
         assert [await asked(*one) for one in first] == [b"204"] * 2  # both are idle again
@@ -248,7 +248,7 @@ async def test_an_idle_connection_has_longer_than_headers_have(monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    monkeypatch.setattr(protocol, "HEADERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.2)
     async with behind_our_protocol(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for body in (b"", b"abc", b""):  # the second comes when its response is complete

@@ -17,9 +17,10 @@ from tests.server.conftest import KEYS, Server, behind_our_protocol
 from tests.waiting import until
 from tidemill.errors import ConfigError
 from tidemill.sched.request import BACKGROUND
-from tidemill.server import page, protocol
-from tidemill.server.call import Called
-from tidemill.server.guard import ADMIN_PATHS, Access, Guard
+from tidemill.server import page
+from tidemill.server.http import connections
+from tidemill.server.http.access import ADMIN_PATHS, Access, Guard
+from tidemill.server.http.context import Called
 
 KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-the-admin-only"
 
@@ -223,11 +224,11 @@ async def test_the_rest_of_a_body_is_taken_after_an_early_response():
 
 
 async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
-    monkeypatch.setattr(protocol, "READ_WITHIN_S", 1.0)
+    monkeypatch.setattr(connections, "READ_WITHIN_S", 1.0)
     size = 30 * 2**20
     is_cut_off = asyncio.Event()
-    plain = protocol.BoundedProtocol.connection_lost
-    monkeypatch.setattr(protocol.BoundedProtocol, "connection_lost", lambda self, why: (plain(self, why), is_cut_off.set()))
+    plain = connections.BoundedProtocol.connection_lost
+    monkeypatch.setattr(connections.BoundedProtocol, "connection_lost", lambda self, why: (plain(self, why), is_cut_off.set()))
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
@@ -274,7 +275,7 @@ def test_tenants_are_kept_apart_without_an_admin_key(tenants):
 
 
 async def test_a_connection_that_says_nothing_is_closed(monkeypatch):
-    monkeypatch.setattr(protocol, "HEADERS_WITHIN_S", 0.3)
+    monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.3)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -285,7 +286,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(start)
             assert await reader.read() == b""
-        monkeypatch.setattr(protocol, "HEADERS_WITHIN_S", 60.0)
+        monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 60.0)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(3):  # one that speaks is served, again and again
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import LONG_S
 from tests.server.conftest import Server, behind_our_protocol
 from tests.server.watch import Bystander, percentile, resident_mb
-from tidemill.server import protocol
+from tidemill.server.http import connections
 
 TEMPLATE = """\
 {% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}\
@@ -429,8 +429,8 @@ def test_what_has_no_end_is_cut_off(server, opening, endless):
 
 async def test_a_client_that_does_not_read_is_dropped(monkeypatch):
     """A response that is not read is held in bounded memory and for a bounded time, and so is a body that nobody reads."""
-    monkeypatch.setattr(protocol, "READ_WITHIN_S", 0.5)
-    monkeypatch.setattr(protocol, "REST_WITHIN_S", 0.5)
+    monkeypatch.setattr(connections, "READ_WITHIN_S", 0.5)
+    monkeypatch.setattr(connections, "REST_WITHIN_S", 0.5)
     num_sent, ended = 0, asyncio.Event()
 
     async def app(scope, receive, send):

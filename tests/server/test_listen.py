@@ -16,7 +16,7 @@ from tests.server.browser import Browser, needs_chromium
 from tests.server.conftest import Server
 from tests.waiting import until
 from tidemill.errors import ConfigError
-from tidemill.server.listen import Listen
+from tidemill.server.http.listen import Listen
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 

@@ -14,8 +14,8 @@ from tidemill.errors import QueueFull
 from tidemill.events import ExpertsUsed
 from tidemill.kv.manager import FIRST_OWNER, SHARED
 from tidemill.sampling import SamplingParams
-from tidemill.server.explain import Explainer
-from tidemill.server.live import MAX_WATCHERS, Live
+from tidemill.server.observe.explain import Explainer
+from tidemill.server.observe.live import MAX_WATCHERS, Live
 from tidemill.wire import Submit
 
 

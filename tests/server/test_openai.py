@@ -13,7 +13,7 @@ from tests.server.conftest import Server
 from tests.waiting import until
 from tidemill.engine.llm import LLM
 from tidemill.sampling import SamplingParams
-from tidemill.server import refused
+from tidemill.server.api import refused
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.helpers import LONG_S
-from tidemill.server.body import Body, schema_of
+from tidemill.server.http.body import Body, schema_of
 
 CHECKS = [
     not_a_server_error,

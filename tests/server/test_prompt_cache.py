@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import KEYS, Server
 from tests.server.test_anthropic import TOOL
-from tidemill.server.openai_types import ChatRequest
+from tidemill.server.api.openai.types import ChatRequest
 
 PAGE = 16
 GREEDY = {"temperature": 0, "max_tokens": 4}

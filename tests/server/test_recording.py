@@ -24,8 +24,8 @@ from tidemill.errors import ConfigError
 from tidemill.planning.load import read_trace as read_jobs
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.request import HANDED_OVER
-from tidemill.server import recording
-from tidemill.server.recording import BLOCK_LEN, Numbers, TraceFile
+from tidemill.server.observe import recording
+from tidemill.server.observe.recording import BLOCK_LEN, Numbers, TraceFile
 from tidemill.sim.trace import Row, line_of, read_rows
 from tidemill.wire import Submit
 
@@ -203,7 +203,7 @@ def test_a_file_that_cannot_be_written_is_told_at_start(tmp_path):
 def test_a_full_disk_stops_the_recording_and_nothing_else(tiny_folder, tmp_path):
     path = tmp_path / "load.jsonl"
     patch = f"""
-import errno, tidemill.server.recording as recording
+import errno, tidemill.server.observe.recording as recording
 real = recording.os.write
 class Full:
     def __getattr__(self, name):

@@ -11,7 +11,7 @@ import torch
 from tests.encoders import make_encoder, pooling_files, reference_embedding
 from tests.server.conftest import Server
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.server.vectors import packed
+from tidemill.server.generation.vectors import packed
 
 DOCUMENTS = ["slow water turns the wheel", "the night is old", "a boat of stone"]
 

@@ -13,11 +13,11 @@ from tests.server.conftest import behind_our_protocol
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Dialect
 from tidemill.sampling import SamplingParams
-from tidemill.server import responses_store
-from tidemill.server.responses_store import Item, Store, Stored, Unknown
-from tidemill.server.responses_types import ResponseRequest, messages_of
-from tidemill.server.responses_writer import ResponseWriter
-from tidemill.server.sse import EventStream, named_event
+from tidemill.server.api.responses.types import ResponseRequest, messages_of
+from tidemill.server.api.responses.writer import ResponseWriter
+from tidemill.server.http.responses import EventStream, named_event
+from tidemill.server.store import responses
+from tidemill.server.store.responses import Item, Store, Stored, Unknown
 from tidemill.wire import Delta
 
 TOOL = {
@@ -517,10 +517,10 @@ def has(store, tenant, name):
 
 @pytest.mark.parametrize(("num", "num_bytes"), [(4, 10**6), (10**6, 400)])
 def test_a_tenant_cannot_evict_the_responses_of_another(monkeypatch, num, num_bytes):
-    monkeypatch.setattr(responses_store, "MAX_STORED", num)
-    monkeypatch.setattr(responses_store, "MAX_STORED_BYTES", num_bytes)
-    monkeypatch.setattr(responses_store, "MAX_STORED_OF_ALL", 2 * num)
-    monkeypatch.setattr(responses_store, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
+    monkeypatch.setattr(responses, "MAX_STORED", num)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES", num_bytes)
+    monkeypatch.setattr(responses, "MAX_STORED_OF_ALL", 2 * num)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
     store = Store()
 
     def fill(tenant, number):

@@ -12,10 +12,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tidemill.server import errors, files
-from tidemill.server.call import Called
-from tidemill.server.guard import Access, Guard
-from tidemill.server.storage import (
+from tidemill.server.http import errors
+from tidemill.server.http.access import Access, Guard
+from tidemill.server.http.context import Called
+from tidemill.server.store import files
+from tidemill.server.store.storage import (
     BatchUnknown,
     ContentLost,
     FileUnknown,
@@ -74,7 +75,7 @@ async def test_a_disk_that_is_full_when_a_file_is_synced(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tidemill.server.storage.os.fsync", full)
+    monkeypatch.setattr("tidemill.server.store.storage.os.fsync", full)
     with pytest.raises(StorageFull):
         await keep(storage)
     monkeypatch.undo()
@@ -106,7 +107,7 @@ async def test_a_batch_ends_wholly_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tidemill.server.storage.os.fsync", full)
+    monkeypatch.setattr("tidemill.server.store.storage.os.fsync", full)
     with pytest.raises(StorageFull):
         await storage.do(storage.finish, "me", "batch_1", "in_progress", "expired", None)
     monkeypatch.undo()

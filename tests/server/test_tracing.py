@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.server.conftest import Server
 from tidemill.errors import ConfigError
-from tidemill.server import tracing
+from tidemill.server.observe import tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -16,16 +16,16 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN, in_pieces, num_cells
 from tidemill.frontend.parsers import Dialect
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.server.api.openai.types import ChatRequest, CompletionRequest
+from tidemill.server.api.openai.writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter
 from tidemill.server.app import create_app
-from tidemill.server.batches import Batches
-from tidemill.server.explain import Explainer
-from tidemill.server.guard import Access
-from tidemill.server.live import Live
-from tidemill.server.models import Models
-from tidemill.server.openai_types import ChatRequest, CompletionRequest
-from tidemill.server.openai_writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter
-from tidemill.server.service import MAX_DETOKENIZED, Service
-from tidemill.server.storage import Storage
+from tidemill.server.generation.models import Models
+from tidemill.server.generation.service import MAX_DETOKENIZED, Service
+from tidemill.server.http.access import Access
+from tidemill.server.observe.explain import Explainer
+from tidemill.server.observe.live import Live
+from tidemill.server.store.batches import Batches
+from tidemill.server.store.storage import Storage
 from tidemill.wire import Delta, TokenLogprobs, logprob_pieces
 
 in_the_loop = pytest.mark.asyncio(loop_scope="module")  # of the engine
@@ -282,7 +282,7 @@ def test_a_delta_in_pieces_adds_up(top):
 @in_the_loop
 async def test_several_prompts_are_merged_without_a_backlog():
     """What a slow reader has not taken stays where it is made."""
-    from tidemill.server.openai import merge
+    from tidemill.server.api.openai.routes import merge
 
     num_made = [0, 0, 0]
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tidemill.errors import ConfigError
-from tidemill.server import batch_lines
+from tidemill.server.store import batch_lines
 
 _URL_OF = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
 _TAKE_DEFAULTS = frozenset({"/v1/completions", "/v1/chat/completions"})

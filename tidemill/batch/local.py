@@ -9,13 +9,18 @@ from tidemill.batch.lines import Request
 from tidemill.engine.client import STALL_S
 from tidemill.engine.link import START_S
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batch_lines, embeddings, openai, rerank, responses
-from tidemill.server.batches import respond_to_line
-from tidemill.server.call import Call
-from tidemill.server.errors import error_body
-from tidemill.server.guard import Caller, NotFound
-from tidemill.server.models import Models, Served
+from tidemill.server.api.anthropic import routes as anthropic
+from tidemill.server.api.openai import embeddings
+from tidemill.server.api.openai import routes as openai
+from tidemill.server.api.responses import routes as responses
+from tidemill.server.api.vllm import rerank
+from tidemill.server.generation.models import Models, Served
+from tidemill.server.http.access import Caller, NotFound
+from tidemill.server.http.context import Call
+from tidemill.server.http.errors import error_body
 from tidemill.server.run import ModelEngine
+from tidemill.server.store import batch_lines
+from tidemill.server.store.batches import respond_to_line
 from tidemill.wire import Loading
 
 _PER_SLOT = 2  # lines at once: those that wait for a slot keep all slots busy

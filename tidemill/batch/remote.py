@@ -10,7 +10,7 @@ import msgspec
 
 from tidemill.batch.lines import Request
 from tidemill.errors import EngineDead
-from tidemill.server import batch_lines
+from tidemill.server.store import batch_lines
 
 AT_ONCE = 64
 _RETRIED = frozenset({429, 502, 503, 504})

@@ -18,7 +18,7 @@ from tidemill.batch import lines
 from tidemill.batch.lines import Line, Problem, Request
 from tidemill.batch.output import Output
 from tidemill.errors import ConfigError
-from tidemill.server import batch_lines
+from tidemill.server.store import batch_lines
 
 _AHEAD = 4  # lines that are read or not written yet, in multiples of those executed at once
 _READ_AT_ONCE = 16

@@ -119,7 +119,7 @@ def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | N
     if api_key:
         raise ConfigError("--api-key is of a server.", fix="Give its address with --url.")
     from tidemill.batch.local import Local
-    from tidemill.server.models import Served
+    from tidemill.server.generation.models import Served
 
     if settings["ray"]:
         return _ray_backend(settings, at_once)

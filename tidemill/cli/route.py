@@ -47,8 +47,8 @@ def route(
     from tidemill.router.router import Router
     from tidemill.router.run import route as run_router
     from tidemill.sched.placement import Placement
-    from tidemill.server.guard import SHORT_KEY, Access
-    from tidemill.server.protocol import max_connections as possible_connections
+    from tidemill.server.http.access import SHORT_KEY, Access
+    from tidemill.server.http.connections import max_connections as possible_connections
 
     access = Access.of(
         list(settings["api-key"]),

@@ -26,9 +26,9 @@ from tidemill.wire import Loading, Ready
 if TYPE_CHECKING:
     from tidemill.ray.cluster import Cluster
     from tidemill.ray.serving import RayFleet
-    from tidemill.server.listen import Listen
-    from tidemill.server.models import Models, Served
-    from tidemill.server.recording import TraceFile
+    from tidemill.server.generation.models import Models, Served
+    from tidemill.server.http.listen import Listen
+    from tidemill.server.observe.recording import TraceFile
 
 console = Console(stderr=True, highlight=False)
 
@@ -42,13 +42,13 @@ def serve(
     if show_config:
         print_settings(settings)
         return
-    from tidemill.server.call import RequestLog
-    from tidemill.server.guard import SHORT_KEY, Access
+    from tidemill.server.generation.service import Manner
+    from tidemill.server.http.access import SHORT_KEY, Access
+    from tidemill.server.http.context import RequestLog
+    from tidemill.server.observe.tracing import make_tracing
     from tidemill.server.run import STOPPED_BY_SIGTERM, Sharing, data_folder
     from tidemill.server.run import serve as run_server
-    from tidemill.server.service import Manner
-    from tidemill.server.storage import Storage
-    from tidemill.server.tracing import make_tracing
+    from tidemill.server.store.storage import Storage
 
     access = Access.of(
         list(settings["api-key"]),
@@ -159,7 +159,7 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
 
 
 def _trace_file(path: Path) -> TraceFile:
-    from tidemill.server.recording import TraceFile  # loads the simulator's formats, which a server has no other use for
+    from tidemill.server.observe.recording import TraceFile  # loads the simulator's formats, which a server has no other use for
 
     return TraceFile(path)
 
@@ -178,7 +178,7 @@ def print_settings(settings: Settings) -> None:
 
 
 def listen_of(settings: Settings, root_path: str = "") -> Listen:
-    from tidemill.server.listen import Listen
+    from tidemill.server.http.listen import Listen
 
     mode = settings["unix-socket-mode"]
     if not re.fullmatch("(0o?)?[0-7]{3}", mode):
@@ -197,7 +197,7 @@ def listen_of(settings: Settings, root_path: str = "") -> Listen:
 
 def _served(settings: Settings) -> list[Served]:
     """The models, from the command line, or else from [[models]] of the config file, or else the one of the options."""
-    from tidemill.server.models import Served
+    from tidemill.server.generation.models import Served
 
     if settings.models and settings.tables:
         raise ConfigError("There are models on the command line and in the config file.", fix="Give them in one place.")

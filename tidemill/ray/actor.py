@@ -17,7 +17,7 @@ from tidemill.batch.local import Local
 from tidemill.config import EngineOptions
 from tidemill.engine.link import EngineLink
 from tidemill.errors import TidemillError
-from tidemill.server.models import Served
+from tidemill.server.generation.models import Served
 from tidemill.version import __version__
 from tidemill.weights.locate import locate
 from tidemill.wire import Refused, encode

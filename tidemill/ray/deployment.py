@@ -22,12 +22,12 @@ from tidemill.errors import ConfigError, EngineDead
 from tidemill.ray import entry
 from tidemill.ray.entry import Entry
 from tidemill.server.app import create_app
-from tidemill.server.batches import Batches
-from tidemill.server.guard import Access
-from tidemill.server.models import Models, Served
+from tidemill.server.generation.models import Models, Served
+from tidemill.server.generation.service import Manner
+from tidemill.server.http.access import Access
 from tidemill.server.run import DATA_QUOTA_BYTES, ModelEngine
-from tidemill.server.service import Manner
-from tidemill.server.storage import Storage
+from tidemill.server.store.batches import Batches
+from tidemill.server.store.storage import Storage
 from tidemill.weights.locate import locate
 
 _NUM_AT_ONCE = 256  # requests of a replica, unless Serve is told otherwise

@@ -18,7 +18,7 @@ from tidemill.router.front import Front
 from tidemill.router.keys import Prompt
 from tidemill.router.request import Request
 from tidemill.router.upstream import Connection, Headers, Upstream
-from tidemill.server.errors import error_body, shaped
+from tidemill.server.http.errors import error_body, shaped
 
 if TYPE_CHECKING:
     from tidemill.router.router import Router

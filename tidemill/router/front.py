@@ -19,10 +19,9 @@ import msgspec
 from tidemill.errors import Draining, InvalidRequest, QueueFull, RequestTooLarge, TidemillError
 from tidemill.router.request import MAX_REPEATED_BYTES, Repeated, Request
 from tidemill.router.upstream import Headers
-from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
-from tidemill.server.errors import error_body, headers_of, shaped
-from tidemill.server.guard import Caller
-from tidemill.server.protocol import (
+from tidemill.server.http.access import Caller
+from tidemill.server.http.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
+from tidemill.server.http.connections import (
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,
     KEEP_ALIVE_SPARE_S,
@@ -30,7 +29,8 @@ from tidemill.server.protocol import (
     READ_WITHIN_S,
     REST_WITHIN_S,
 )
-from tidemill.server.target import path_of
+from tidemill.server.http.errors import error_body, headers_of, shaped
+from tidemill.server.http.target import path_of
 
 BODY_WITHIN_S, PART_WITHIN_S = 120.0, 20.0  # all of a body, and the next part of it
 MAX_HEADERS = 256

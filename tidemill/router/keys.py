@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Raw
 
 from tidemill.sched.placement import MAX_BLOCKS, hash_of, prefix_keys
-from tidemill.server.body import is_too_much
-from tidemill.server.responses_types import is_reference
+from tidemill.server.api.responses.types import is_reference
+from tidemill.server.http.body import is_too_much
 
 BLOCK_BYTES = 512  # of a prompt as JSON text
 _MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES

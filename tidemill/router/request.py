@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tidemill.router.upstream import HOP_BY_HOP, Headers
-from tidemill.server.guard import Caller
+from tidemill.server.http.access import Caller
 
 MAX_REPEATED_BYTES = 2048  # of a head that is kept
 _MAX_DIGITS = 10

@@ -23,8 +23,8 @@ from tidemill.router.owners import ASK_WITHIN_S, EVERYWHERE, HOMES, Owners, refe
 from tidemill.router.request import Request
 from tidemill.router.upstream import Headers, Upstream
 from tidemill.sched.placement import Placement, hash_of
-from tidemill.server.guard import Access, Caller, NotFound
-from tidemill.server.target import MODEL_PATH
+from tidemill.server.http.access import Access, Caller, NotFound
+from tidemill.server.http.target import MODEL_PATH
 
 UPSTREAMS_PATH = "/router/upstreams"
 MAX_UPSTREAMS = 256

@@ -11,8 +11,8 @@ import ssl
 from collections.abc import Callable
 
 from tidemill.router.router import Router
-from tidemill.server.aside import switch_often
-from tidemill.server.listen import Listen
+from tidemill.server.http.aside import switch_often
+from tidemill.server.http.listen import Listen
 
 TLS_WITHIN_S = 10.0  # a handshake, and a goodbye
 

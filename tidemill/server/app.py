@@ -11,35 +11,29 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import (
-    anthropic,
-    anthropic_batches,
-    batches,
-    chat_batch,
-    cohere,
-    embeddings,
-    errors,
-    files,
-    label_scores,
-    llamacpp,
-    lora,
-    ollama,
-    openai,
-    page,
-    prompt_cache,
-    refused,
-    rerank,
-    responses,
-    sglang,
-    tokens,
-)
-from tidemill.server.aside import aside
-from tidemill.server.call import Called, RequestLog
-from tidemill.server.guard import Access, Guard
-from tidemill.server.listen import UnderPath
-from tidemill.server.models import Models
-from tidemill.server.sse import EventStream
-from tidemill.server.storage import Storage
+from tidemill.server import page
+from tidemill.server.api import refused
+from tidemill.server.api.anthropic import batches as anthropic_batches
+from tidemill.server.api.anthropic import routes as anthropic
+from tidemill.server.api.cohere import embed as cohere
+from tidemill.server.api.llamacpp import routes as llamacpp
+from tidemill.server.api.ollama import routes as ollama
+from tidemill.server.api.openai import chat_batch, embeddings
+from tidemill.server.api.openai import routes as openai
+from tidemill.server.api.responses import routes as responses
+from tidemill.server.api.sglang import routes as sglang
+from tidemill.server.api.vllm import adapters as lora
+from tidemill.server.api.vllm import label_scores, rerank, tokens
+from tidemill.server.generation.models import Models
+from tidemill.server.http import errors
+from tidemill.server.http.access import Access, Guard
+from tidemill.server.http.aside import aside
+from tidemill.server.http.context import Called, RequestLog
+from tidemill.server.http.listen import UnderPath
+from tidemill.server.http.responses import EventStream
+from tidemill.server.store import batches, files
+from tidemill.server.store import prompt_caches as prompt_cache
+from tidemill.server.store.storage import Storage
 from tidemill.version import __version__
 
 _READY_WITHIN_S = 10.0

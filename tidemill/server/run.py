@@ -31,26 +31,26 @@ from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, read_source, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.server.advice import Advisor
 from tidemill.server.app import create_app
-from tidemill.server.aside import switch_often
-from tidemill.server.batches import Batches
-from tidemill.server.call import RequestLog
-from tidemill.server.explain import AnyExplainer, Explainer, ExplainerOfReplicas
-from tidemill.server.guard import Access
-from tidemill.server.listen import Listen
-from tidemill.server.live import Live
-from tidemill.server.models import Models, Served
-from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
-from tidemill.server.retention import Pins
-from tidemill.server.service import Manner, Service
-from tidemill.server.storage import Storage
-from tidemill.server.tracing import Tracing
+from tidemill.server.generation.models import Models, Served
+from tidemill.server.generation.retention import Pins
+from tidemill.server.generation.service import Manner, Service
+from tidemill.server.http.access import Access
+from tidemill.server.http.aside import switch_often
+from tidemill.server.http.connections import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
+from tidemill.server.http.context import RequestLog
+from tidemill.server.http.listen import Listen
+from tidemill.server.observe.advice import Advisor
+from tidemill.server.observe.explain import AnyExplainer, Explainer, ExplainerOfReplicas
+from tidemill.server.observe.live import Live
+from tidemill.server.observe.tracing import Tracing
+from tidemill.server.store.batches import Batches
+from tidemill.server.store.storage import Storage
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Pages, Ready
 
 if TYPE_CHECKING:
-    from tidemill.server.recording import Recording, TraceFile
+    from tidemill.server.observe.recording import Recording, TraceFile
 
 STOPPED_BY_SIGTERM = "SIGTERM"  # with which a server is cancelled that is still loading
 DATA_QUOTA_BYTES = 10 * 2**30

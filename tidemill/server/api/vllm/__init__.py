@@ -1,0 +1,1 @@
+"""Routes that vLLM has beside OpenAI's."""

@@ -1,0 +1,1 @@
+"""HTTP: connections, bodies, access, errors and responses, the same for every API."""

@@ -1,0 +1,1 @@
+"""What the server keeps: files, batches, responses and prompt caches."""

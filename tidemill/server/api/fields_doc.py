@@ -10,21 +10,20 @@ from tidemill.server.api.openai.types import NEUTRAL
 from tidemill.server.http.body import Body
 
 BEGIN, END = "<!-- Made by `python -m tidemill.server.api.fields_doc`. -->", "<!-- End of the table. -->"
-_APIS = {
-    "openai_messages": "OpenAI", "openai_types": "OpenAI", "responses_types": "Responses", "anthropic_types": "Anthropic",
-    "ollama_types": "Ollama", "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp", "sglang": "SGLang",
-    "lora": "Adapters", "rerank": "vLLM", "cohere": "Cohere",
-}  # fmt: skip
+_APIS = {"openai": "OpenAI", "responses": "Responses", "anthropic": "Anthropic", "ollama": "Ollama", "llamacpp": "llama.cpp",
+         "sglang": "SGLang", "cohere": "Cohere", "vllm": "vLLM"}  # fmt: skip
+_SHARED = {"retention": "OpenAI, Anthropic", "sampling_aliases": "Ollama, llama.cpp"}
 
 
 def table() -> str:
     rows = ["| API | object | fields |", "|---|---|---|"]
     for model in sorted(_models(Body), key=lambda one: (one.__module__, one.__name__)):
         if model.__module__.startswith("tidemill.") and model.__dict__.get("without_effect"):
-            module = model.__module__.rpartition(".")[2]
+            api = re.search(r"server\.api\.(\w+)", model.__module__)
             words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", model.__name__).lower()
             names = ", ".join(f"`{name}`" for name in sorted(model.without_effect))
-            rows.append(f"| {_APIS.get(module, module)} | {words} | {names} |")
+            name = _APIS[api[1]] if api else _SHARED[model.__module__.rpartition(".")[2]]
+            rows.append(f"| {name} | {words} | {names} |")
     neutral = ", ".join(f"`{name}` ({', '.join(map(_written, values))})" for name, values in sorted(NEUTRAL.items()))
     rows.append(f"| OpenAI | sampling request, only at these values | {neutral} |")
     return "\n".join([BEGIN, "", *rows, "", END])

@@ -22,7 +22,7 @@ SOURCES = ("model", "neutral")
 ANY_SEED = -1  # of a request: vLLM's and llama.cpp's word for no seed, also where there is a default one
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "penalty_window": -1}
 _API_NAMES = {"penalty_window": "repeat_last_n"}  # where the API has another one
-# Measured, with these temperatures: docs/how/sampling.md.
+# Measured, with these temperatures: docs/lab/decoding.md.
 _OF_PACKAGED = {"smollm2": {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}}
 _GGUF_NAMES = {
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",

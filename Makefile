@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV := .venv
+DOCS_VENV := .venv-docs
 PY := $(VENV)/bin/python
 MODEL ?= smollm2
 ARGS ?=
@@ -7,7 +8,7 @@ ARGS ?=
 # Tests start some hundred interpreters, and each would compile torch and the rest anew: 6 s of CPU time for a server.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-slow test-gpu test-clients lint types layers suite soak clean
+.PHONY: docs serve test test-slow test-gpu test-clients lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
@@ -34,6 +35,14 @@ test-gpu: $(VENV)/.test-ready
 # Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/reference/clients.md.
 test-clients: $(VENV)/.test-ready
 	$(PY) -m tests.clients.run $(ARGS)
+
+# The manual as a site, in site/. Its environment is small: no package of the engine is needed.
+docs: $(DOCS_VENV)/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+
+$(DOCS_VENV)/bin/mkdocs:
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q 'mkdocs-material>=9.6,<10'
 
 soak: $(VENV)/.ready
 	$(PY) -m bench.soak --model $(MODEL) $(ARGS)
@@ -69,4 +78,4 @@ $(VENV)/.test-ready: pyproject.toml $(KERNELS) | $(VENV)/bin/python
 	@touch $(VENV)/.ready $@
 
 clean:
-	rm -rf build tidemill/kernels/native/*.so $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache
+	rm -rf build tidemill/kernels/native/*.so $(VENV) $(DOCS_VENV) site .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache

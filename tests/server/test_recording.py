@@ -111,9 +111,10 @@ def test_no_text_is_in_it(recorded):
 
 def test_it_is_simulated_and_planned(recorded):
     path, rows = recorded
-    printed = CliRunner().invoke(app, ["simulate", str(path), "--json"], catch_exceptions=False).stdout
+    whole = ["--requests", "8"]  # without the last, whose client may have left before its first simulated token
+    printed = CliRunner().invoke(app, ["simulate", str(path), *whole, "--json"], catch_exceptions=False).stdout
     figures = json.loads(printed)
-    assert figures["requests"] == figures["recorded"]["requests"] == 10  # samples
+    assert figures["requests"] == figures["recorded"]["requests"] == 9  # samples
     assert figures["cached_tokens"] >= 2 * 128  # of pages of 64 tokens
     assert figures["recorded"]["ttft_s"]["p50"] > 0
     assert "as recorded" in CliRunner().invoke(app, ["simulate", str(path)], catch_exceptions=False).stdout

@@ -589,7 +589,7 @@ CODE = {
 
 
 def test_code_is_coloured_and_unchanged(browser):
-    code = """const [given] = arguments; return import("/page/highlight.js").then(({ highlight }) => given.map((
+    code = """const [given] = arguments; return import("/page/code.js").then(({ highlight }) => given.map((
         [language, text]) => { const box = document.createElement("pre"); box.append(...highlight(text, language));
         return [box.textContent, [...box.children].map((one) => one.className.replace("tok-", "")).join(" ")]; }))"""
     found = browser.js(code, [[language, text] for language, (text, _) in CODE.items()])

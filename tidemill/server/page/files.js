@@ -1,7 +1,7 @@
 // Text files that go with a message. They are sent as a part of its text, so that any model can read them.
 
 import { $, h, icon, toast } from "./dom.js";
-import { highlight } from "./highlight.js";
+import { highlight } from "./code.js";
 
 const MAX_BYTES = 256 * 1024; // a file; about as much as the longest contexts hold
 const MAX_TOTAL = 512 * 1024;

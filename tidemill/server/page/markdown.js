@@ -2,7 +2,7 @@
 // and time linear in the length of the text.
 
 import { copyText, h } from "./dom.js";
-import { highlight } from "./highlight.js";
+import { highlight } from "./code.js";
 import { formula } from "./math.js";
 
 const MAX_DEPTH = 8;

@@ -20,7 +20,7 @@ from tidemill.cli.main import app
 
 URL = "http://127.0.0.1:8000"
 SHELLS = ("sh", "bash", "shell", "console", "")
-PAGES = [ROOT / "README.md", *DOCS.glob("api.md"), *manual()]
+PAGES = [ROOT / "README.md", *manual()]
 BLOCKS = [block for page in PAGES for block in blocks(page) if not block.is_excused]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=\S*$")
 

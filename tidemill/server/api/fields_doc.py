@@ -1,4 +1,4 @@
-"""The table of docs/api.md that lists fields without effect: python -m tidemill.server.api.fields_doc"""
+"""The table of docs/reference/api/index.md that lists fields without effect: python -m tidemill.server.api.fields_doc"""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def table() -> str:
             names = ", ".join(f"`{name}`" for name in sorted(model.without_effect))
             name = _APIS[api[1]] if api else _SHARED[model.__module__.rpartition(".")[2]]
             rows.append(f"| {name} | {words} | {names} |")
-    neutral = ", ".join(f"`{name}` ({', '.join(map(_written, values))})" for name, values in sorted(NEUTRAL.items()))
-    rows.append(f"| OpenAI | sampling request, only at these values | {neutral} |")
+    rows += ["", "Of a sampling request of the OpenAI API, these have no effect at the values named, and are refused at others:"]
+    rows += ["", "| field | values |", "|---|---|"]
+    rows += [f"| `{name}` | {', '.join(map(_written, values))} |" for name, values in sorted(NEUTRAL.items())]
     return "\n".join([BEGIN, "", *rows, "", END])
 
 

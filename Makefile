@@ -14,7 +14,7 @@ serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.test-ready
-	$(VENV)/bin/ruff check tidemill tests bench examples setup.py
+	$(VENV)/bin/ruff check tidemill tests bench tools examples setup.py
 	@$(MAKE) --no-print-directory -j 3 types layers suite
 
 suite:
@@ -48,7 +48,7 @@ soak: $(VENV)/.ready
 	$(PY) -m bench.soak --model $(MODEL) $(ARGS)
 
 lint: $(VENV)/.test-ready
-	$(VENV)/bin/ruff check tidemill tests bench examples setup.py
+	$(VENV)/bin/ruff check tidemill tests bench tools examples setup.py
 	@$(MAKE) --no-print-directory -j 2 types layers
 
 types:

@@ -8,7 +8,6 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from bench.chart import DOCS, GPU_NAMES, cpu_groups, gpu_groups
 from tests.server.conftest import Server
 from tidemill.bench.http import run_load
 from tidemill.bench.record import Record, percentile, summarize
@@ -16,6 +15,7 @@ from tidemill.bench.workload import Item, arriving, read_trace, synthetic
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError
 from tidemill.sched.policies import POLICIES
+from tools.chart import DOCS, GPU_NAMES, cpu_groups, gpu_groups
 
 SIZES = ("--prompt-len", "20", "--output-len", "6")
 

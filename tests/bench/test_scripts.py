@@ -1,4 +1,4 @@
-"""Every script of bench/ starts and answers --help. What they call is checked by mypy, which reads bench/, too."""
+"""Every script of bench/ and tools/ starts and answers --help. What they call is checked by mypy, which reads both."""
 
 import contextlib
 import io
@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 import bench
+import tools
 from tests.helpers import LONG_S
 
 ROOT = Path(__file__).parents[2]
-NAMES = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.ispkg]
-SHARED = {"gpu_workloads", "parts"}  # imported by scripts, and none themselves
+NAMES = [
+    module.name
+    for package in (bench, tools)
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    if not module.ispkg
+]
+SHARED = {"bench.gpu_workloads", "bench.parts", "tools.site_links"}  # imported by others, and no scripts
 
 
 @pytest.mark.parametrize("of_gpu", [False, True])
@@ -23,7 +29,7 @@ def test_each_starts_and_answers_help(of_gpu):
     """In one process, since each alone would import torch anew. A GPU is needed to measure, and not to start."""
     if of_gpu:
         pytest.importorskip("triton")
-    names = [name for name in NAMES if name.startswith("gpu") is of_gpu]
+    names = [name for name in NAMES if name.startswith("bench.gpu") is of_gpu]
     command = [sys.executable, "-m", "tests.bench.test_scripts", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -40,7 +46,7 @@ def ask_for_help(name: str) -> None:
     out, sys.argv, code = io.StringIO(), [name, "--help"], None
     try:
         with contextlib.redirect_stdout(out):
-            runpy.run_module(f"bench.{name}", run_name=name if name in SHARED else "__main__")
+            runpy.run_module(name, run_name=name if name in SHARED else "__main__")
     except SystemExit as end:
         code = end.code
     assert name in SHARED or (code == 0 and "usage" in out.getvalue()), f"{name} --help: {code}, {out.getvalue()!r}"

@@ -1,6 +1,6 @@
 """A GGUF of a small mixture of experts with random weights, to measure with (bench/peers.py --model FILE):
 
-    python -m bench.make_moe moe.gguf [Q4_0]
+    python -m tools.make_moe moe.gguf [Q4_0]
 
 Qwen3-MoE's architecture: 12 layers of 1024, 16 query and 4 KV heads of 64, 32 experts of 512, 4 a token. The
 type is one that the `gguf` package quantizes to: Q4_0, Q4_1, Q8_0. The file has no tokenizer.

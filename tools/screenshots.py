@@ -1,6 +1,6 @@
 """Pictures of the web page for the documentation, from a real server and a headless Chromium.
 
-    python -m bench.screenshots [--model smollm2] [--out docs/images] [name ...]
+    python -m tools.screenshots [--model smollm2] [--out docs/images] [name ...]
 
 `chat`, `live`, `settings`, `phone` and `dark` show the model's own responses. A small model writes poor programs and formulas, so
 `code` and `math` show a conversation that is imported, as a user would import it. Needs chromium and chromedriver.

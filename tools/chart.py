@@ -1,6 +1,6 @@
 """The chart of speed beside other engines, from the tables of the documentation: docs/lab/cpu.md (CPU) and docs/lab/gpu.md (GPU).
 
-    python -m bench.chart [--out docs/images/speed.png]
+    python -m tools.chart [--out docs/images/speed.png]
 
 It measures nothing: `bench/peers.py` and `bench/gpu.py` make the figures, and the tables record them.
 """

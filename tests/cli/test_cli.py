@@ -127,9 +127,9 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["ps"], "in the foreground"),
         (["stop", "smollm2", "--all"], "Ctrl-C"),
         (["pull", "no-such-model"], "There is no model 'no-such-model'"),
-        (["explain", "x", "--url", "http://127.0.0.1:1"], "Give the server's address with --url."),
-        (["explain", "x", "--url", ""], "Give the server's address with --url."),
-        (["prompt-cache", "list", "--url", "http://[::1"], "Give the server's address with --url."),
+        (["explain", "x", "--url", "http://127.0.0.1:1"], "Check that the server runs, and its address (--url)."),
+        (["explain", "x", "--url", ""], "Write it like http://HOST:PORT"),
+        (["prompt-cache", "list", "--url", "http://[::1"], "Write it like http://HOST:PORT"),
     ],
 )
 def test_mistakes_are_typed_errors(invoke, arguments, words):

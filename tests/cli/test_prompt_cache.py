@@ -49,32 +49,6 @@ def asked():
     server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "words"),
-    [
-        (404, b"<html>", "answers with status 404"),
-        (404, b'{"error": {"message": "no such cache"}}', "no such cache"),
-        (200, b"<html>", "does not respond"),
-        (200, b"[1]", "another kind of server"),
-    ],
-)
-def test_other_servers_answers_are_told_in_words(status, body, words):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(TidemillError, match=words):
-            invoke("list", "--url", f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
-
-
 def test_what_a_server_is_asked(asked, tmp_path):
     messages = tmp_path / "messages.json"
     messages.write_text(json.dumps([{"role": "user", "content": "x"}]))

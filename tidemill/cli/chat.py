@@ -91,9 +91,8 @@ def _backend(
     for name in (*ENGINE_NAMES, "lora", "max-lora-rank"):
         if name != "model" and settings.source(name).startswith("--"):
             raise ConfigError(f"--{name} is of a model in this process.", fix="With --url, the server has its own options.")
-    key = api_key or next(iter(Settings.read(["api-key"])["api-key"]), "")
     given = settings["model"] if settings.source("model") else None
-    server = Remote(url, key)
+    server = Remote(url, api_key)
     is_words = given is not None and prompt is None and given not in server.models
     if is_words:
         console.print(f"{given!r} is none of the server's models, so it is the prompt.", style="dim", markup=False)

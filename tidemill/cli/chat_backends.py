@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tidemill.cli.generate import summary
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.client import BadResponse, Client
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
-
-_TIMEOUT_S = 600.0  # between two pieces of an answer
-_ERROR_CHARS = 500
 
 
 class Backend(Protocol):
@@ -64,55 +60,27 @@ class Remote:
     """Sends only what was set: the server has its own defaults."""
 
     def __init__(self, url: str, key: str) -> None:
-        import httpx
-
-        base = url.rstrip("/")
-        self._url = base if base.endswith("/v1") else f"{base}/v1"
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(_TIMEOUT_S, connect=10))
+        self._client = Client(url, key)
         self.models = self._list_models()
         self.name, self._summary = "", ""
 
     def _list_models(self) -> list[str]:
-        reply = self._request("GET", "/models")
+        reply = self._client.json("GET", "/v1/models")
         try:
             found = [str(each["id"]) for each in reply["data"]]
         except (KeyError, TypeError):
             found = []
         if not found:
-            raise TidemillError(f"{self._url}/models lists no model.", fix="Check that the address is that of an OpenAI API.")
+            raise BadResponse(self._client.url, "lists no model at /v1/models")
         return found
 
-    def _request(self, method: str, path: str) -> Any:
-        import httpx
-
-        try:
-            reply = self._client.request(method, self._url + path)
-            reply.read()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from error
-        if reply.status_code != 200:
-            raise _refusal(reply.status_code, reply.text)
-        try:
-            return reply.json()
-        except ValueError:
-            raise TidemillError(f"{self._url}{path} is no OpenAI API: it does not send JSON.", fix="Check --url.") from None
-
-    def _unreachable(self, error: Exception) -> TidemillError:
-        fix = "Check that the server runs, and the address in --url."
-        return TidemillError(f"{self._url} does not respond: {str(error) or type(error).__name__}.", fix=fix)
-
     def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-        import httpx
-
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}} | sampling
         begin, first, reason, num_pieces = time.perf_counter(), None, None, 0
         usage: dict[str, Any] = {}
         try:
-            with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as reply:
-                if reply.status_code != 200:
-                    raise _refusal(reply.status_code, reply.read().decode(errors="replace"))
-                for chunk in _chunks(reply):
+            with self._client.stream("/v1/chat/completions", body) as chunks:
+                for chunk in chunks:
                     usage = chunk.get("usage") or usage
                     for choice in chunk.get("choices") or ():
                         reason = choice.get("finish_reason") or reason
@@ -123,8 +91,6 @@ class Remote:
                                 num_pieces += 1
                                 yield text, name != "content"
                                 break
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
         finally:
             self._summary = _figures(begin, first, usage, reason, num_pieces)
 
@@ -136,30 +102,6 @@ class Remote:
 
     def defaults(self) -> dict[str, Any]:
         return {}
-
-
-def _chunks(reply: Any) -> Iterator[dict[str, Any]]:
-    """Server-sent events; lines end with a newline only, whatever else Unicode takes for one."""
-    rest = b""
-    for part in reply.iter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            text = line.decode().strip()
-            if not text.startswith("data:") or text.endswith("[DONE]"):
-                continue
-            chunk = json.loads(text[5:])
-            if chunk.get("error"):
-                raise _refusal(200, json.dumps(chunk))
-            yield chunk
-
-
-def _refusal(status: int, body: str) -> InvalidRequest:
-    try:
-        error = json.loads(body)["error"]
-        message = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
-        message = body[:_ERROR_CHARS]
-    return InvalidRequest(f"The server refuses it ({status}): {message[:_ERROR_CHARS]}")
 
 
 def _figures(begin: float, first: float | None, usage: dict[str, Any], reason: str | None, num_pieces: int) -> str:

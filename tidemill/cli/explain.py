@@ -9,16 +9,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.cli.ask import ask
+from tidemill.client import Client
+
+_TIMEOUT_S = 10
 
 
 def explain(
     request_id: Annotated[str, typer.Argument(help="The id of the response, like chatcmpl-...")],
-    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The server's address: http://HOST:PORT or unix:PATH.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")] = "",
 ) -> None:
     """Show where a request's time went, from arrival to last token."""
-    made = ask(url, f"/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain", api_key)
+    with Client(url, api_key, timeout_s=_TIMEOUT_S) as client:
+        made = client.json("GET", f"/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain")
     for story in made.get("data", ()):
         first = "" if story["first_token_ms"] is None else f", first token after {story['first_token_ms']:.1f} ms"
         title = f"{story['id']}: {story['status']}, {story['total_ms']:.1f} ms{first}\n{story['admission']}"

@@ -38,7 +38,7 @@ _SECTIONS = {
     "lists.",
     ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [LoRA](../how/lora.md).",
     SERVING: "Of `serve`.",
-    ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",
+    ACCESS: "Of `serve`. Commands that talk to a server send the first key of `TIDEMILL_API_KEY` unless they are given one.",
     STORAGE: "Of `serve`.",
     LOGGING: "Of `serve`.",
 }

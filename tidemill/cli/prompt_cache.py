@@ -14,17 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli import prompt_folder
-from tidemill.cli.ask import ask
 from tidemill.cli.foreign import Command
+from tidemill.client import Client
 from tidemill.errors import ConfigError
 
 app = typer.Typer(
     help="Keep prefixes of prompts in the KV cache of a server, or in a folder.", no_args_is_help=True, rich_markup_mode=None
 )
-_WITHIN_S = 600  # a long prompt may have to be computed
 
 Name = Annotated[str, typer.Argument(help="The prompt cache.")]
-Url = Annotated[str, typer.Option(help="The server's address.")]
+Url = Annotated[str, typer.Option(help="The server's address: http://HOST:PORT or unix:PATH.")]
 ApiKey = Annotated[str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")]
 Ttl = Annotated[int, typer.Option(min=1, help="Seconds for which it is kept.")]
 Model = Annotated[str | None, typer.Option(help="The model, if the server has several.")]
@@ -145,6 +144,7 @@ def _quoted(name: str) -> str:
     return urllib.parse.quote(name, safe="")
 
 
-def _call(url: str, api_key: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Of /v1/prompt_caches."""
-    return ask(url, f"/v1/prompt_caches{path}", api_key, method=method, body=body, within_s=_WITHIN_S)
+def _call(url: str, api_key: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What the server answers on /v1/prompt_caches."""
+    with Client(url, api_key) as client:
+        return client.json(method, f"/v1/prompt_caches{path}", body)

@@ -1,13 +1,17 @@
 """Pinned and retained prefixes, and the mode in which nothing is preempted."""
 
+import random
+import statistics
+
 import pytest
 
-from bench.retention import Traffic, measure
 from tests.sched.test_scheduler import add, make, run, step
 from tidemill import events
 from tidemill.kv.tiers import Moved, Tiers
 from tidemill.sampling import SamplingParams
 from tidemill.sched.scheduler import Scheduler
+from tidemill.sim.cost import LinearCost
+from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Hold
 
 
@@ -188,14 +192,50 @@ def test_without_eviction_as_many_run_as_fit_to_their_ends():
 # ---- agents among one-shot traffic
 
 
+def agents_and_one_shots(retain_s: float) -> list[Arrival]:
+    """Four sessions whose turns contain all before, and prompts that come once. `retain_s`: 0 retains no session."""
+    chance, arrivals = random.Random(0), []
+
+    def tokens(num: int) -> list[int]:
+        return chance.choices(range(1, 30_000), k=num)
+
+    for session in range(4):
+        at, prompt = chance.uniform(0, 15), tokens(1500)
+        for turn in range(4):
+            name, num_output = f"agent {session} {turn}", chance.randrange(20, 60)
+            holds = (Hold(f"session {session}", 0, retain_s, reason="a tool call is under way"),) if retain_s else ()
+            arrivals.append(Arrival(name, at, len(prompt), num_output, prompt_ids=tuple(prompt), holds=holds))
+            prompt = [*prompt, *[0] * num_output, *tokens(chance.randrange(50, 400))]  # the simulator's tokens are 0
+            at += 3 + chance.uniform(5, 20)
+    systems, at = [tokens(256) for _ in range(4)], 0.0
+    while (at := at + chance.expovariate(6.0)) < 60.0:
+        prompt = [*chance.choice(systems), *tokens(chance.randrange(100, 600))]
+        name = f"one-shot {len(arrivals)}"
+        arrivals.append(Arrival(name, at, len(prompt), chance.randrange(10, 50), prompt_ids=tuple(prompt)))
+    return arrivals
+
+
+def shares_and_ttft(retain_s: float) -> dict[str, tuple[float, float]]:
+    """By kind of request: the share of prompt tokens that were cached, and the mean time to the first token."""
+    arrivals = agents_and_one_shots(retain_s)
+    config = SimConfig(num_rows=32, token_budget=512, num_pages=1200, max_pinned=0.5)
+    result = simulate(arrivals, config, LinearCost(fixed_s=0.01, per_token_s=0.00025))
+    found = {event.request_id: event.num_cached for event in reversed(result.events) if isinstance(event, events.Admitted)}
+    first = {event.request_id: event.since_arrival_s for event in result.events if isinstance(event, events.FirstToken)}
+    figures = {}
+    for kind in ("agent", "one-shot"):
+        ours = [arrival for arrival in arrivals if arrival.request_id.startswith(kind)]
+        share = sum(found[arrival.request_id] for arrival in ours) / sum(arrival.num_prompt for arrival in ours)
+        figures[kind] = share, statistics.mean(first[arrival.request_id] for arrival in ours)
+    return figures
+
+
 def test_agents_find_their_sessions_among_one_shot_traffic():
-    """The workload of bench/retention.py, smaller."""
-    traffic = Traffic(num_sessions=4, num_turns=4, seconds=60.0)
-    without, retained = (measure(traffic, seconds, num_pages=1200) for seconds in (0.0, 300.0))
-    assert without["agent"].cached < 0.1
-    assert retained["agent"].cached > 0.6
-    assert retained["one-shot"].cached > without["one-shot"].cached - 0.05
-    assert retained["agent"].ttft_s < without["agent"].ttft_s
+    without, retained = shares_and_ttft(0.0), shares_and_ttft(300.0)
+    assert without["agent"][0] < 0.1
+    assert retained["agent"][0] > 0.6
+    assert retained["one-shot"][0] > without["one-shot"][0] - 0.05
+    assert retained["agent"][1] < without["agent"][1]
 
 
 def test_a_hold_of_a_page_that_could_not_be_loaded_ends():

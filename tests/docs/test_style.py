@@ -11,7 +11,7 @@ _MONTHS = "January|February|March|April|May|June|July|August|September|October|N
 _DATE = re.compile(
     rf"\b20\d\d-\d\d-\d\d\b|\b\d{{1,2}} (?:{_MONTHS})\b|\b(?:{_MONTHS}) (?:\d{{1,2}}, )?20\d\d\b"
 )
-_MACHINE = re.compile(r"\bmachines? [A-D]\b", re.IGNORECASE)
+_MACHINE = re.compile(r"\b[Mm]achines? [A-D]\b")
 
 
 def plain(text: str) -> str:

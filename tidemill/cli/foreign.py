@@ -238,7 +238,7 @@ def hint(key: str, options: Collection[str]) -> str:
 
 
 def table() -> list[str]:
-    """Lines of the table in docs/reference/options.md."""
+    """Lines of the table in docs/reference/foreign-flags.md."""
     lines = ["| flag | of | here |", "|---|---|---|"]
     for each in FOREIGN:
         names = ", ".join(f"`{flag}`" for flag in each.flags)

@@ -267,9 +267,9 @@ OPTIONS = (
     Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
            help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
     Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
-           help="How these processes share a layer: 1d, some heads and columns each; 2d, parts of the hidden size as well; "
-           "gathered, each computes some of a step's tokens with weights that it gathers from all; phased, 1d for steps of few "
-           "tokens, and like gathered for others, with the bits of 1d; auto: as `plan-layout` says."),
+           help="How these processes share a layer. 1d: each has some heads and columns. 2d: parts of the hidden size as well. "
+           "gathered: each computes some of a step's tokens with weights that it gathers from all. phased: 1d for steps of few "
+           "tokens, and like gathered for others, with the bits of 1d. auto: as `plan-layout` says."),
     Option("collectives", "text", ENGINE, field="collectives", choices=COLLECTIVES,
            help="How GPUs that share layers exchange: ipc, through each other's memory, on one host; nccl, also between hosts. "
            "The bits are the same. auto: ipc if all are on one host."),

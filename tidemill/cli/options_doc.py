@@ -1,13 +1,16 @@
-"""docs/reference/options.md, made from the options table: python -m tidemill.cli.options_doc > docs/reference/options.md"""
+"""Reference pages made from the options table and from the flags of other engines: python -m tidemill.cli.options_doc FOLDER"""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 from tidemill.cli.foreign import table
 from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTIONS, SERVING, STORAGE, Option
 
 _INTRO = f"""# Options
 
-<!-- Made by `python -m tidemill.cli.options_doc > docs/reference/options.md`. -->
+<!-- Made by `python -m tidemill.cli.options_doc docs/reference`. -->
 
 An option can be given in three ways. The first that is present counts:
 
@@ -31,6 +34,8 @@ allowed-host = ["llm.example.org"]
   nearly the name of one, is reported and ignored.
 
 `tidemill serve --show-config` prints every value and its source. API keys are never printed.
+
+[Flags of vLLM, SGLang and llama.cpp](foreign-flags.md) are understood, too.
 """
 _SECTIONS = {
     ENGINE: "Taken by `serve`, `generate`, `chat`, `batch`, `calibrate`, `measure-layers` and `bench latency`, `throughput` "
@@ -44,12 +49,17 @@ _SECTIONS = {
 }
 
 
-_FOREIGN = """## Flags of vLLM, SGLang and llama.cpp
+_FOREIGN = """# Flags of vLLM, SGLang and llama.cpp
 
-Commands also take these flags. Most mean the same as one of ours. What changes no answer and has no counterpart is accepted
-with a note; what would change answers is refused with the reason. Flags of theirs that are not in the table are refused, too;
-where there is something like them here, the error names it. Underscores count as hyphens. They are flags only: variables and
-config files take our names. More in [migrating.md](../migrating.md).
+<!-- Made by `python -m tidemill.cli.options_doc docs/reference`. -->
+
+Commands also take these flags. Underscores count as hyphens. They are flags only: variables and config files take
+[our names](options.md). [Coming from other engines](../migrating.md) compares commands.
+
+- Most mean the same as one of ours.
+- What changes no answer and has no counterpart is accepted with a note.
+- What would change answers is refused with the reason.
+- Flags of theirs that are not in the table are refused. Where there is something like them here, the error names it.
 
 """
 
@@ -61,14 +71,19 @@ def _line(option: Option) -> str:
     return f"| {flag} | {option.default_text or '-'} | {option.help}{more} |"
 
 
-def page() -> str:
+def options_page() -> str:
     parts = [_INTRO]
     for section, words in _SECTIONS.items():
         lines = [_line(option) for option in OPTIONS if option.section == section]
         parts.append("\n".join([f"## {section}", "", words, "", "| option | default | meaning |", "|---|---|---|", *lines, ""]))
-    parts.append(_FOREIGN + "\n".join(table()) + "\n")
     return "\n".join(parts)
 
 
+def foreign_flags_page() -> str:
+    return _FOREIGN + "\n".join(table()) + "\n"
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    folder = Path(sys.argv[1])
+    (folder / "options.md").write_text(options_page())
+    (folder / "foreign-flags.md").write_text(foreign_flags_page())

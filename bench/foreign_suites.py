@@ -2,9 +2,9 @@
 
     python -m bench.foreign_suites llama.cpp|vllm|sglang --checkout PATH [--only REGEX] [--work FOLDER]
 
-PATH is a git checkout of that project; where there is none, it is cloned at the commit that the figures in docs/migrating.md were
+PATH is a git checkout of that project; without one, it is cloned at the commit of docs/lab/foreign-suites.md
 measured with. Tests, clients and assertions are read from the checkout; what starts a server is replaced, and what their tests
-import of the project itself (bench/foreign/; docs/migrating.md lists it). Their models are not here: the packaged one and small
+import of the project itself (bench/foreign/; the page lists it). Their models are not here: the packaged one and small
 random ones stand for them, so tests of a model's words, of a tokenizer's numbers, of images or of a project's Python classes are
 skipped, each with its reason.
 
@@ -133,7 +133,7 @@ def main() -> int:
     outcomes = read_outcomes(results)
     verdicts = judge(outcomes, adapter.BY_DESIGN, adapter.NOT_APPLICABLE)
     commit = commit_of(checkout)
-    other = "" if commit == adapter.COMMIT else f" (the figures in docs/migrating.md are of {adapter.COMMIT[:8]})"
+    other = "" if commit == adapter.COMMIT else f" (the figures in docs/lab/foreign-suites.md are of {adapter.COMMIT[:8]})"
     print(f"\n{given.project} at {commit[:8]}{other}")
     print(table(verdicts))
     print("\nFiles that were not run:\n" + "\n".join(f"  {files}: {why}" for files, why in adapter.LEFT_OUT.items()))

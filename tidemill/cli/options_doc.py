@@ -54,7 +54,7 @@ _FOREIGN = """# Flags of vLLM, SGLang and llama.cpp
 <!-- Made by `python -m tidemill.cli.options_doc docs/reference`. -->
 
 Commands also take these flags. Underscores count as hyphens. They are flags only: variables and config files take
-[our names](options.md). [Coming from other engines](../migrating.md) compares commands.
+[our names](options.md). Commands side by side: [vLLM](../start/from-vllm.md), [Ollama and llama.cpp](../start/from-ollama.md).
 
 - Most mean the same as one of ours.
 - What changes no answer and has no counterpart is accepted with a note.

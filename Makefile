@@ -32,7 +32,7 @@ test-gpu: $(VENV)/.test-ready
 	$(TEST_GPU) tests/gpu/test_ranks.py $(ARGS)
 	$(TEST_GPU) tests/gpu/test_lost_ranks.py $(ARGS)
 
-# Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/reference/clients.md.
+# Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/lab/clients.md.
 test-clients: $(VENV)/.test-ready
 	$(PY) -m tests.clients.run $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Client libraries against a server of this tree: `make test-clients`, which prints the table of docs/reference/clients.md.
+"""Client libraries against a server of this tree: `make test-clients`, which prints the table of docs/lab/clients.md.
 
 Each library has an environment of its own under .venv-clients/, with the newest releases of what it needs.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-clients"
 CHECKS = Path(__file__).parent / "checks"
-PAGE = ROOT / "docs" / "reference" / "clients.md"
+PAGE = ROOT / "docs" / "lab" / "clients.md"
 BEGIN, END = "<!-- Made by `make test-clients`. -->", "<!-- End of the table. -->"
 
 
@@ -161,7 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="environments; default: all")
     parser.add_argument("--keep", action="store_true", help="install nothing that is there already")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/clients.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/lab/clients.md")
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("-k", help="only these checks, as in pytest")
     given = parser.parse_args()

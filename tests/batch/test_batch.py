@@ -10,7 +10,6 @@ import sys
 import time
 from itertools import count
 
-import httpx
 import pytest
 
 from tests.server.conftest import behind_our_protocol
@@ -99,6 +98,8 @@ def test_forms_of_lines():
         ({"text": "p"}, "invalid_request"),
         ({"prompt": "p", "stream": True}, "invalid_parameter"),
         (full | {"method": "GET"}, "invalid_method"),
+        (full | {"url": "@elsewhere/v1/score"}, "invalid_url"),
+        (full | {"url": "/v1\n"}, "invalid_url"),
         (full | {"more": 1}, "invalid_request"),
         (full | {"body": []}, "invalid_body"),
         (b"x" * 3_000_000, "line_too_long"),
@@ -238,12 +239,13 @@ async def test_a_server_that_is_busy_or_away_is_asked_again(tmp_path, prompts, m
     assert sorted(ids(tmp_path / "out.jsonl")) == sorted(ids(prompts))
     assert all(one["response"]["status_code"] == 200 for one in read(tmp_path / "out.jsonl"))
     assert json.loads(bodies[0])["model"] == "m"
-    patient = Remote(f"http://127.0.0.1:{port}", give_up_s=0.1)
-    patient._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response((503, 200)[next(calls) % 2])))
-    calls = count()
-    await asyncio.sleep(0.2)  # a first failure after a long time is not a long time of failures
-    assert (await patient.respond(Request("r", "c", "/v1/completions", b"{}")))[0] == 200
-    await patient.close()
+    calls = count(2)
+
+    async with behind_our_protocol(app) as port:
+        patient = Remote(f"http://127.0.0.1:{port}", give_up_s=0.1)
+        await asyncio.sleep(0.2)  # a first failure after a long time is not a long time of failures
+        assert (await patient.respond(Request("r", "c", "/v1/completions", b"{}")))[0] == 200
+        await patient.close()
     gone = Remote(f"http://127.0.0.1:{port}", give_up_s=0.0)
     with pytest.raises(EngineDead, match="has answered no line"):
         await gone.respond(Request("r", "c", "/v1/completions", b"{}"))

@@ -79,6 +79,9 @@ def parse(line: Line, defaults: Mapping[str, Any]) -> Request | Problem:
             return Problem(custom_id, code, message)
         parsed = batch_lines.parse(line.text)
         url, body = parsed.url, bytes(parsed.body)
+        if not url.startswith("/") or not url.isprintable():  # it is appended to a server's address
+            what = f"The url is {url[:100]!r}; it must be a path like /v1/completions."
+            return Problem(custom_id, "invalid_url", what)
     else:
         kinds = [name for name in _URL_OF if name in fields]
         if len(kinds) != 1:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-import httpx
 import msgspec
 
 from tidemill.batch.lines import Request
+from tidemill.client import AsyncClient, Unreachable
 from tidemill.errors import EngineDead
 from tidemill.server.store import batch_lines
 
@@ -16,7 +16,6 @@ AT_ONCE = 64
 _RETRIED = frozenset({429, 502, 503, 504})
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _GIVE_UP_S = 600.0  # of failures, without an answer to any line between them
-_TIMEOUT = httpx.Timeout(None, connect=10)  # a line may wait as long as the server's queue is
 _ERROR_CHARS = 500
 
 
@@ -24,40 +23,33 @@ class Remote:
     """A server that is overloaded, restarts or cannot be reached is tried again, until it has answered nothing for long."""
 
     def __init__(self, url: str, key: str = "", num_at_once: int = AT_ONCE, give_up_s: float = _GIVE_UP_S) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
         self.num_at_once, self._give_up_s = num_at_once, give_up_s
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=num_at_once, max_keepalive_connections=num_at_once),
-        )
+        self._client = AsyncClient(url, key, timeout_s=None)  # a line may wait as long as the server's queue is
         self._failing_s: float | None = None  # since when no line was answered, of those that came back
 
     async def respond(self, request: Request) -> tuple[int, bytes]:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                reply = await self._client.post(
-                    self._url + request.url, content=request.body, headers={"Content-Type": "application/json"}
-                )
+                reply = await self._client.send("POST", request.url, request.body)
                 if reply.status_code not in _RETRIED or reply.headers.get("x-should-retry") == "false":
                     self._failing_s = None
                     return reply.status_code, _on_one_line(reply.content)
-                why = f"status {reply.status_code}"
+                why = f"status {reply.status_code}."
                 wanted = reply.headers.get("retry-after", "")
                 delay_s = max(delay_s, float(wanted)) if wanted.isdecimal() else delay_s
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                why = str(error) or type(error).__name__
+            except Unreachable as error:
+                why = error.message
             now = time.monotonic()
             self._failing_s = now if self._failing_s is None else self._failing_s
             if now - self._failing_s >= self._give_up_s:
                 fix = "Check --url and the server. What is written is kept: run the same command again."
-                raise EngineDead(f"{self._url} has answered no line for {self._give_up_s:.0f} s: {why}.", fix=fix)
+                raise EngineDead(f"{self._client.url} has answered no line for {self._give_up_s:.0f} s: {why}", fix=fix)
             await asyncio.sleep(min(delay_s, _MAX_DELAY_S))
             delay_s *= 2
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
 
 def _on_one_line(body: bytes) -> bytes:

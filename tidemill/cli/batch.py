@@ -48,7 +48,9 @@ def batch(
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Lines executed at once. Default: twice --max-requests; with --url, 64.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Send the lines to this server instead of loading a model.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Send the lines to a server, http://HOST:PORT or unix:PATH, and load no model.")
+    ] = None,
     api_key: Annotated[str, typer.Option(help="With --url: the server's key. Default: the first of TIDEMILL_API_KEY.")] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -110,10 +112,8 @@ def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | N
         _check_no_model(settings)
         from tidemill.batch.remote import AT_ONCE, Remote
 
-        key = api_key or next(iter(Settings.read(["api-key"])["api-key"]), "")
-
         async def reach(_: Callable[[str, Loading], None]) -> Remote:
-            return Remote(url, key, at_once or AT_ONCE)
+            return Remote(url, api_key, at_once or AT_ONCE)
 
         return reach
     if api_key:

@@ -42,7 +42,7 @@ def chat(
     settings: Settings,
     prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Without it, a conversation.")] = None,
     url: Annotated[
-        str | None, typer.Option(help="Talk to a running server with the OpenAI API, like http://localhost:8000.")
+        str | None, typer.Option(help="Talk to a server with the OpenAI API, at http://HOST:PORT or unix:PATH.")
     ] = None,
     api_key: Annotated[str, typer.Option(help="With --url: the server's key. Default: the first of TIDEMILL_API_KEY.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt: how the model should behave.")] = None,

@@ -40,11 +40,11 @@ class _Connection:
         connect_s: float = CONNECT_S,
         keep_alive: bool = True,
     ) -> None:
-        self.url, address = url, Address.parse(url)
+        address = Address.parse(url)
+        self.url, self._root = url, address.url
         limits = httpx.Limits(max_keepalive_connections=None if keep_alive else 0)
         transport = address.unix_socket and self._transport(uds=address.unix_socket, limits=limits)
         self._http = self._client(
-            base_url=address.url,
             headers={"Content-Type": "application/json"} | _authorization(key),
             timeout=httpx.Timeout(timeout_s, connect=connect_s),
             limits=limits,
@@ -77,7 +77,7 @@ class Client(_Connection):
     def json(self, method: str, path: str, body: Body = None, kind: type = dict) -> Any:
         """The JSON that a server answers with."""
         try:
-            reply = self._http.request(method, path, content=_encode(body))
+            reply = self._http.request(method, self._root + path, content=_encode(body))
         except _FAILURES as error:
             raise Unreachable(self.url, error) from error
         return self._whole(reply, kind)
@@ -86,7 +86,7 @@ class Client(_Connection):
     def stream(self, path: str, body: Body) -> Iterator[Iterator[dict[str, Any]]]:
         """The chunks of a streamed response. Leaving it early ends the request in the server."""
         try:
-            with self._http.stream("POST", path, content=_encode(body)) as reply:
+            with self._http.stream("POST", self._root + path, content=_encode(body)) as reply:
                 if not reply.is_success:
                     raise refusal(self.url, reply.status_code, reply.read())
                 yield streams.chunks(self.url, reply.iter_bytes())
@@ -112,7 +112,7 @@ class AsyncClient(_Connection):
     async def send(self, method: str, path: str, body: Body = None) -> httpx.Response:
         """The response as it is, whatever its status."""
         try:
-            return await self._http.request(method, path, content=_encode(body))
+            return await self._http.request(method, self._root + path, content=_encode(body))
         except _FAILURES as error:
             raise Unreachable(self.url, error) from error
 
@@ -124,7 +124,7 @@ class AsyncClient(_Connection):
     async def stream(self, path: str, body: Body) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """The chunks of a streamed response. Leaving it early ends the request in the server."""
         try:
-            async with self._http.stream("POST", path, content=_encode(body)) as reply:
+            async with self._http.stream("POST", self._root + path, content=_encode(body)) as reply:
                 if not reply.is_success:
                     raise refusal(self.url, reply.status_code, await reply.aread())
                 yield streams.async_chunks(self.url, reply.aiter_bytes())

@@ -37,7 +37,7 @@ def resolve(given: AnyBackend | None) -> Backend:
     if isinstance(given, Backend):
         return given
     with _lock:
-        if isinstance(given, str) and given.startswith(("http://", "https://")):
+        if isinstance(given, str) and given.startswith(("http://", "https://", "unix:")):
             return _remotes.setdefault(given, _remotes.get(given) or Remote(given))
         if hasattr(given, "core") and hasattr(given, "tokenizer"):
             kept = vars(given)

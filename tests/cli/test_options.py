@@ -165,7 +165,8 @@ def test_secrets_are_not_printed(toml):
 
 
 def test_every_option_is_a_flag_of_serve_and_engine_options_of_the_others():
-    helps = {command: invoke(*command.split(), "--help").output for command in ("serve", "generate", "chat", "bench throughput")}
+    commands = ("serve", "generate", "chat", "bench throughput")
+    helps = {command: invoke(*command.split(), "--help-all").output for command in commands}
     for option in OPTIONS:
         flags = [] if option.name == "model" else option.flag.split("/")
         assert all(flag in helps["serve"] for flag in flags), option.name

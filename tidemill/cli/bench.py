@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tidemill.bench.record import summarize
 from tidemill.bench.workload import Item, arriving, read_trace, synthetic
-from tidemill.cli.foreign import Command
+from tidemill.cli.help import Command
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import EPILOG, Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError

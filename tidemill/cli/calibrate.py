@@ -36,7 +36,7 @@ def calibrate(
     name: Annotated[str | None, typer.Option(help="Of the model, in the profile. Default: that of its file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-profile.json, here.")] = None,
 ) -> None:
-    """Measure what steps cost on this machine, by tokens, sequences and context, and save it as a profile for `simulate`."""
+    """Measure what steps cost here, as a profile for `simulate`. The cost is by tokens, sequences and context."""
     from tidemill.engine.load import load_core  # brings torch
     from tidemill.kernels.machine import detect
     from tidemill.sim.calibration import Calibration, profile_of

@@ -30,7 +30,7 @@ def calibrate_kv(
         Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-kvquantBITS.safetensors, here.")
     ] = None,
 ) -> None:
-    """Fit the levels of KVQuant, a 4- or 3-bit KV cache, to a model: serve it with --kv-dtype kvquant4 --kv-calibration FILE."""
+    """Fit KVQuant, a 4- or 3-bit KV cache, to a model. Serve it with --kv-dtype kvquant4 --kv-calibration FILE."""
     from tidemill.engine.llm import LLM
     from tidemill.engine.load import inspect  # brings torch
     from tidemill.kvquant.calibrate import CalibrateOptions, calibrate

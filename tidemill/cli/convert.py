@@ -29,7 +29,7 @@ def convert(
     out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Convert multi-head to grouped-query attention: mean-pooled KV heads, then a short training by distillation. The KV cache
+    """Convert multi-head to grouped-query attention. KV heads are mean-pooled, then trained shortly by distillation. The KV cache
     shrinks in proportion. The same command goes on where it was stopped."""
     from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.gqa import ConvertOptions, convert

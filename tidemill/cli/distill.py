@@ -38,8 +38,8 @@ def distill(
     out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Distill a model into a student of fewer layers, which serves alone or as --draft-model. The same command goes on where it
-    was stopped."""
+    """Distill a model into a student of fewer layers. It serves alone or as --draft-model. The same command goes on where it was
+    stopped."""
     from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.distill import DistillOptions, distill
     from tidemill.compress.student import Learning

@@ -43,7 +43,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Of generated tasks.")] = 0,
     output: Annotated[Path | None, typer.Option("--json", help="Also write what was measured to this file.")] = None,
 ) -> None:
-    """Measure a model as it is served: perplexity, KL divergence and top-1 agreement with the original, speed, small tasks."""
+    """Measure a model's quality and speed, as it is served. Figures are perplexity, KL divergence and top-1
+    agreement with the original, speed, and small tasks."""
     from tidemill.compress.evaluate import evaluate, text_sha256, text_windows  # brings torch
     from tidemill.engine.llm import LLM
 

@@ -9,21 +9,10 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from typer.core import TyperCommand
-
 from tidemill.cli.foreign_flags import FAMILIES, FOREIGN, LLAMA, Foreign
 from tidemill.errors import ConfigError
 
 _BY_FLAG = {flag: foreign for foreign in FOREIGN for flag in foreign.flags}
-
-
-class Command(TyperCommand):
-    """A command that also understands the flags of other programs, and names the nearest right one for a wrong one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # for completion
-            args = translate(args, self.params)
-        return super().parse_args(ctx, args)
 
 
 def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:

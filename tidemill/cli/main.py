@@ -14,19 +14,15 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from tidemill.cli.foreign import Command
+from tidemill.cli.help import GROUPS, MAX_WIDTH, Command, Commands
 from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
 from tidemill.version import __version__
 
-# In the order of the help. Only what is asked for is imported: all of them would be a tenth of a server's start.
-_COMMANDS = (
-    "serve", "route", "chat", "generate", "batch", "pull", "worker", "models", "memory", "plan", "plan-layout", "explain",
-    "calibrate", "simulate", "calibrate-kv", "quantize", "train-draft", "evaluate", "prune", "train-predictors",
-    "measure-neurons", "measure-layers", "distill", "convert", "bench", "prompt-cache", "completion",
-)  # fmt: skip
+# Only what is asked for is imported: all of them would be a tenth of a server's start.
+_COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 _ELSEWHERE = {"pull": "ollama"}  # the module, where it has another name
-_GROUPS = frozenset({"bench", "prompt-cache"})
+_WITH_COMMANDS = frozenset({"bench", "prompt-cache"})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_ACCESS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 VARIABLE = "_TIDEMILL_COMPLETE"  # set by a completion script when it asks
@@ -49,7 +45,8 @@ def make_app(only: str = "") -> typer.Typer:
         name="tidemill",
         help="Run and serve language models on this machine. Start with: tidemill serve",
         no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
+        cls=Commands,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},  # commands inherit it
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_show_locals=False,  # API keys are among them
@@ -59,7 +56,7 @@ def make_app(only: str = "") -> typer.Typer:
         known = _OTHER_NAMES.get(name, name)
         function = known.replace("-", "_")
         module = import_module(f"tidemill.cli.{_ELSEWHERE.get(known, function)}")
-        if name in _GROUPS:
+        if name in _WITH_COMMANDS:
             made.add_typer(module.app, name=name)
         else:
             epilog = EPILOG if name in _WITH_FILE else None

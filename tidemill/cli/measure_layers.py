@@ -24,8 +24,8 @@ def measure_layers(
     settings: Settings,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-layers.json, here.")] = None,
 ) -> None:
-    """Measure how long a model's layers take in the stages of a pipeline, and save it for --pipeline-layers. Give the options
-    that `serve` will get, with --pipeline-parallel."""
+    """Measure a model's layers, for --pipeline-layers. The time of each, in the stages of a pipeline. Give the options that
+    `serve` will get, with --pipeline-parallel."""
     from tidemill.engine.layer_times import measure_layers  # brings torch
     from tidemill.engine.load import load_core
     from tidemill.kernels.machine import detect

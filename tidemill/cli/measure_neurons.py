@@ -23,7 +23,7 @@ def measure_neurons(
     seed: Seed = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure how often the neurons of a model with ReLUs are used, for --hot-neurons. The same command goes on where it was
+    """Measure how often neurons are used, for --hot-neurons. The model has ReLUs. The same command goes on where it was
     stopped."""
     from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.neurons import MeasureOptions, measure_neurons

@@ -40,7 +40,7 @@ def memory(
     requests: Annotated[int, typer.Option(help="How many requests at the same time.")] = 1,
     available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
 ) -> None:
-    """Estimate the memory a model needs, and how many requests fit. Exits with 1 if those asked for do not."""
+    """Estimate a model's memory, and how many requests fit. Exits with 1 if those asked for do not."""
     from tidemill.kernels.machine import detect
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint

@@ -52,6 +52,7 @@ class Option:
     section: str
     help: str
     default: Any = None  # of an engine option: as in EngineOptions
+    short: str = ""  # of a basic option: its help in one line
     automatic: str = ""  # in words, what the value is if nothing is given and the default is None
     field: str = ""  # of EngineOptions
     choices: tuple[str, ...] = ()
@@ -152,8 +153,10 @@ OPTIONS = (
         "model", "text", ENGINE, field="model",
         help="smollm2, a .gguf file, a folder with config.json and safetensors, or a model of the Hugging Face hub: org/name, or "
         "org/name:Q4_K_M for one quantization of a GGUF repository.",
+        short="A .gguf, a folder or org/name.",
     ),
-    Option("device", "text", ENGINE, field="device", choices=("auto", *DTYPES), help="Where to compute: auto, cpu or cuda."),
+    Option("device", "text", ENGINE, field="device", choices=("auto", *DTYPES), help="Where to compute: auto, cpu or cuda.",
+           short="Where to compute: cpu or cuda."),
     Option(
         "dtype", "text", ENGINE, field="dtype", choices=("auto", *DTYPES["cpu"], *DTYPES["cuda"]),
         spellings=(("float", "float32"), ("f32", "float32"), ("bf16", "bfloat16")),
@@ -165,6 +168,7 @@ OPTIONS = (
         help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
         "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read; sparse24: matrices with two "
         "zeros among four values on sparse tensor cores.",
+        short="Weights on a GPU: fp8, int8, int4.",
     ),
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
@@ -179,14 +183,17 @@ OPTIONS = (
         help="auto, or dummy: random weights of the shape in config.json, for benchmarks.",
     ),
     Option("max-context", "integer", ENGINE, field="max_context", low=1, automatic="the model's own, or what the KV memory holds",
-           help="Longest prompt plus output, in tokens."),
+           help="Longest prompt plus output, in tokens.",
+           short="Longest prompt plus output, in tokens."),
     Option("max-requests", "integer", ENGINE, field="max_requests", low=1, automatic="64; 256 on a GPU",
-           help="Slots: sequences computed at the same time; further ones are queued."),
+           help="Slots: sequences computed at the same time; further ones are queued.",
+           short="Sequences computed at the same time."),
     Option("token-budget", "integer", ENGINE, field="token_budget", low=1,
            automatic="256; on a GPU 2048, 4096 for a model of up to 4 billion parameters, up to 8192 for one with experts",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
-           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
+           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank.",
+           short="Most memory for a model, like 16G."),
     Option("gpu-memory-utilization", "number", ENGINE, field="gpu_memory_utilization", low=0, high=1, automatic="what is free",
            help="The same as a part of a GPU's memory, like 0.5. On a CPU it has no effect: give --memory."),
     Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
@@ -222,7 +229,8 @@ OPTIONS = (
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
            help="How tokens are guessed ahead, to be verified several at a time; the output is the same with any. "
            "auto: what a grammar forces (forced), else what followed the last tokens before in the request (ngram), where that "
-           "saves time. suffix: in other outputs as well. draft-model: by the model that `--draft-model` names."),
+           "saves time. suffix: in other outputs as well. draft-model: by the model that `--draft-model` names.",
+           short="How tokens are guessed ahead."),
     Option("draft-model", "text", ENGINE, field="draft_model", automatic="none",
            help="A smaller model with the same tokenizer, as `--model` names one, that guesses tokens ahead."),
     Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",
@@ -263,9 +271,11 @@ OPTIONS = (
            help="Seconds for which the KV cache of a conversation is kept over others while its tool call is under way; 0: it is "
            "not."),
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
-           help="CPU threads for computing, of each process."),
+           help="CPU threads for computing, of each process.",
+           short="CPU threads for computing."),
     Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
-           help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
+           help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU.",
+           short="GPUs that share each layer."),
     Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
            help="How these processes share a layer. 1d: each has some heads and columns. 2d: parts of the hidden size as well. "
            "gathered: each computes some of a step's tokens with weights that it gathers from all. phased: 1d for steps of few "
@@ -288,7 +298,8 @@ OPTIONS = (
            help="A file with a key of 16 or more characters, the same on all hosts."),
     Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
            help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
-           "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
+           "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy.",
+           short="Engines side by side."),
     Option("prefill", "integer", SERVING, field="prefill_engines", low=0, high=64,
            help="Engines that compute prompts up to the first token, beside --decode engines that go on from there: long prompts "
            "do not hold up the tokens of others."),
@@ -316,7 +327,8 @@ OPTIONS = (
            help="Most tokens of an answer to a request without max_tokens; 0: up to the end of the context."),
 
     Option("lora", "text", ADAPTERS, field="loras", is_list=True,
-           help="A LoRA adapter, as NAME=PATH of a folder that PEFT has saved. Requests for the model NAME use it."),
+           help="A LoRA adapter, as NAME=PATH of a folder that PEFT has saved. Requests for the model NAME use it.",
+           short="A LoRA adapter, as NAME=PATH."),
     Option("max-loras", "integer", ADAPTERS, field="max_loras", low=1, automatic="those given, at least 8; none without any",
            help="Adapters in memory at the same time. Further ones are read when they are asked for, in the place of the least "
            "recently used."),
@@ -324,16 +336,21 @@ OPTIONS = (
            help="Highest rank of an adapter; a GPU reserves memory for it."),
 
     Option("host", "text", SERVING,
-           "Address to listen on. 0.0.0.0 is every network of this machine, and needs an API key.", "127.0.0.1"),
-    Option("port", "integer", SERVING, "Port to listen on; 0 takes any free one.", 8000, low=0, high=65535),
+           "Address to listen on. 0.0.0.0 is every network of this machine, and needs an API key.", "127.0.0.1",
+           short="Address to listen on."),
+    Option("port", "integer", SERVING, "Port to listen on; 0 takes any free one.", 8000, low=0, high=65535,
+           short="Port to listen on."),
     Option("unix-socket", "text", SERVING, "Listen on a Unix socket of this path instead of host and port."),
     Option("unix-socket-mode", "text", SERVING, "Permissions of the Unix socket, in octal.", "600"),
     Option("root-path", "text", SERVING, "Prefix of all paths behind a reverse proxy, like /llm."),
-    Option("tls-cert", "text", ACCESS, "Certificate chain (PEM): serve HTTPS."),
-    Option("tls-key", "text", ACCESS, "Private key (PEM) of the certificate.", automatic="in the file of the certificate"),
+    Option("tls-cert", "text", ACCESS, "Certificate chain (PEM): serve HTTPS.",
+           short="Certificate chain (PEM): serve HTTPS."),
+    Option("tls-key", "text", ACCESS, "Private key (PEM) of the certificate.", automatic="in the file of the certificate",
+           short="Private key (PEM) of the certificate."),
     Option("tls-client-ca", "text", ACCESS, "Certificates (PEM) of authorities: clients must show a certificate of one of them."),
     Option("served-name", "text", SERVING, field="served_name", automatic="the model as given",
-           help="The model's name in the API: what clients send as model. More names may follow, with commas between them."),
+           help="The model's name in the API: what clients send as model. More names may follow, with commas between them.",
+           short="The model's name in the API."),
     Option("memory-budget", "size", SERVING, automatic="what is free at the start",
            help="Memory for all models of the server together; those that do not fit beside others are swapped on demand."),
     Option("max-loaded", "integer", SERVING, low=1, automatic="as many as fit",
@@ -374,7 +391,8 @@ OPTIONS = (
 
     Option("api-key", "text", ACCESS, is_list=True, is_secret=True,
            help="A key that clients must send: 16 or more characters, or sha256:HEX of one. A file or the variable keeps it "
-           "out of the process list."),
+           "out of the process list.",
+           short="A key that clients must send."),
     Option("api-key-file", "text", ACCESS,
            "A file of keys, or of sha256:HEX of keys, one a line. After a key, priority=N (-100 most urgent, 100 least) sets the "
            "priority of its requests."),
@@ -384,7 +402,8 @@ OPTIONS = (
            help="A name under which clients reach the server, besides localhost and IP addresses, like llm.example.org."),
     Option("allowed-origin", "text", ACCESS, is_list=True,
            help="The origin of a web page that may call the server from a browser, like https://app.example.org; `localhost`: "
-                "any page of this machine; `*`: any page."),
+                "any page of this machine; `*`: any page.",
+           short="A web page that may call the server."),
     Option("ui", "switch", ACCESS, "The web page at /; off, there is none.", True),
     Option("slots", "switch", ACCESS, "/slots shows the requests that are computed; off, it answers with status 501.", True),
     Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
@@ -405,6 +424,6 @@ OPTIONS = (
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_NAMES = tuple(option.name for option in OPTIONS if option.section == ENGINE)
 # Not in the table: a config file cannot name another.
-CONFIG = Option("config", "text", SERVING, "A TOML file of options, like max-context = 4096.")
+CONFIG = Option("config", "text", "", "A TOML file of options, like max-context = 4096.")
 # Of a table [[models]] in a config file.
-ALIASES = Option("aliases", "text", SERVING, "Other names of the model in the API.", is_list=True)
+ALIASES = Option("aliases", "text", "", "Other names of the model in the API.", is_list=True)

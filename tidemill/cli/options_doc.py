@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tidemill.cli.foreign import table
-from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTIONS, SERVING, STORAGE, Option
+from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTIONS, RAY, SERVING, STORAGE, Option
 
 _INTRO = f"""# Options
 
@@ -35,6 +35,8 @@ allowed-host = ["llm.example.org"]
 
 `tidemill serve --show-config` prints every value and its source. API keys are never printed.
 
+`tidemill serve --help` shows the basic options, `--help-all` all of them. The tables below begin with the basic ones.
+
 [Flags of vLLM, SGLang and llama.cpp](foreign-flags.md) are understood, too.
 """
 _SECTIONS = {
@@ -43,6 +45,7 @@ _SECTIONS = {
     "lists.",
     ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [LoRA](../how/lora.md).",
     SERVING: "Of `serve`.",
+    RAY: "Of `serve` and `batch`. More in [Ray](../how/ray.md).",
     ACCESS: "Of `serve`. Commands that talk to a server send the first key of `TIDEMILL_API_KEY` unless they are given one.",
     STORAGE: "Of `serve`.",
     LOGGING: "Of `serve`.",
@@ -74,7 +77,8 @@ def _line(option: Option) -> str:
 def options_page() -> str:
     parts = [_INTRO]
     for section, words in _SECTIONS.items():
-        lines = [_line(option) for option in OPTIONS if option.section == section]
+        options = sorted((option for option in OPTIONS if option.section == section), key=lambda option: not option.short)
+        lines = [_line(option) for option in options]
         parts.append("\n".join([f"## {section}", "", words, "", "| option | default | meaning |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)
 

@@ -80,7 +80,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Write a picture of all plans that were simulated: .svg or .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Search, in the simulator, for the fewest devices that keep the SLOs of a load: replicas, parallelism, prefill and decode
+    """Find the fewest devices that keep the SLOs of a load. The simulator tries replicas, parallelism, prefill and decode
     engines, policy and batch limits."""
     num_devices, hardware = parse_devices(devices)
     wanted = [_wanted(text) for text in model]

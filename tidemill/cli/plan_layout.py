@@ -32,7 +32,7 @@ def plan_layout(
     context: Annotated[int, typer.Option(help="Tokens of a sequence's KV cache.")] = 2048,
     link: Annotated[str | None, typer.Option(help="Bytes a second between ranks, like 10G. Default: the hardware's.")] = None,
 ) -> None:
-    """Estimate what layouts of a model over ranks cost a step, and name the fastest for prefill and decode."""
+    """Find the fastest layout of a model over ranks. The cost of a step is estimated for each, for prefill and decode."""
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 

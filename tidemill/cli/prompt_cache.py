@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli import prompt_folder
-from tidemill.cli.foreign import Command
+from tidemill.cli.help import Command
 from tidemill.client import Client
 from tidemill.errors import ConfigError
 
 app = typer.Typer(
-    help="Keep prefixes of prompts in the KV cache of a server, or in a folder.", no_args_is_help=True, rich_markup_mode=None
+    help="Keep prefixes of prompts on a server or in a folder.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Name = Annotated[str, typer.Argument(help="The prompt cache.")]

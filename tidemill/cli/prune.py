@@ -45,7 +45,7 @@ def prune(
     out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Prune a model, layer by layer: a Hugging Face folder that can be served. The same command goes on where it was stopped."""
+    """Prune a model to a Hugging Face folder. Layer by layer; the same command goes on where it was stopped."""
     from tidemill.compress import calibration as text  # brings torch
     from tidemill.compress.prune import PruneOptions, prune
 

@@ -102,7 +102,7 @@ def quantize(
     plot: Annotated[Path | None, typer.Option(help="Draw bytes and perplexity of both into this .png or .svg.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Quantize a model, layer by layer: a folder or GGUF file that can be served. The same command goes on where it ended."""
+    """Quantize a model to a folder or GGUF file. Layer by layer; the same command goes on where it ended."""
     from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.mixed import Budget
     from tidemill.compress.quantize import QuantizeOptions, quantize

@@ -38,7 +38,7 @@ def serve(
     settings: Settings,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print each option's value and source, and exit.")] = False,
 ) -> None:
-    """Serve one or more models: OpenAI, Anthropic, Ollama and llama.cpp APIs, and a page to chat."""
+    """Serve models: the APIs of OpenAI and others, and a page."""
     if show_config:
         print_settings(settings)
         return

@@ -16,13 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.cli.foreign import hint
+from tidemill.cli.help import SHORT_ENOUGH, HelpRow, help_all
 from tidemill.cli.options import ALIASES, BY_NAME, CONFIG, OPTIONS, Option
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError
 from tidemill.weights.hub import cached_models
 from tidemill.weights.locate import PACKAGED
 
-EPILOG = "Options can also be set by environment variables (TIDEMILL_MAX_CONTEXT) and in a TOML file (--config); flags win."
+EPILOG = "Options can also be variables (TIDEMILL_PORT) or in a TOML file; flags win."
 _MODELS = "models"  # the tables of the config file
 _METAVARS = {"text": "TEXT", "integer": "INTEGER", "number": "FLOAT", "size": "SIZE"}
 
@@ -194,8 +195,12 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
             made.append(inspect.Parameter("more_models", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
         is_first = model == "argument" and made[0].name == "model"  # before arguments of the command's own
         parameters = [made[0], *own, *made[1:]] if is_first else own + made
+        is_long = len(parameters) > SHORT_ENOUGH
+        if is_long:
+            parameters.append(help_all(len(parameters)))
 
         def run(**given: Any) -> None:
+            given.pop("help_all", None)
             flags = {option.name: given.pop(option.key) for option in options}
             models: list[str] = []
             if model == "several":
@@ -213,6 +218,9 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
         run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, function.__module__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        if is_long:
+            rows = {option.key: HelpRow(option.section, _short_help(option, own_defaults)) for option in options}
+            run.help_rows = rows  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -238,6 +246,11 @@ def _parameter(option: Option, model: str, defaults: Mapping[str, Any]) -> inspe
         info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind), autocompletion=complete)
     kind: Any = bool | None if option.kind == "switch" else list[str] | None if option.is_list else str | None
     return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+
+
+def _short_help(option: Option, defaults: Mapping[str, Any]) -> str:
+    default = defaults.get(option.name, "" if option.default in (None, ()) else option.default_text)
+    return f"{option.short} Default: {default}." if option.short and default != "" else option.short
 
 
 def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:

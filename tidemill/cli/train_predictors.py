@@ -31,7 +31,7 @@ def train_predictors(
     seed: Seed = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train predictors for --contextual-sparsity, layer by layer. The same command goes on where it was stopped."""
+    """Train predictors for --contextual-sparsity. Layer by layer; the same command goes on where it was stopped."""
     from tidemill.compress import calibration as texts  # brings torch
     from tidemill.compress.predictors import PredictorOptions, train_predictors
 

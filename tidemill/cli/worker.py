@@ -26,7 +26,8 @@ def worker(
     threads: Annotated[int | None, typer.Option(min=1, max=256, help="CPU threads. Default: as many as the server's.")] = None,
     wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for a server to come to this address.")] = 600.0,
 ) -> None:
-    """Compute a part of a model for a server on another host (--remote-workers). One process; start several for several ranks.
+    """Compute a part of a model for a server on another host. That server has --remote-workers. One process; start several for
+    several ranks.
 
     If the server's engine fails, the worker waits for it to start again. It ends when the server is stopped."""
     host, _, port = join.rpartition(":")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable
 
+import httpx
 import pytest
 
 from tests.server.matrix.client import API
 from tests.server.matrix.dialects import AsText, Body, Ignored, Lack, Refused, Untold
-from tests.server.matrix.script import TEXT, said
+from tests.server.matrix.script import ANSWER, OTHER, REASONING, TEXT, said
 
 Check = Callable[[API], None]
 ROWS: dict[str, Check] = {}
@@ -94,6 +96,125 @@ def _(api: API) -> None:
     assert "nonesuch" in refusal.message
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"to": {"enum": ["ebb", "flow"]}},
+    "required": ["to"],
+    "additionalProperties": False,
+}
+
+
+@row("structured output")
+def _(api: API) -> None:
+    """Without a schema, more follows the object."""
+    answer = api.ask(said("json"), schema=SCHEMA).answer
+    assert (answer.text, answer.reason) == ('{"to":"ebb"}', "stop")
+
+
+# ---- tools
+
+WIND, TIDE = ("wind", {"at": "noon"}), ("tide", {"to": "ebb"})
+
+
+def _tool(name: str, arguments: dict[str, str]) -> Body:
+    properties = {name: {"enum": [value]} for name, value in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [_tool(*TIDE), _tool(*WIND)]
+
+
+@row("tools")
+def _(api: API) -> None:
+    answer = api.ask(said("call"), tools=TOOLS).answer
+    assert (answer.calls, answer.text, answer.reason) == ([WIND], "", "calls")
+    assert api.ask(said("text"), tools=TOOLS).answer.reason == "stop"
+
+
+@row("parallel tools")
+def _(api: API) -> None:
+    answer = api.ask(said("calls"), tools=TOOLS).answer
+    assert (answer.calls, answer.text, answer.reason) == ([TIDE, WIND], "", "calls")
+
+
+@row("one tool")
+def _(api: API) -> None:
+    """The second of two calls is left out if the client wants one at a time."""
+    answer = api.ask(said("calls"), tools=TOOLS, one_tool=True).answer
+    assert (answer.calls, answer.text, answer.reason) == ([TIDE], "", "calls")
+
+
+@row("forced tool")
+def _(api: API) -> None:
+    """Any tool, or the one that is named. Left alone, the model writes text."""
+    for name in ("", "wind"):
+        answer = api.ask(said("text"), tools=TOOLS, forced_tool=name).answer
+        assert (answer.calls, answer.text, answer.reason) == ([WIND], "", "calls")
+
+
+# ---- reasoning
+
+
+@row("reasoning")
+def _(api: API) -> None:
+    reply = api.ask(said("think"))
+    assert (reply.answer.reasoning, reply.text, reply.answer.reason) == (REASONING, ANSWER, "stop")
+    assert reply.num_reasoning in (len(REASONING.split()), None)
+
+
+@row("no reasoning")
+def _(api: API) -> None:
+    answer = api.ask(said("think"), thinking=False).answer
+    assert (answer.reasoning, answer.text) == ("", ANSWER)
+
+
+@row("reasoning budget")
+def _(api: API) -> None:
+    answer = api.ask(said("think"), thinking_token_budget=2).answer
+    assert (answer.reasoning, answer.text) == ("It depends", ANSWER)
+
+
+# ---- which model, and what it remembers
+
+
+@row("LoRA")
+def _(api: API) -> None:
+    assert api.ask(said("text"), model="other").text == OTHER
+
+
+def _new_prompt() -> str:
+    """Text that no other test has sent, of more than two pages."""
+    return f"{uuid.uuid4()} {said('text')}"
+
+
+@row("prefix cache")
+def _(api: API) -> None:
+    prompt = _new_prompt()
+    first, second = api.ask(prompt), api.ask(prompt)
+    assert (first.num_cached, second.num_cached) == (0, 32)
+    assert first.num_prompt == second.num_prompt
+
+
+@row("cache salt")
+def _(api: API) -> None:
+    prompt = _new_prompt()
+    cached = [api.ask(prompt, cache_salt=salt).num_cached for salt in "aab"]
+    assert cached == [0, 32, 0]
+
+
+@row("prompt cache")
+def _(api: API) -> None:
+    """The prompt continues a named one."""
+    _, body = api.dialect.request({"prompt": _new_prompt()})
+    name = str(uuid.uuid4())
+    made = httpx.post(f"{api.url}/v1/prompt_caches", json=body | {"name": name})
+    assert made.status_code == 200, made.text
+    reply = api.ask(said("other"), prompt_cache=name)
+    assert (reply.text, reply.num_cached) == (OTHER, made.json()["pinned_tokens"])
+    assert httpx.delete(f"{api.url}/v1/prompt_caches/{name}").status_code == 200
+
+
 # ---- what an API lacks
 
 ASKED: dict[str, Body] = {  # what a client would send to have it
@@ -101,6 +222,16 @@ ASKED: dict[str, Body] = {  # what a client would send to have it
     "n": {"n": 3},
     "seed": {"seed": 1},
     "several prompts": {"prompt": [said("text"), said("other")]},
+    "tools": {"tools": TOOLS},
+    "parallel tools": {"tools": TOOLS},
+    "one tool": {"tools": TOOLS, "parallel_tool_calls": False},
+    "forced tool": {"tools": TOOLS, "tool_choice": "required"},
+    "reasoning": {"prompt": said("think")},
+    "no reasoning": {"chat_template_kwargs": {"enable_thinking": False}},
+    "reasoning budget": {"thinking_token_budget": 2},
+    "prefix cache": {},
+    "cache salt": {"cache_salt": "a"},
+    "prompt cache": {"prompt_cache": "nonesuch"},
 }
 
 
@@ -115,7 +246,6 @@ def check_lack(api: API, feature: str, lack: Lack) -> None:
         assert api.read(response).text == TEXT
         assert lack.field in response.headers["x-tidemill-ignored"].split(", ")
     elif isinstance(lack, AsText):
-        answer = api.ask(**ask).answer
-        assert answer.text == ask["text"]
+        assert api.ask(**ask).text == f"<think>{REASONING}</think>{ANSWER}"
     elif isinstance(lack, Untold):
         assert lack.word not in api.post(**ask).text

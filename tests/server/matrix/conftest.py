@@ -10,6 +10,9 @@ import pytest
 from tests.server.conftest import Server
 from tests.server.matrix.script import make_adapter, make_model
 
+for _name in ("checks", "client", "dialects"):
+    pytest.register_assert_rewrite(f"tests.server.matrix.{_name}")
+
 
 @pytest.fixture(scope="session")
 def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -153,6 +153,16 @@ def with_usage(is_streamed: bool) -> Body:
     )
 
 
+# Where a prompt is only continued.
+NO_CHAT: dict[str, Lack] = {
+    "tools": Refused("tools"),
+    "parallel tools": Refused("tools"),
+    "one tool": Refused("tools"),
+    "forced tool": Refused("tools"),
+    "reasoning": AsText(),
+    "no reasoning": Refused("chat_template_kwargs"),
+    "reasoning budget": Refused("thinking_token_budget"),
+}
 OPENAI_REASONS = {"stop": "stop", "length": "length", "tool_calls": "calls", None: None}
 
 
@@ -170,6 +180,11 @@ class OpenAIChat(Dialect):
     fields: ClassVar[dict[str, Field]] = {
         "schema": schema_format,
         "stream": with_usage,
+        "thinking": lambda thinks: {"chat_template_kwargs": {"enable_thinking": thinks}},
+        "one_tool": lambda one: {"parallel_tool_calls": not one},
+        "forced_tool": lambda name: {
+            "tool_choice": {"type": "function", "function": {"name": name}} if name else "required"
+        },
         "top_logprobs": lambda num: {"logprobs": True, "top_logprobs": num},
     }
     lacks: ClassVar[dict[str, Lack]] = {"several prompts": Refused("messages")}
@@ -226,9 +241,15 @@ class OpenAIChat(Dialect):
 
 class OpenAICompletions(Dialect):
     name, path = "completions", "/v1/completions"
+    lacks = NO_CHAT
     fields: ClassVar[dict[str, Field]] = {
         "schema": schema_format,
         "stream": with_usage,
+        "thinking": lambda thinks: {"chat_template_kwargs": {"enable_thinking": thinks}},
+        "one_tool": lambda one: {"parallel_tool_calls": not one},
+        "forced_tool": lambda name: {
+            "tool_choice": {"type": "function", "function": {"name": name}} if name else "required"
+        },
         "top_logprobs": "logprobs",
     }
 
@@ -271,8 +292,19 @@ class Responses(Dialect):
         "tools": lambda tools: {
             "tools": [{"type": "function", **tool["function"]} for tool in tools]
         },
+        "thinking": lambda thinks: {"reasoning": {"effort": "medium" if thinks else "none"}},
+        "one_tool": lambda one: {"parallel_tool_calls": not one},
+        "forced_tool": lambda name: {
+            "tool_choice": {"type": "function", "name": name} if name else "required"
+        },
     }
-    lacks: ClassVar[dict[str, Lack]] = {"n": Refused("n"), "several prompts": Refused("input")}
+    lacks: ClassVar[dict[str, Lack]] = {
+        "n": Refused("n"),
+        "several prompts": Refused("input"),
+        "reasoning budget": Refused("thinking_token_budget"),
+        "prompt cache": Refused("prompt_cache"),
+        "deadline": Refused("timeout"),
+    }
 
     def prompt(self, prompt: Any) -> Body:
         return {"input": prompt}
@@ -361,8 +393,18 @@ class AnthropicMessages(Dialect):
                 for tool in tools
             ]
         },
+        "thinking": lambda thinks: {"thinking": {"type": "adaptive" if thinks else "disabled"}},
+        "thinking_token_budget": lambda num: {
+            "thinking": {"type": "enabled", "budget_tokens": num}
+        },
+        "one_tool": lambda one: {"tool_choice": {"type": "auto", "disable_parallel_tool_use": one}},
+        "forced_tool": lambda name: {
+            "tool_choice": {"type": "tool", "name": name} if name else {"type": "any"}
+        },
     }
     lacks: ClassVar[dict[str, Lack]] = {
+        "prompt cache": Refused("prompt_cache"),
+        "deadline": Refused("timeout"),
         "logprobs": Refused("top_logprobs"),
         "n": Refused("n"),
         "seed": Refused("seed"),
@@ -388,8 +430,12 @@ class AnthropicMessages(Dialect):
         return self._with_usage(answer, body["usage"])
 
     def _with_usage(self, answer: Answer, usage: Body) -> Reply:
-        cached = usage["cache_read_input_tokens"]
-        return Reply([answer], usage["input_tokens"] + cached, usage["output_tokens"], cached)
+        cached, thought = (
+            usage["cache_read_input_tokens"],
+            usage["output_tokens_details"]["thinking_tokens"],
+        )
+        num_prompt = usage["input_tokens"] + cached + usage["cache_creation_input_tokens"]
+        return Reply([answer], num_prompt, usage["output_tokens"], cached, thought)
 
     def streamed(self, events: list[Any]) -> Reply:
         blocks: list[Body] = []
@@ -426,8 +472,19 @@ class OllamaChat(Dialect):
         "temperature": "options.temperature",
         "schema": "format",
         "top_logprobs": lambda num: {"logprobs": True, "top_logprobs": num},
+        "thinking": "think",
     }
-    lacks: ClassVar[dict[str, Lack]] = {"n": Ignored("n"), "several prompts": Refused("messages")}
+    lacks: ClassVar[dict[str, Lack]] = {
+        "n": Ignored("n"),
+        "several prompts": Refused("messages"),
+        "one tool": Ignored("parallel_tool_calls"),
+        "forced tool": Ignored("tool_choice"),
+        "reasoning budget": Ignored("thinking_token_budget"),
+        "prefix cache": Untold("cache"),
+        "cache salt": Ignored("cache_salt"),
+        "prompt cache": Ignored("prompt_cache"),
+        "deadline": Ignored("timeout"),
+    }
     prompt = OpenAIChat.prompt
 
     def whole(self, body: Any) -> Reply:
@@ -463,7 +520,13 @@ class OllamaChat(Dialect):
 
 class OllamaGenerate(OllamaChat):
     name, path = "ollama generate", "/api/generate"
-    lacks: ClassVar[dict[str, Lack]] = OllamaChat.lacks | {"several prompts": Refused("prompt")}
+    lacks: ClassVar[dict[str, Lack]] = OllamaChat.lacks | {
+        "several prompts": Refused("prompt"),
+        "tools": Ignored("tools"),
+        "parallel tools": Ignored("tools"),
+        "one tool": Ignored("tools"),
+        "forced tool": Ignored("tools"),
+    }
 
     def prompt(self, prompt: Any) -> Body:
         return {"prompt": prompt}
@@ -480,7 +543,12 @@ class LlamaCppCompletion(Dialect):
         "schema": "json_schema",
         "top_logprobs": "n_probs",
     }
-    lacks: ClassVar[dict[str, Lack]] = {"n": Refused("n")}
+    lacks: ClassVar[dict[str, Lack]] = NO_CHAT | {
+        "n": Refused("n"),
+        "cache salt": Refused("cache_salt"),
+        "prompt cache": Refused("prompt_cache"),
+        "deadline": Refused("timeout"),
+    }
 
     def prompt(self, prompt: Any) -> Body:
         return {"prompt": prompt}
@@ -520,7 +588,7 @@ class LlamaCppInfill(LlamaCppCompletion):
     }
 
     def prompt(self, prompt: Any) -> Body:
-        return {"input_prefix": "a", "input_suffix": "b", "prompt": prompt}
+        return {"input_prefix": "", "input_suffix": "", "prompt": prompt}
 
 
 class SGLangGenerate(Dialect):
@@ -534,6 +602,10 @@ class SGLangGenerate(Dialect):
         "schema": "sampling_params.json_schema",
         "top_logprobs": lambda num: {"return_logprob": True, "top_logprobs_num": num},
         "cache_salt": "extra_key",
+    }
+    lacks: ClassVar[dict[str, Lack]] = NO_CHAT | {
+        "prompt cache": Refused("prompt_cache"),
+        "deadline": Refused("timeout"),
     }
 
     def prompt(self, prompt: Any) -> Body:

@@ -17,6 +17,7 @@ SCRIPTS = {
     "think": ["<think>", "It", " depends", " here", "</think>", "So", " be", " it", "</s>"],
     "call": [*CALL_WIND, "</s>"],
     "calls": [*CALL_TIDE, *CALL_WIND, "</s>"],
+    "json": ['{"to":', '"ebb"}', " and", " more", "</s>"],  # with a schema, only the object
     "endless": [" la", " la"],
     "other": ["Low", " water", "</s>"],  # what the adapter makes of «text»
 }
@@ -32,6 +33,9 @@ DICE = [
     " three",
     " four",
 ]  # after «dice» and after each other, with the same probability
+# Where a grammar forbids what a script says, and does not say itself how to go on: a call of wind, in
+# a list or not.
+_FORCED = [("«text»", "{"), ("«text»", "["), ('"', "w"), ("}", "]")]
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -107,6 +111,8 @@ def _write_weights(path: Path, tokenizer: Tokenizer) -> None:
     steps += [(before, after) for before in [said("dice"), *DICE] for after in DICE]
     for before, after in steps:
         head[_id_of(tokenizer, after), _id_of(tokenizer, before)] = 10.0
+    for before, after in _FORCED:
+        head[_id_of(tokenizer, after), _id_of(tokenizer, before)] = 9.0
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +23,7 @@ import httptools
 import uvloop
 
 from bench.prefix import conversations, questions
+from tests.ports import reserved_port
 from tidemill import events
 from tidemill.engine.routing import BLOCK_LEN
 from tidemill.sched.placement import Placement, prefix_keys
@@ -104,12 +105,6 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 async def connected(port: int) -> Asking:
     for _ in range(600):
         try:
@@ -134,7 +129,12 @@ async def many(port: int, requests: Sequence[bytes], num_connections: int, num: 
 
 
 async def overhead(given: argparse.Namespace) -> None:
-    stubs, port = [free_port() for _ in range(given.servers)], free_port()
+    with contextlib.ExitStack() as reserved:
+        ports = [reserved.enter_context(reserved_port()) for _ in range(1 + given.servers)]
+        await measure_overhead(given, *ports)
+
+
+async def measure_overhead(given: argparse.Namespace, port: int, *stubs: int) -> None:
     started = [subprocess.Popen([sys.executable, "-m", "bench.router", "stub", "--port", str(one)]) for one in stubs]
     direct = [await connected(one) for one in stubs]  # the router's first check finds them
     urls = [f"http://127.0.0.1:{one}" for one in stubs]

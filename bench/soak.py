@@ -21,7 +21,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 
 import httpx
 
+from tests.ports import reserved_port
 from tidemill.bench.http import event_lines
 from tidemill.bench.plots import _pyplot, _save
 from tidemill.bench.workload import Item, synthetic
@@ -278,9 +278,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("soak.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/images/soak.png"))
     given = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved_port() as port:
+        soak(given, port)
+
+
+def soak(given: argparse.Namespace, port: int) -> None:
     # Few enough pages that all are in use by the end of the warm-up: a page takes memory when it is first written.
     options = ["--port", str(port), "--kv-memory", "128MiB", "--max-requests", "16", "--no-request-log"]
     server = subprocess.Popen([sys.executable, "-m", "tidemill", "serve", given.model, *options])

@@ -11,6 +11,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU, which `--device auto` would ta
 import contextlib
 import shutil
 import signal
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import interpreted, seeded
 from tests.helpers import LONG_S, byte_tokenizer, llama_of_gguf, make_llama, thinking_tokenizer
+from tests.ports import reserved_port
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 
@@ -189,6 +191,13 @@ def backend(request, monkeypatch) -> str:
     elif native.lib is None:
         pytest.skip(native.why)
     return request.param
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else gets while the test runs."""
+    with reserved_port() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 import httpx
 
 from bench.soak import wait
+from tests.ports import reserved_port
 from tests.server.browser import Browser
 
 DONE = "!document.querySelector('#send').hidden && document.querySelector('article.assistant:last-child footer .again')"
@@ -206,9 +206,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved_port() as port:
+        run(given, port)
+
+
+def run(given: argparse.Namespace, port: int) -> None:
     options = ["--port", str(port), "--max-context", "2048", "--max-requests", "10", "--kv-memory", "100M", "--no-request-log"]
     server = subprocess.Popen([sys.executable, "-m", "tidemill", "serve", given.model, *options], stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,10 +13,13 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import reserved_port
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 400.0
 WORK = Path(os.environ.get("TIDEMILL_FOREIGN_WORK", "."))
 MODEL = os.environ.get("TIDEMILL_FOREIGN_MODEL", "small")  # what stands for a model of no special kind in this file
+_reserved = contextlib.ExitStack()
 CHECKOUT = Path(os.environ.get("TIDEMILL_FOREIGN_CHECKOUT", "."))
 
 
@@ -31,9 +34,8 @@ def tokenizer_path() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+    """A port that nobody else is given while this process runs."""
+    return _reserved.enter_context(reserved_port())
 
 
 class Served:

@@ -7,12 +7,12 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from itertools import count
 
 import pytest
 
 from tests.server.conftest import behind_our_protocol
+from tests.waiting import until
 from tidemill.batch import lines, remote
 from tidemill.batch.lines import Line, Problem, Request
 from tidemill.batch.local import Local
@@ -69,6 +69,10 @@ def run(source, target, backend=None, **how):
 @pytest.fixture
 def prompts(tmp_path):
     return write(tmp_path / "in.jsonl", [{"custom_id": f"c{i}", "prompt": f"{i}"} for i in range(50)])
+
+
+def size_of(path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def ids(path):
@@ -285,12 +289,10 @@ def test_killed_at_any_point_each_line_is_there_once(tmp_path, tiny_folder):
         sys.executable, "-m", "tidemill", "batch", str(source), str(target), "-m", str(tiny_folder), "-n", "2", "-t", "0",
     ]  # fmt: skip
     for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, None):
-        before = target.stat().st_size if target.exists() else 0
+        before = size_of(target)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        while number is not None and (not target.exists() or target.stat().st_size < before + 40_000):
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.01)
         if number is not None:
+            until(lambda process=process, before=before: process.poll() is not None or size_of(target) >= before + 40_000, 0.01)
             process.send_signal(number)
         said, _ = process.communicate()
         assert process.returncode == {None: 0, signal.SIGTERM: 130}.get(number, -9), said

@@ -11,13 +11,13 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.ports import reserved_port
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import WorkerLost
@@ -51,17 +51,16 @@ def other_host(folder: Path) -> Iterator[tuple[dict[str, Any], subprocess.Popen[
     """A worker that comes by TCP, as one of another host would. Options of the engine, and the worker."""
     key = folder / "key"
     key.write_text(secrets.token_hex(32))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ["worker", "--join", address, "--key-file", str(key)]
     os.environ |= as_host(0)
-    worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command], env=os.environ | as_host(1))
-    try:
-        yield {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}, worker
-    finally:
-        worker.kill()
-        worker.wait()
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        command = ["worker", "--join", address, "--key-file", str(key)]
+        worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command], env=os.environ | as_host(1))
+        try:
+            yield {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}, worker
+        finally:
+            worker.kill()
+            worker.wait()
 
 
 def children(pid: int) -> set[int]:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -35,13 +34,11 @@ def folder(tmp_path_factory):
 class Place:
     """Where commands are run: a mark by which all that they start is found again, and a package of this or another version."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, port: int) -> None:
         self.path, self.mark, self.began = path, f"TEST_RUN={uuid4()}", shared_files()
         self.key = path / "key"
         self.key.write_text(KEY)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{port}"
 
     @contextmanager
     def run(self, *arguments, root: Path | None = None):
@@ -99,8 +96,8 @@ def shared_files() -> set[str]:
 
 
 @pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
+def place(tmp_path, port):
+    made = Place(tmp_path, port)
     yield made
     made.check_nothing_is_left()
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from tests.helpers import LONG_S, greedy, make_llama, run
 from tests.models.test_llama import prompts
 from tests.parallel.test_processes import LAYOUTS, dense, moe
+from tests.waiting import until, until_async
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.load import load_core
@@ -38,13 +38,6 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except OSError:
         return True
-
-
-def wait_until(state) -> None:
-    until = time.monotonic() + LONG_S
-    while not state():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def shared_files() -> set[str]:
@@ -92,14 +85,12 @@ def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
             # Also while nothing is asked of it.
             (worker,) = children(client._link._process.pid)
             os.kill(worker, signal.SIGKILL)
-            async with asyncio.timeout(LONG_S):
-                while client.num_restarts < 2:
-                    await asyncio.sleep(0.01)
+            await until_async(lambda: client.num_restarts >= 2)
             engine = client._link._process.pid
             left = [*killed, worker, engine, *children(engine)]
         finally:
             await client.close()
-        wait_until(lambda: all(map(is_gone, left)))
+        until(lambda: all(map(is_gone, left)))
 
     asyncio.run(whole())
 
@@ -153,21 +144,19 @@ def test_workers_end_with_an_engine_that_was_killed(tmp_path):
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: all(map(is_gone, workers)))
+    until(lambda: all(map(is_gone, workers)))
 
 
 # ---- workers of other hosts. Here it is this host: what differs is how they come.
 
 
 @pytest.fixture
-def remote(tmp_path):
+def remote(tmp_path, port):
     """Options of a group with one of them, and what starts it."""
     dense(tmp_path)
     key = tmp_path / "key"
     key.write_text(KEY)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{port}"
     given = {"remote_workers": 1, "workers_address": address, "workers_key_file": str(key)}
 
     @contextmanager
@@ -248,7 +237,7 @@ def test_requests_go_on_after_a_worker_of_another_host_was_killed(remote):
             finally:
                 await client.close()
             assert len(killed) == 2
-            wait_until(lambda: all(map(is_gone, killed)))
+            until(lambda: all(map(is_gone, killed)))
             assert joined[1].wait(LONG_S) == 0  # in good order, with the server
 
     asyncio.run(whole())

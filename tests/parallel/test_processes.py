@@ -13,6 +13,7 @@ from tests.models.test_llama import prompts
 from tests.models.test_moe import make
 from tests.models.test_state_models import make_reference
 from tests.parallel.near_ties import excused
+from tests.ports import reserved_port
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.load import inspect, load_core
@@ -20,7 +21,6 @@ from tidemill.engine.replicas import Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import ConfigError
 from tidemill.events import Admitted, EngineRestarted, PagesMoved, TierNotUsed
-from tidemill.ray.actor import free_ports
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -173,9 +173,9 @@ def test_ranks_exchange_their_parts_of_pages_between_hosts(tmp_path):
     """By TCP: each at a port of its own, after that of the first."""
     dense(tmp_path)
     (tmp_path / "key").write_text("0123456789abcdef")
-    prompt, port, happened = [2 + 7 * i % 90 for i in range(100)], free_ports(2), []
+    prompt, happened = [2 + 7 * i % 90 for i in range(100)], []
 
-    async def whole():
+    async def whole(port):
         first, second = EngineClient(), EngineClient(on_events=happened.extend)
         how = {"model": str(tmp_path), "threads": 1, "tensor_parallel": 2, "kv_key_file": str(tmp_path / "key")}
         try:
@@ -192,5 +192,6 @@ def test_ranks_exchange_their_parts_of_pages_between_hosts(tmp_path):
             await second.close()
             await first.close()
 
-    asyncio.run(whole())
+    with reserved_port(2) as port:
+        asyncio.run(whole(port))
     assert not [event for event in happened if isinstance(event, TierNotUsed)]

@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 
 from tests.helpers import byte_tokenizer, make_llama
+from tests.waiting import until
 from tidemill import LLM, SamplingParams, assistant, fork, gen, join, program, select, system, user
 from tidemill.errors import Cancelled, ContextTooLong, InvalidRequest, ProgramError
 from tidemill.events import Admitted, Finished
@@ -191,8 +191,7 @@ def test_a_failing_branch_ends_the_others(idle):
 
 def test_ctrl_c_ends_the_requests(idle):
     def interrupt():
-        while not idle.core.has_work:
-            time.sleep(0.001)
+        until(lambda: idle.core.has_work, 0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
     states = []
@@ -343,8 +342,7 @@ def test_an_engine_that_is_dropped_is_freed(tiny_folder):
     loop = llm._programs.loop
     del llm
     gc.collect()
-    while loop.is_running():
-        time.sleep(0.01)
+    until(lambda: not loop.is_running(), 0.01)
 
 
 def test_no_space_is_written_before_text_that_continues(tmp_path):

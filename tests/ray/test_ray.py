@@ -16,7 +16,7 @@ import pytest
 
 from tests.ray.conftest import MARK
 from tests.server.conftest import Server
-from tests.waiting import until
+from tests.waiting import until, until_async
 from tidemill.batch.run import Batch
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
@@ -103,23 +103,20 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
                 node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
                 (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
                 work = [asyncio.create_task(answer(client, number)) for number in range(NUM)]
-                while not any(pending.has_token for pending in client._pending.values()):
-                    await asyncio.sleep(0.001)
+                await until_async(lambda: any(pending.has_token for pending in client._pending.values()), 0.001)
                 if way == "node":
                     nodes.remove_node(node, allow_graceful=False)
                 else:
                     os.kill(about.pid if way == "actor" else engine, signal.SIGKILL)
                 assert await asyncio.gather(*work) == truth, way
-                while client.num_restarts < num_lost:
-                    await asyncio.sleep(0.01)
+                await until_async(lambda num=num_lost: client.num_restarts >= num)
             assert client.num_restarts == 3
             cluster.wait_s = 2
             with pytest.raises(NoRoom, match="cannot be placed"):
                 await cluster.place(EngineActor, Needs(2))
         finally:
             await client.close()
-        while engines() - before:
-            await asyncio.sleep(0.1)
+        await until_async(lambda: not engines() - before, 0.1)
         cluster.close()
 
     asyncio.run(main())
@@ -135,16 +132,14 @@ def test_ranks_of_a_replica(nodes, tiny_folder):
         try:
             await client.start(options(tiny_folder, tensor_parallel=2))
             work = [asyncio.create_task(answer(client, number, 32)) for number in range(8)]
-            while not any(pending.has_token for pending in client._pending.values()):
-                await asyncio.sleep(0.001)
+            await until_async(lambda: any(pending.has_token for pending in client._pending.values()), 0.001)
             (worker,) = processes(b"tidemill.engine.worker") - before
             os.kill(worker, signal.SIGKILL)
             assert await asyncio.gather(*work) == truth[:8]
             assert client.num_restarts == 1
         finally:
             await client.close()
-        while processes(b"tidemill.engine.worker") - before:
-            await asyncio.sleep(0.1)
+        await until_async(lambda: not processes(b"tidemill.engine.worker") - before, 0.1)
         cluster.close()
 
     asyncio.run(main())
@@ -193,8 +188,8 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
             num_moved = 0.0
             for way in ("actor", "node"):
                 work = [asyncio.create_task(ask(client, number, number % 2 == 0)) for number in range(NUM)]
-                while not any(task.done() for task in work):  # all are under way, and some have been answered
-                    await asyncio.sleep(0.001)
+                # All are under way, and some have been answered.
+                await until_async(lambda work=work: any(task.done() for task in work), 0.001)
                 victim = sorted(engines() - before)[0]
                 if way == "actor":
                     os.kill(parent(victim), signal.SIGKILL)
@@ -205,8 +200,8 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
                 moved = [line for line in told if "requests_finished_total" in line and 'reason="abort"' in line]
                 assert sum(float(line.split()[-1]) for line in moved) > num_moved, "none was under way there"
                 num_moved = sum(float(line.split()[-1]) for line in moved)
-                while len(engines() - before) < 2:  # what was lost is started again where there is room
-                    await asyncio.sleep(0.1)
+                # What was lost is started again where there is room.
+                await until_async(lambda: len(engines() - before) >= 2, 0.1)
 
     try:
         asyncio.run(main())
@@ -234,8 +229,7 @@ def test_replicas_come_and_go_with_the_load(nodes, tiny_folder):
             assert len(engines() - before) == 2
             await asyncio.gather(*work)
             assert await answer(replicas, 5) == truth
-            while replicas.num_replicas > 1 or len(engines() - before) > 1:
-                await asyncio.sleep(0.05)
+            await until_async(lambda: replicas.num_replicas <= 1 and len(engines() - before) <= 1, 0.05)
             assert await answer(replicas, 5) == truth
             loaded = [type(event).__name__ for event in seen if "Model" in type(event).__name__]
             assert loaded == ["ModelLoading", "ModelLoaded", "ModelUnloaded"]

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,17 +20,18 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
+from tests.ports import reserved_port
 from tests.server.lag import PATCH
 from tests.server.scripted import make_scripted
+from tests.waiting import until, until_async
 from tidemill.server.http.connections import BoundedProtocol
 
 
 class Server:
     def __init__(self, model: Path | None, *options: str, patch: str = "") -> None:
         """`model`: served as tiny; None: the options name the models. `patch`: Python that is run in the server first."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._reserved = contextlib.ExitStack()
+        self.port = self._reserved.enter_context(reserved_port())
         self.url = f"http://127.0.0.1:{self.port}"
         command = [
             sys.executable,
@@ -48,14 +48,15 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def wait(self) -> Server:
-        for _ in range(int(LONG_S / 0.1)):
-            assert self.process.poll() is None, self.process.stdout.read()
-            with contextlib.suppress(OSError, httpx.HTTPError):
-                socket.create_connection(("127.0.0.1", self.port)).close()  # much cheaper while nobody listens
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return self
-            time.sleep(0.1)
-        raise AssertionError("the server did not start")
+        until(self._is_up)
+        return self
+
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None, self.process.stdout.read()
+        with contextlib.suppress(OSError, httpx.HTTPError):
+            socket.create_connection(("127.0.0.1", self.port)).close()  # much cheaper while nobody listens
+            return httpx.get(f"{self.url}/health").status_code == 200
+        return False
 
     def gauge(self, name: str, model: str | None = None) -> float:
         """`model`: where there are several."""
@@ -82,6 +83,7 @@ class Server:
             return self.process.wait(LONG_S)
         finally:
             self.process.kill()
+            self._reserved.close()
 
 
 def command_of(pid: int | str) -> bytes:
@@ -97,8 +99,7 @@ async def behind_our_protocol(app: ASGIApp) -> AsyncIterator[int]:
     """An app of the test's own, served as ours is; its port."""
     running = uvicorn.Server(uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="error", lifespan="off"))
     task = asyncio.create_task(running.serve())
-    while not running.started:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: running.started)
     try:
         yield running.servers[0].sockets[0].getsockname()[1]
     finally:

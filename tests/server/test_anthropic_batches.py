@@ -1,12 +1,12 @@
 """Anthropic's Message Batches by its official client, over the batches of /v1/batches."""
 
-import time
 
 import anthropic
 import httpx
 import pytest
 
 from tests.server.conftest import KEYS
+from tests.waiting import until
 from tidemill.router.owners import referred
 
 ASK = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "How high is the water?"}]}
@@ -21,10 +21,8 @@ def client(roomy):
 
 
 def end(client, batch):
-    while batch.processing_status != "ended":
-        time.sleep(0.05)
-        batch = client.messages.batches.retrieve(batch.id)
-    return batch
+    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended")
+    return client.messages.batches.retrieve(batch.id)
 
 
 def requests_of(*params):

@@ -5,7 +5,6 @@ import contextlib
 import json
 import re
 import signal
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import openai
 import pytest
 
 from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill.server.generation.models import Models
 from tidemill.server.http.access import Access
 from tidemill.server.store import batch_lines, batches
@@ -50,10 +50,14 @@ def begin(client, url, lines, window="24h", **more):
 
 
 def end(client, batch):
-    while batch.status not in ("completed", "failed", "expired", "cancelled"):
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    return batch
+    until(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed", "expired", "cancelled"))
+    return client.batches.retrieve(batch.id)
+
+
+def least_completed(client, batch, least: int) -> int:
+    """The number of completed lines; 0 if it is less than that."""
+    completed = client.batches.retrieve(batch.id).request_counts.completed
+    return completed if completed >= least else 0
 
 
 def read(client, file_id):
@@ -179,8 +183,7 @@ def test_cancelled_and_expired_batches_keep_what_they_have(client):
     url = "/v1/completions"
     lines = lines_of(url, [LONG | {"max_tokens": 1}, *[LONG] * 100])
     batch = begin(client, url, lines)
-    while client.batches.retrieve(batch.id).request_counts.completed == 0:
-        time.sleep(0.02)
+    until(lambda: client.batches.retrieve(batch.id).request_counts.completed, 0.02)
     with pytest.raises(openai.BadRequestError, match="still reads"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
@@ -202,8 +205,7 @@ def test_cancelled_and_expired_batches_keep_what_they_have(client):
 def test_batches_give_way_to_requests_of_people(client, roomy):
     """A full engine of batch lines, and more in the queue than there are slots: a new one shares its steps with few."""
     batch = begin(client, "/v1/completions", lines_of("/v1/completions", [LONG] * 200))
-    while roomy.gauge("requests_running") < 64:
-        time.sleep(0.02)
+    until(lambda: roomy.gauge("requests_running") >= 64, 0.02)
     made = httpx.post(f"{roomy.url}/v1/completions", json=LONG | {"max_tokens": 60}).json()
     (story,) = httpx.get(f"{roomy.url}/v1/requests/{made['id']}/explain").json()["data"]
     (reason,) = (span["because"] for span in story["spans"] if span["span"] == "decode")
@@ -228,8 +230,7 @@ def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
     counts = []
     for number in (signal.SIGTERM, signal.SIGKILL):
         before = counts[-1] if counts else 0
-        while (done := client.batches.retrieve(batch.id).request_counts.completed) < before + 20:
-            time.sleep(0.02)
+        done = until(lambda client=client, least=before + 20: least_completed(client, batch, least), 0.02)
         server.process.send_signal(number)
         server.process.wait()
         (tmp_path / "data" / "files" / doomed.input_file_id).unlink(missing_ok=True)

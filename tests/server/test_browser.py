@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -11,6 +10,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.server.browser import Browser, needs_chromium
 from tests.server.conftest import Server
+from tests.waiting import until
 
 pytestmark = needs_chromium
 KEY, ADMIN = "key-of-the-first-user", "key-of-the-admin-only"
@@ -104,8 +104,7 @@ def test_a_response_is_stopped(browser, roomy, how):
     assert "stopped" in browser.text(".stats")
     text = browser.text("article.assistant .words")
     browser.until("document.querySelector('#stop').hidden")
-    while roomy.gauge("requests_running"):
-        time.sleep(0.05)
+    until(lambda: not roomy.gauge("requests_running"))
     assert browser.text("article.assistant .words") == text
 
 
@@ -691,8 +690,7 @@ def test_conversations_are_imported_searched_and_exported(browser, tmp_path):
     for button, name in (("markdown", "The-sea.md"), ("json", "The-sea.json")):
         browser.click("#export-open")
         browser.click(f"#export-{button}")
-        while not (tmp_path / name).exists():
-            time.sleep(0.05)
+        until((tmp_path / name).exists)
     assert (tmp_path / "The-sea.md").read_text() == (
         "# The sea\n\n**System**\n\nBe salty.\n\n**You**\n\nFile `a.txt`:\n\n```txt\nbarnacle\n```\n\nWhat is salt?\n\n"
         "**Model**\n\nSodium **chloride**, mostly.\n"

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import time
 
 import httpx
 import pytest
 
 from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill.server.http import context
 from tidemill.server.http.context import Call, RequestLog
 
@@ -36,12 +36,13 @@ def ask(server, route="/v1/completions", body=None, key=KEYS[0], name=None, **mo
 
 def line_of(path, name):
     """Written when the request has ended, which may be after its response was read."""
-    while True:
+
+    def find() -> dict | None:
         whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")  # the last may be half written
-        for line in whole.splitlines():
-            if name in (json.loads(line)["id"], json.loads(line).get("label")):
-                return json.loads(line)
-        time.sleep(0.02)
+        lines = map(json.loads, whole.splitlines())
+        return next((line for line in lines if name in (line["id"], line.get("label"))), None)
+
+    return until(find, 0.02)
 
 
 MESSAGES = [{"role": "user", "content": SECRET}]

@@ -18,6 +18,7 @@ from tests.helpers import LONG_S
 from tests.server.conftest import Server
 from tests.server.test_lifecycle import gone
 from tests.server.watch import children
+from tests.waiting import until_async
 
 LONG = 120
 
@@ -114,21 +115,24 @@ async def kill_engines(server: Server, num: int, rng: random.Random, responses: 
     for _ in range(num):
         begun = sum(one.num_pieces for one in responses)
         some = rng.randrange(1, 200)
-        while sum(one.num_pieces for one in responses) < begun + some and not all(one.is_settled for one in responses):
-            await asyncio.sleep(0.001)
+        enough = begun + some
+        await until_async(
+            lambda enough=enough: sum(one.num_pieces for one in responses) >= enough or all(one.is_settled for one in responses),
+            0.001,
+        )
         num_before = metrics(server)["engine_restarts_total"]
         os.kill(rng.choice(server.engine_pids()), signal.SIGKILL)
-        while metrics(server)["engine_restarts_total"] == num_before:  # one that is killed while it starts is no restart
-            await asyncio.sleep(0.2)
+        # One that is killed while it starts is no restart.
+        await until_async(lambda num=num_before: metrics(server)["engine_restarts_total"] > num, 0.2)
 
 
 async def settled(server: Server, num_restarts: int) -> dict[str, float]:
-    for _ in range(int(LONG_S / 0.2)):
+    def at_rest() -> dict[str, float] | None:
         told = metrics(server)
-        if told["requests_running"] == told["requests_waiting"] == 0 and told["engine_restarts_total"] == num_restarts:
-            return told
-        await asyncio.sleep(0.2)
-    raise AssertionError(f"it does not come to rest: {told}")
+        is_idle = told["requests_running"] == told["requests_waiting"] == 0
+        return told if is_idle and told["engine_restarts_total"] == num_restarts else None
+
+    return await until_async(at_rest, 0.2)
 
 
 @pytest.fixture
@@ -185,8 +189,7 @@ async def test_chaos(folder, server, num_clients, waves, seed):
         assert httpx.get(f"{server.url}/ready").status_code == 200
 
         last = [asyncio.create_task(ask(http, i)) for i in range(num_clients)]
-        while not metrics(server)["requests_running"]:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: metrics(server)["requests_running"])
         processes = children(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         for i, outcome in enumerate(await asyncio.gather(*last, return_exceptions=True)):

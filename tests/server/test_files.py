@@ -3,13 +3,13 @@
 import contextlib
 import socket
 import stat
-import time
 
 import httpx
 import openai
 import pytest
 
 from tests.server.conftest import KEYS, Server
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -170,5 +170,4 @@ def test_who_leaves_in_the_middle_leaves_nothing(tenants, data_folder):
             + b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
             + b"x" * 300_000
         )
-    while list((data_folder / "files").iterdir()):
-        time.sleep(0.05)
+    until(lambda: not list((data_folder / "files").iterdir()))

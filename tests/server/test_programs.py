@@ -1,11 +1,11 @@
 """Programs on a server: what they do on the engine of this process, token by token."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from tidemill import LLM, assistant, gen, program, select, user
 from tidemill.errors import Cancelled, ContextTooLong, InvalidRequest, TidemillError
 from tidemill.programs import Remote
@@ -71,10 +71,8 @@ def test_a_cancelled_program_frees_its_requests(server):
         branches.join()
 
     with long.run(backend=server.url, stream=True):
-        while server.gauge("requests_running") < 3:
-            time.sleep(0.01)
-    while server.gauge("requests_running"):
-        time.sleep(0.01)
+        until(lambda: server.gauge("requests_running") >= 3, 0.01)
+    until(lambda: not server.gauge("requests_running"))
 
 
 def test_errors_of_a_server(server):

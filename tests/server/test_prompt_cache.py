@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.conftest import KEYS, Server
 from tests.server.test_anthropic import TOOL
+from tests.waiting import until
 from tidemill.server.api.openai.types import ChatRequest
 
 PAGE = 16
@@ -136,8 +137,7 @@ def test_a_prompt_cache_is_whole_whatever_requests_keep(tiny_folder):
 
 def test_a_prompt_cache_expires(http):
     assert http.post("/v1/prompt_caches", json={"name": "brief", "prompt": "x" * 40, "ttl": 1}).status_code == 200
-    while http.get("/v1/prompt_caches/brief").status_code == 200:
-        time.sleep(0.05)
+    until(lambda: http.get("/v1/prompt_caches/brief").status_code != 200)
     reply = http.post("/v1/completions", json={"prompt": "y", "prompt_cache": "brief"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (404, "prompt_cache")
 
@@ -262,6 +262,12 @@ def test_prompt_cache_key_retains_the_latest_request_with_it(pressed, client):
     assert reply.parse().prompt_cache_key == "k"
 
 
+def held_of(http, request_id) -> list[str]:
+    """Empty until both decisions are made."""
+    held = http.get(f"/v1/requests/{request_id}/explain").json()["data"][0]["held"]
+    return held if len(held) == 2 else []
+
+
 @pytest.mark.slow
 def test_a_session_is_retained_while_its_tool_call_is_under_way(pressed, claude):
     """Explain says so; one without a call is not."""
@@ -274,8 +280,7 @@ def test_a_session_is_retained_while_its_tool_call_is_under_way(pressed, claude)
     assert made[0].stop_reason == "tool_use"
     decided = ("for 60 s from then on: a tool call is under way", "evictable again: no tool was called")
     for one, words in zip(made, decided, strict=True):
-        while len(held := http.get(f"/v1/requests/{one.id}/explain").json()["data"][0]["held"]) < 2:
-            time.sleep(0.05)
+        held = until(lambda one=one: held_of(http, one.id))
         assert held[0].endswith("tokens retained for 10 s: a tool may have been called")
         assert held[1] == words
     evict(http)
@@ -293,8 +298,7 @@ def test_a_prompt_cache_is_pinned_again_after_the_engine_was_killed(small, press
     ask = {"prompt": "So", "prompt_cache": "lasting", **GREEDY}
     before = http.post("/v1/completions", json=ask).json()["choices"]
     os.kill(small.engine_pid(), signal.SIGKILL)
-    while http.get("/v1/prompt_caches/lasting").json()["pinned_tokens"]:
-        time.sleep(0.05)
+    until(lambda: not http.get("/v1/prompt_caches/lasting").json()["pinned_tokens"])
     assert http.post("/v1/completions", json=ask).json()["choices"] == before
     assert http.get("/v1/prompt_caches/lasting").json()["pinned_tokens"] == made["pinned_tokens"]
     http.delete("/v1/prompt_caches/lasting")

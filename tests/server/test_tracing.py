@@ -14,6 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.server.conftest import Server
+from tests.waiting import until
 from tidemill.errors import ConfigError
 from tidemill.server.observe import tracing
 
@@ -47,11 +48,11 @@ class Collector:
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def wait(self, name: str, request_id: str, num: int = 1) -> list[Span]:
-        while True:
+        def find() -> list[Span]:
             found = [span for span in self.spans if span.name == name and values(span)["gen_ai.response.id"] == request_id]
-            if len(found) >= num:
-                return found
-            time.sleep(0.05)
+            return found if len(found) >= num else []
+
+        return until(find)
 
     def children(self, span: Span) -> list[Span]:
         """The SDK sends spans in the order in which they end: those inside first."""

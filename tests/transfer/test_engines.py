@@ -1,7 +1,6 @@
 """Two engines that exchange KV pages: tokens and logprobs are those of one engine, bit for bit, whatever becomes of the pages."""
 
 import random
-import socket
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from msgspec.structs import replace
 from tests.engine.test_tiers import FreeMoves
 from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy, load_model, make_llama, model_with_cache, run
 from tests.helpers import take as take_step
+from tests.waiting import until
 from tidemill import events
 from tidemill.engine import endings
 from tidemill.engine.core import EngineCore
@@ -78,9 +78,7 @@ def prefill(core: EngineCore) -> tuple[dict[str, Answer], list[events.Event]]:
 
 def has_learned(core: EngineCore, num: int) -> None:
     """Until it knows of so many pages; they are not fetched yet."""
-    while len(core.scheduler.kv.tiers.peers) < num:
-        core._take_moves()
-        time.sleep(0.001)
+    until(lambda: core._take_moves() or len(core.scheduler.kv.tiers.peers) >= num, 0.001)
 
 
 def moved(happened, tier: str, is_load: bool) -> int:
@@ -132,13 +130,11 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "nixl"])
-def test_pages_come_from_another_host(llama, expected, tmp_path, kind):
+def test_pages_come_from_another_host(llama, expected, tmp_path, port, kind):
     if kind == "nixl":
         pytest.importorskip("nixl")
     (tmp_path / "key").write_text("0123456789abcdef")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"{kind}:127.0.0.1:{free.getsockname()[1]}"
+    address = f"{kind}:127.0.0.1:{port}"
     key = {"kv_key_file": str(tmp_path / "key")}
     first, second = make_core(llama, kv_export=f"{address}:4M", **key), make_core(llama, kv_import=address, **key)
     prefill(first)
@@ -156,8 +152,7 @@ def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, e
     core = make_core(llama, kv_export="shm:a:4M")
     other = make_core(llama, kv_import="shm:a")
     exporter, may_write = core.runner.mover.outside.exporter, threading.Event()
-    while not exporter._journal._known:  # the other one is connected
-        time.sleep(0.01)
+    until(lambda: exporter._journal._known, 0.01)  # the other one is connected
     write = exporter.write
     exporter.write = lambda *args: (may_write.wait(LONG_S), write(*args))[1]
     core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))
@@ -199,8 +194,7 @@ def test_an_exporter_that_dies_in_between_costs_time_only(llama, expected):
     def die(*args):
         if len(fetched) == 3:
             first.close()
-            while importer._links[0].reader is not None:
-                time.sleep(0.001)
+            until(lambda: importer._links[0].reader is None, 0.001)
         fetched.append(args)
         fetch(*args)
 
@@ -350,9 +344,7 @@ def test_worthless_pages_are_taken_back(llama):
     core.discard(core.running[0], "logits are not numbers")
     first.step()
     first.runner.mover.drain()
-    while len(second.scheduler.kv.tiers.peers) > 18:
-        second.step()
-        time.sleep(0.001)
+    until(lambda: second.step() and len(second.scheduler.kv.tiers.peers) <= 18, 0.001)
     _, happened = watched(second, {"p0": PROMPTS["p0"]})
     assert [one.num_cached for one in kinds(happened, events.Admitted)] == [0]
     first.close()

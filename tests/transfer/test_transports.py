@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.waiting import until
 from tidemill.errors import ConfigError, PeerMismatch, WorkerLost
 from tidemill.kernels import native
 from tidemill.parallel.channel import Door
@@ -41,14 +42,12 @@ def own_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(params=["shm", "tcp", "nixl"])
-def address(request):
+def address(request, port):
     if request.param == "nixl":
         pytest.importorskip("nixl")
     if request.param == "shm":
         return "shm:here"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"{request.param}:127.0.0.1:{free.getsockname()[1]}"
+    return f"{request.param}:127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -60,16 +59,18 @@ def opened(address):
     exporter.close()
 
 
-def wait(importer, until) -> tuple[dict[int, bytes], list[bytes], list[str]]:
+def wait(importer, is_right) -> tuple[dict[int, bytes], list[bytes], list[str]]:
     """What was learned, once it is as it should be."""
     slots, erased, problems = {}, [], []
-    while not until(slots, erased, problems):
-        if (learned := importer.take()) is None:
-            time.sleep(0.001)
-            continue
-        slots.update(learned.slots)
-        erased += learned.erased
-        problems += learned.problems
+
+    def learn() -> bool:
+        if (learned := importer.take()) is not None:
+            slots.update(learned.slots)
+            erased.extend(learned.erased)
+            problems.extend(learned.problems)
+        return is_right(slots, erased, problems)
+
+    until(learn, 0.001)
     return slots, erased, problems
 
 
@@ -79,8 +80,7 @@ def in_use() -> tuple[int, int]:
 
 
 def wait_for_use(most: tuple[int, int]) -> None:
-    while any(now > before for now, before in zip(in_use(), most, strict=True)):
-        time.sleep(0.005)
+    until(lambda: all(now <= before for now, before in zip(in_use(), most, strict=True)), 0.005)
 
 
 @pytest.mark.parametrize("address", ["shm", "tcp"], indirect=True)
@@ -156,10 +156,8 @@ def test_another_model_is_refused_and_what_differs_is_said():
         one.close()
 
 
-def test_who_does_not_know_the_key_gets_nothing(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp:127.0.0.1:{free.getsockname()[1]}"
+def test_who_does_not_know_the_key_gets_nothing(tmp_path, port):
+    address = f"tcp:127.0.0.1:{port}"
     exporter = open_exporter(address, SLOTS, SIZE, SAME, "key")
     exporter.write(0, key(0), page(0))
     (tmp_path / "other").write_text("fedcba9876543210")
@@ -168,8 +166,7 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path):
     assert "another key" in problems[0]
     assert not exporter._journal._known
     importer.close()
-    while exporter._readers:
-        time.sleep(0.005)
+    until(lambda: not exporter._readers, 0.005)
     exporter.close()
 
 

@@ -28,9 +28,13 @@ def proxy(url, tmp_path_factory):
     ]
     path = tmp_path_factory.mktemp("proxy") / "config.yaml"
     path.write_text(json.dumps({"model_list": models, "general_settings": {"master_key": KEY}}))  # JSON is YAML, too
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as reserved:  # it does not listen: the proxy does, at the same port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield from started(path, reserved.getsockname()[1])
+
+
+def started(path, port):
     command = [str(Path(sys.executable).with_name("litellm")), "--config", str(path), "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen([*command, "--telemetry", "False"])
     try:

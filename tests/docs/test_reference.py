@@ -1,14 +1,23 @@
 """Reference pages that are made from the code are current."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from tidemill.cli import observability_doc
+from tidemill.engine import adapter_names, inbox
 from tidemill.events import Event
+from tidemill.frontend import structured
+from tidemill.server.api.openai import messages, types, writers
+from tidemill.server.generation import service
+from tidemill.server.http import body, connections, context
+from tidemill.server.observe import live
+from tidemill.server.store import batch_lines
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+LIMITS = (REFERENCE / "limits.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -21,3 +30,32 @@ def test_tables_of_metrics_and_events(page, table):
 def test_every_event_has_an_occasion():
     before, _, _ = (REFERENCE / "events.md").read_text().partition("## Fields")
     assert [event.__name__ for event in get_args(Event) if f"`{event.__name__}`" not in before] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "limit"),
+    [
+        ("body", f"{body.MAX_BODY_BYTES >> 20} MiB"),
+        ("file", f"{body.MAX_UPLOAD_BYTES >> 20} MiB"),
+        ("objects, lists and members of a body", f"{body.MAX_PARTS:,}"),
+        ("items of a body, such as token ids", f"{body.MAX_ITEMS:,}"),
+        ("messages", f"{messages.MAX_MESSAGES:,}"),
+        ("prompts times samples", f"{types.MAX_CHOICES}"),
+        ("texts of one embedding, rerank or score request", f"{types.MAX_INPUTS:,}"),
+        ("log-probabilities of one response", f"{writers.MAX_LOGPROB_CELLS:,}"),
+        ("`/detokenize`", f"{service.MAX_DETOKENIZED:,}"),
+        ("backlog of a stream that is not read", f"{inbox.MAX_CELLS:,}"),
+        ("request id", f"{context.MAX_ID_CHARS}"),
+        ("grammar", f"{structured.MAX_CHARS:,}"),
+        ("JSON schema", f"{structured.MAX_DEPTH}"),
+        ("batch", f"{batch_lines.MAX_LINES:,} lines of {batch_lines.MAX_LINE_BYTES >> 20} MiB"),
+        ("adapters", f"{adapter_names.MAX_ADAPTERS:,}"),
+        ("live views", f"{live.MAX_WATCHERS}"),
+        ("connections", f"{connections.MAX_CONNECTIONS:,}"),
+        ("idle connections of one address", f"{connections.MAX_IDLE_PER_ADDRESS:,}"),
+        ("headers", f"{connections.MAX_HEADER_BYTES >> 10} KiB"),
+    ],
+)
+def test_limits_are_those_of_the_code(row, limit):
+    (line,) = re.findall(rf"^\| {re.escape(row)} \|.*$", LIMITS, re.MULTILINE)
+    assert limit in line

@@ -1,4 +1,4 @@
-"""Flags of vLLM and llama.cpp: the same meaning, no effect with a note, or refused with the reason."""
+"""Flags of vLLM, SGLang and llama.cpp: the same meaning, no effect with a note, or an error with the nearest name."""
 
 import os
 import re
@@ -134,40 +134,52 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
     ("given", "words"),
     [
         ("-ctk q8_0", "Possible: f16, bf16"),
-        ("--max-contxt 5", "Did you mean --max-context?"),
-        ("--max-modl-len 5", "Did you mean --max-model-len?"),
-        ("--frobnicate", "There is no option --frobnicate. See --help."),
         ("--reasoning maybe", "Possible: auto, on, off"),
         ("--presence-penalty 0.5", "give it in a request"),
-        ("--context-shift", "the output ends with the context"),
         ("--max-model-len", "--max-model-len needs a value"),
         ("--typical 0.9", "give typical_p in a request"),
         ("--top-nsigma 2", "there is no such sampler"),
-        ("--ignore-eos", "give it in a request"),
-        ("--speculative-num-steps 3", "see --speculate"),
-        ("--disaggregation-mode prefill", "see --prefill and --decode"),
-        ("--mm-processor-kwargs {}", "images, audio and video are not supported"),
-        ("--draft-modl x", "Did you mean --draft-model?"),
-        ("--middleware m", "code is not loaded"),
-        ("--reasoning-config {}", "--reasoning-parser names the marks"),
-        ("--weight-version 2", "--served-name can tell a version"),
-        ("-sc.method=ngram", "give --speculate"),
-        ("--enable-l", "There is no option --enable-l."),  # of several
     ],
 )
-def test_what_would_change_answers_is_refused_with_the_reason(given, words):
+def test_a_value_that_would_change_answers_is_refused_with_the_reason(given, words):
     with pytest.raises(ConfigError) as caught:
         read("serve", *given.split())
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--max-contxt 5", "There is no option --max-contxt. Did you mean --max-context?"),
+        ("--max-modl-len 5", "Did you mean --max-model-len?"),
+        ("--draft-modl=x", "There is no option --draft-modl. Did you mean --draft-model?"),
+        ("--allowed-origins x", "Did you mean --allowed-origin?"),
+        ("--frobnicate", "There is no option --frobnicate. See --help-all."),
+        ("--enable-l", "There is no option --enable-l."),  # the beginning of several
+        ("--grammar x", "There is no option --grammar."),  # the beginning of one without effect
+        ("-mm x", "There is no option -mm."),  # no -m with the value m
+        ("-sc.method=ngram", "There is no option -sc."),
+        ("-l 5", "There is no option -l."),
+    ],
+)
+def test_another_flag_is_an_error_with_the_nearest_name(given, words):
+    with pytest.raises(ConfigError) as caught:
+        read("serve", *given.split())
+    assert words in str(caught.value)
+
+
+def test_the_error_of_a_command_with_few_options_names_its_help():
+    with pytest.raises(ConfigError, match=r"See --help\.$"):
+        read("memory", "--frobnicate")
+
+
 def test_all_options_that_cannot_be_used_are_named_at_once():
-    given = "x --trust-remote-code --cpu-offload-gb 4 --max-modl-len 5 --port 1 --revision main --frobnicate --max-model-len"
+    given = "x --trust-remote-code --cpu-offload-gb 4 --max-modl-len 5 --port 1 -mm y --frobnicate -ctk q8_0 --max-model-len"
     with pytest.raises(ConfigError) as caught:
         read("serve", *given.split())
     first, *others = caught.value.message.splitlines()
-    assert first == "5 options cannot be used:"
-    words = ["--cpu-offload-gb", "no option --max-modl-len", "--revision", "no option --frobnicate", "needs a value"]
+    assert first == "6 options cannot be used:"
+    words = ["--cpu-offload-gb", "mean --max-model-len?", "option -mm", "option --frobnicate", "-ctk q8_0", "needs a value"]
     assert all(one in line for one, line in zip(words, others, strict=True))
 
 
@@ -190,7 +202,7 @@ def test_what_is_set_by_a_variable_is_set(monkeypatch):
         ("hf-token", "Set the environment variable HF_TOKEN."),
         ("trust-remote-code", "Leave it out. It has no effect: code in a model's repository is never run"),
         ("enforce-eager", "Leave it out. It has no effect: it changes no answer."),
-        ("speculative-num-steps", "see --speculate"),
+        ("speculative-num-steps", "Did you mean speculate?"),
         ("max-contex", "Did you mean max-context?"),
         ("frobnicate", "docs/reference/options.md lists them."),
     ],
@@ -205,6 +217,7 @@ def test_keys_of_a_config_file_that_are_anothers(key, words, tmp_path):
 
 def test_other_commands_have_their_own_short_flags():
     assert read("generate", "x", "-t", "0.5", "-n", "3", "-m", "y") == ["x", "-t", "0.5", "-n", "3", "-m", "y"]
+    assert read("generate", "-", "-n5", "-m", "-5") == ["-", "-n5", "-m", "-5"]
     assert read("chat", "-m", "y", "--temp", "0.5", "-sys", "be brief") == ["y", "--temperature", "0.5", "--system", "be brief"]
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from tidemill.cli.foreign_flags import FAMILIES, FOREIGN, LLAMA, Foreign
+from tidemill.cli.foreign_flags import FOREIGN, LLAMA, Foreign
 from tidemill.errors import ConfigError
 
 _BY_FLAG = {flag: foreign for foreign in FOREIGN for flag in foreign.flags}
@@ -19,7 +19,7 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
     """The arguments with only this command's own flags. `params`: the command's, as click has them."""
     params = list(params)
     values = {opt: not getattr(param, "is_flag", False) for param in params for opt in (*param.opts, *param.secondary_opts)}
-    known = {opt: takes for opt, takes in values.items() if opt.startswith("-")} | {"--help": False}
+    known = {opt: takes for opt, takes in values.items() if opt.startswith("-")} | {"--help": False, "-h": False}
     if any(param.param_type_name == "argument" and param.name == "model" for param in params):
         known["MODEL"] = True
     left, done, has_model = list(args), list[str](), False
@@ -41,7 +41,7 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
                 done.append(left.pop(0))
         elif flag in _BY_FLAG:
             foreign = _BY_FLAG[flag]
-            if foreign.takes_value and not equals and not foreign.is_refused:
+            if foreign.takes_value and not equals:
                 try:
                     value = _next_value(foreign, flag, left)
                 except ConfigError as error:
@@ -57,7 +57,7 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
             except ConfigError as error:
                 refused.append(error)
             has_model |= "MODEL" in foreign.ours
-        elif flag.startswith("--"):
+        elif _is_flag(flag, known):
             refused.append(_unknown(flag, known))
         else:
             done.append(arg)
@@ -65,6 +65,12 @@ def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
     if refused:
         raise _together(refused)
     return _joined(done)
+
+
+def _is_flag(arg: str, known: Collection[str]) -> bool:
+    """`--x` and `-abc` are flags. `-n5` is one of ours with its value, `-5` and `-` are values."""
+    has_value = arg[:2] in known and not arg[2:3].isalpha()
+    return arg.startswith("--") or (arg.startswith("-") and arg[1:2].isalpha() and not has_value)
 
 
 def _together(errors: list[ConfigError]) -> ConfigError:
@@ -90,11 +96,14 @@ def _parts(arg: str, known: Collection[str]) -> tuple[str, str, str, str]:
 
 
 def _whole(flag: str, known: Iterable[str]) -> str:
-    """A flag of another program by its beginning, if no other begins so: vLLM and SGLang take these."""
+    """A flag of vLLM or SGLang by its beginning, as they take it: if it means one of ours, and no other begins so."""
     if flag in _BY_FLAG or not flag.startswith("--") or any(own.startswith(flag) for own in known):
         return flag
-    found = {foreign.names: name for name, foreign in _BY_FLAG.items() if name.startswith(flag)}
-    return next(iter(found.values())) if len(found) == 1 and len(flag) > 5 else flag
+    found = {foreign.names: (name, foreign) for name, foreign in _BY_FLAG.items() if name.startswith(flag)}
+    if len(found) != 1 or len(flag) <= 5:
+        return flag
+    name, foreign = next(iter(found.values()))
+    return name if foreign.is_translated and foreign.source != LLAMA else flag
 
 
 def _peers(args: Iterable[str]) -> set[str]:
@@ -141,8 +150,6 @@ def _next_value(foreign: Foreign, flag: str, left: list[str]) -> str:
 
 def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list[str]:
     """The arguments that stand for a flag and its value."""
-    if foreign.is_refused:
-        raise ConfigError(f"{flag} is not supported: {foreign.why}.")
     if foreign.stands_for:
         return _stands_for(foreign, flag, value, known)
     mine = next((ours for ours in foreign.ours if ours in known), None)
@@ -188,27 +195,19 @@ def _stands_for(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -
     return there
 
 
-def _unknown(flag: str, known: Iterable[str]) -> ConfigError:
-    candidates = [*known, *(name for name, foreign in _BY_FLAG.items() if name.startswith("--") and foreign.ours)]
-    near = difflib.get_close_matches(flag, candidates, n=1, cutoff=0.75)
-    is_slip = bool(near) and difflib.SequenceMatcher(None, flag, near[0]).ratio() > 0.9
-    if not is_slip and (why := _family(flag)):
-        return ConfigError(f"{flag} is not supported: {why}.")
-    return ConfigError(f"There is no option {flag}.", fix=f"Did you mean {near[0]}?" if near else "See --help.")
-
-
-def _family(flag: str) -> str:
-    """Why there is no flag like this one; empty: nobody has one."""
-    starts = ((f"--{start}", why) for starts, why in FAMILIES for start in starts.split())
-    return next((why for start, why in starts if flag.startswith(start)), "")
+def _unknown(flag: str, known: Collection[str]) -> ConfigError:
+    name = flag.partition("=")[0]
+    see = f"See {'--help-all' if '--help-all' in known else '--help'}."
+    candidates = [*known, *(name for name, foreign in _BY_FLAG.items() if foreign.is_translated)]
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8) if name.startswith("--") else []
+    return ConfigError(f"There is no option {name}.", fix=f"Did you mean {near[0]}?" if near else see)
 
 
 def hint(key: str, options: Collection[str]) -> str:
-    """What to do about a key of a config file that is another program's; empty: nobody has it. `options`: names of ours."""
-    flag = f"--{key.replace('_', '-')}"
-    foreign = _BY_FLAG.get(flag)
+    """What to do about a key of a config file that is another program's; empty: it is none. `options`: names of ours."""
+    foreign = _BY_FLAG.get(f"--{key.replace('_', '-')}")
     if foreign is None:
-        return f"It is not supported: {why}." if (why := _family(flag)) else ""
+        return ""
     for name in (ours.removeprefix("--") for ours in foreign.ours):
         if name in options:
             return f"Did you mean {name}?"
@@ -221,15 +220,13 @@ def hint(key: str, options: Collection[str]) -> str:
         return f"See {', '.join(meant)}."
     if foreign.variable:
         return f"Set the environment variable {foreign.variable}."
-    if foreign.is_refused:
-        return f"It is not supported: {foreign.why}."
     return f"Leave it out. It has no effect: {foreign.why}." if foreign.why else "It is no option of a config file."
 
 
-def table() -> list[str]:
-    """Lines of the table in docs/reference/foreign-flags.md."""
+def table(is_translated: bool) -> list[str]:
+    """Lines of a table in docs/reference/foreign-flags.md: flags that something of ours stands for, or those without effect."""
     lines = ["| flag | of | here |", "|---|---|---|"]
-    for each in FOREIGN:
+    for each in (foreign for foreign in FOREIGN if foreign.is_translated == is_translated):
         names = ", ".join(f"`{flag}`" for flag in each.flags)
         if each.stands_for:
             meant = {value: f"`{' '.join(words)}`" if words else "nothing" for value, words in each.stands_for.items()}
@@ -241,13 +238,11 @@ def table() -> list[str]:
         elif each.ours:
             mine = " or ".join(f"`{ours}`" for ours in each.ours if ours != "MODEL")
             here = mine + (f". {each.why}" if each.why else "")
-        elif each.is_refused:
-            here = f"refused: {each.why}"
         elif each.variable:
             here = f"sets `{each.variable}`"
         elif each.accepted is not None:
             here = f"only {', '.join(each.accepted)}: {each.why}"
         else:
-            here = f"no effect: {each.why}"
+            here = each.why
         lines.append(f"| {names} | {each.source} | {here} |")
     return lines

@@ -1,4 +1,4 @@
-"""Flags of vLLM, SGLang and llama.cpp: what stands for each of them here, so that their command lines work or say why not."""
+"""Flags of vLLM, SGLang and llama.cpp that commands take: what stands for each of them here, or why it has no effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Foreign:
 
     `ours`: flags with the same meaning, of which a command has one; a value follows. `inside`: an option of ours that is a JSON
     object, and the member that the value is. `stands_for`: what each value means, as arguments of ours. Without any of these the
-    flag has no effect on answers and is accepted with a note, or it is refused; `why` gives the reason for both.
+    flag has no effect on answers and is accepted with a note; `why` gives the reason.
     """
 
     names: str
@@ -25,7 +25,6 @@ class Foreign:
     takes_value: bool = True
     automatic: tuple[str, ...] = ()  # values that mean: not given
     accepted: tuple[str, ...] | None = None  # without `ours`: the values that have no effect; None: all
-    is_refused: bool = False
     inside: tuple[str, str] = ("", "")
     stands_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     several: bool = False  # words that follow are values, too
@@ -34,6 +33,11 @@ class Foreign:
     is_switch: bool = False  # the value is not told: any that is not `automatic` turns `ours` on
     unit: str = ""  # of the value, for ours
     variable: str = ""  # of the environment, which is set to the value; a switch sets it to 1
+
+    @property
+    def is_translated(self) -> bool:
+        """Something of ours stands for it; the others have no effect."""
+        return bool(self.ours or self.inside[0] or self.stands_for or self.variable)
 
     @property
     def flags(self) -> list[str]:
@@ -61,10 +65,6 @@ def _no_effect(
     names: str, source: str, why: str, *, takes_value: bool = False, accepted: tuple[str, ...] | None = None
 ) -> Foreign:
     return Foreign(names, source, why=why, takes_value=takes_value or accepted is not None, accepted=accepted)
-
-
-def _refused(names: str, source: str, why: str) -> Foreign:
-    return Foreign(names, source, why=why, is_refused=True)
 
 
 FOREIGN = (
@@ -198,35 +198,11 @@ FOREIGN = (
     _no_effect("-cnv --conversation", LLAMA, "chat is a conversation"),
     _no_effect("--trust-remote-code", f"{VLLM}, {SGLANG}",
                "code in a model's repository is never run, and none is needed: architectures are part of Tidemill"),
-    _refused("--cpu-offload-gb", VLLM, "say how much memory weights may take with --weight-memory; the others are streamed"),
-    _refused("--tokenizer --tokenizer-path", f"{VLLM}, {SGLANG}", "the tokenizer is the model's own"),
-    _refused("--revision", VLLM, "the newest version is taken; download another with `hf download` and give its folder"),
     Foreign("--download-dir", f"{VLLM}, {SGLANG}", variable="HF_HUB_CACHE"),
     Foreign("-hft --hf-token", f"{LLAMA}, {VLLM}", variable="HF_TOKEN"),
-    _refused("-hff --hf-file", LLAMA, "give the file after the repository: org/name:FILE, without .gguf"),
-    _refused("-mu --model-url", LLAMA, "download the file and give its path, or give org/name:Q4_K_M"),
-    _refused("--allowed-origins", VLLM, "give each origin with --allowed-origin"),
     Foreign("--lora-modules --lora-paths", f"{VLLM}, {SGLANG}", ("--lora",), several=True),
     _no_effect("--enable-lora", VLLM, "--lora or --max-loras enables adapters"),
     _no_effect("--max-cpu-loras --lora-dtype", VLLM, "adapters beyond --max-loras are read again", takes_value=True),
-    _refused("--lora-scaled --lora-init-without-apply", LLAMA, "an adapter's scale is in its adapter_config.json"),
-    _refused("-mm --mmproj -mmu --mmproj-url", LLAMA, "images are not supported"),
-    _refused("--context-shift", LLAMA, "the output ends with the context, or give --kv-policy streaming"),
-    _refused("--models-dir --models-preset", LLAMA, "give each model with --model NAME=MODEL, or in [[models]] of --config"),
-    _refused("--tools --tools-runtime --mcp-servers-config --mcp-servers-json --tool-server -ag --agent", f"{LLAMA}, {VLLM}",
-             "tools are run by the client"),
-    _refused("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --override-kv", LLAMA,
-             "positions are computed as the model's configuration says"),
-    _refused("--grammar --grammar-file -j --json-schema -jf --json-schema-file -l --logit-bias --samplers --sampler-seq "
-             "--sampling-seq --ignore-eos", LLAMA, "give it in a request"),
-    _refused("-r --reverse-prompt", LLAMA, "give `stop` in a request"),
-    _refused("-sp --special", LLAMA, "give `skip_special_tokens: false` in a request"),
-    _refused("--prefill-assistant", LLAMA, "give `continue_final_message` in a request"),
-    _refused("-nocb --no-cont-batching", LLAMA, "--policy static is that"),
-    _refused("--log-prompts-dir", LLAMA, "prompts are never logged"),
-    _refused("--rpc", LLAMA, "give --remote-workers, and `tidemill worker` on the other hosts"),
-    _refused("--list-devices", LLAMA, "see `tidemill memory`"),
-    _refused("-dr --docker-repo", LLAMA, "give a hub repository, as org/name:Q4_K_M"),
     Foreign("--skip-chat-parsing", LLAMA, takes_value=False,
             stands_for={"": ("--tool-parser", "none", "--reasoning-parser", "none")}),
     _same("--model-path", SGLANG, "--model", "MODEL"),
@@ -292,64 +268,14 @@ FOREIGN = (
                SGLANG, "it changes no answer"),
     _no_effect("--enable-deterministic-inference", SGLANG, "answers never depend on the batch"),
     _no_effect("--max-total-tokens", SGLANG, "--kv-memory gives the KV cache its size", takes_value=True),
-    _refused("--allow-auto-truncate", SGLANG, "give `truncate_prompt_tokens` in a request"),
-    _refused("--base-gpu-id --gpu-id-step --device-ids", f"{SGLANG}, {VLLM}", "set CUDA_VISIBLE_DEVICES"),
     Foreign("--pooler-config", VLLM, stands_for={
         '{"task": "embed"}': (), '{"task": "classify"}': (), '{"task": "token_embed"}': ("--pooling", "none"),
         **{f'{{"pooling_type": "{how.upper()}"}}': ("--pooling", how) for how in ("mean", "last", "cls")},
     }),
-    _refused("--reasoning-config", VLLM, "--reasoning-parser names the marks, --thinking-token-budget the length"),
-    _refused("--weight-version", SGLANG, "weights are not exchanged while they are served; --served-name can tell a version"),
-    _refused("--speculative-config -sc", VLLM, "give --speculate, --draft-model or --draft-heads, and --max-drafts"),
-    _refused("--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls --tool-parser-plugin "
-             "--reasoning-parser-plugin --io-processor-plugin --custom-weight-loader", f"{VLLM}, {SGLANG}",
-             "code is not loaded into the server"),
-    _refused("--enable-custom-logit-processor", SGLANG, "a request cannot bring a program"),
-    _refused("--ssl-cert-reqs --ssl-ciphers --ssl-keyfile-password", f"{VLLM}, {SGLANG}",
-             "--tls-client-ca asks for certificates of clients; a key has no password"),
-    _refused("--hf-overrides --json-model-override-args --model-class-overrides", f"{VLLM}, {SGLANG}",
-             "the model is what its config.json says"),
-    _refused("--enable-dbo --enable-two-batch-overlap --enable-single-batch-overlap", f"{VLLM}, {SGLANG}",
-             "see --nano-batching"),
     _no_effect("--attention-backend --sampling-backend --grammar-backend", SGLANG,
                "it changes no answer", takes_value=True),
     _no_effect("--skip-tokenizer-init", f"{VLLM}, {SGLANG}", "requests may have token ids for texts, and ask for ids"),
     _no_effect("--ignore-patterns", VLLM, "a repository's safetensors or one GGUF are fetched", takes_value=True),
     _no_effect("--enable-mis", SGLANG, "the items of a score share their prefix through the prefix cache"),
     _no_effect("--is-embedding --enable-metrics --enable-cache-report --disable-cuda-graph", SGLANG, "it changes no answer"),
-)  # fmt: skip
-
-# Prefixes of the many others, each with what there is here. All are refused: whether a value follows need not be known.
-FAMILIES = (
-    ("mm- mmproj mtmd media image- video- limit-mm allowed-media allowed-local-media interleave-mm enable-mm default-mm "
-     "vision- audio asr- encoder- keep-mm trust-mm skip-mm enable-prefix-mm enable-multimodal disable-fast-image "
-     "enable-broadcast-mm", "images, audio and video are not supported"),
-    ("spec- speculative- draft decoupled-spec threads-draft threads-batch-draft cpu-moe-draft n-cpu-moe-draft device-draft "
-     "override-tensor-draft cache-type-k-draft cache-type-v-draft cpu-mask-draft cpu-range-draft prio-draft poll-draft "
-     "lookup-cache", "see --speculate, --draft-model, --draft-heads and --max-drafts"),
-    ("disaggregation- kv-transfer ec-transfer ec-manager kv-events encoder-transfer num-reserved-decode optimistic-prefill",
-     "see --prefill and --decode, and --kv-export and --kv-import between servers"),
-    ("offload- cpu-offload kt- weight-cache", "see --weight-memory"),
-    ("kv-offloading hicache enable-hisparse enable-lmcache lmcache enable-flexkv flexkv kv-sharing",
-     "see --kv-host-memory and --kv-disk"),
-    ("data-parallel nnodes node-rank master- dist- nccl headless dp-supervisor enable-dp enable-elastic elastic-ep",
-     "see --data-parallel, --remote-workers and `tidemill route`"),
-    ("decode-context-parallel prefill-context-parallel dcp- attn-cp enable-prefill-cp cp- prefill-cp moe-dp attention-context",
-     "see --tensor-parallel and --tensor-layout"),
-    ("ep- eplb- enable-eplb expert- deepep moe- init-expert all2all enable-ep max-ep", "see --expert-parallel"),
-    ("rope- yarn-", "positions are computed as the model's configuration says"),
-    ("control-vector", "control vectors are not supported"),
-    ("fim- gpt-oss- embd-gemma", "give the model itself, as org/name or org/name:Q4_K_M"),
-    ("ui-config webui-config ui-mcp webui-mcp no-ui-mcp no-webui-mcp path", "the page is part of the server; see --ui"),
-    ("quantiz modelopt rl-quant", "see --quantization and `tidemill quantize`"),
-    ("mamba- max-mamba enable-mamba linear-attn replayssm use-replayssm gdn- kda-", "the state of such layers has one form"),
-    ("cuda-graph cudagraph disable-prefill-cuda disable-decode-cuda enable-profile-cuda enable-breakable-cuda",
-     "CUDA graphs are recorded when the server starts"),
-    ("dsa- nsa- dsv4 flashinfer enable-flashinfer fp4- fp8- bf16- triton- enable-aiter enable-deepseek enable-bf16x3",
-     "kernels are chosen by measuring"),
-    ("enable-sleep enable-memory-saver weight-transfer enable-weights-cpu checkpoint-engine remote-instance weight-loader "
-     "startup-weight", "a server keeps its weights; see --idle-unload"),
-    ("enable-return-hidden return-hidden enable-return-routed return-routed enable-prompt-embeds return-sampling",
-     "answers have text and log-probabilities"),
-    ("cohere- tokens-only grpc smg- sidecar enable-http2 http2-", "the API is HTTP/1.1 with JSON"),
 )  # fmt: skip

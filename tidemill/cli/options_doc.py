@@ -59,11 +59,34 @@ _FOREIGN = """# Flags of vLLM, SGLang and llama.cpp
 Commands also take these flags. Underscores count as hyphens. They are flags only: variables and config files take
 [our names](options.md). Commands side by side: [vLLM](../start/from-vllm.md), [Ollama and llama.cpp](../start/from-ollama.md).
 
-- Most mean the same as one of ours.
-- What changes no answer and has no counterpart is accepted with a note.
-- What would change answers is refused with the reason.
-- Flags of theirs that are not in the table are refused. Where there is something like them here, the error names it.
+- A flag with a counterpart is translated.
+- A flag that changes no answer is accepted with a note.
+- Any other flag is an error. The error names all of them at once, and the option with the nearest name if there is one.
 
+"""
+
+
+_INSTEAD = """
+## Others
+
+These are errors. The second column says what there is here.
+
+| flag | here |
+|---|---|
+| `--speculative-config`, `--speculative-…` (vLLM, SGLang) | `--speculate`, `--draft-model`, `--draft-heads`, `--max-drafts` |
+| `--cpu-offload-gb` (vLLM) | `--weight-memory`: how much memory weights may take |
+| `--kv-transfer-config` (vLLM), `--disaggregation-mode` (SGLang) | `--prefill`, `--decode`; `--kv-export`, `--kv-import` |
+| `--revision`, `--tokenizer` (vLLM) | download with `hf download` and give the folder; the tokenizer is the model's own |
+| `--hf-overrides` (vLLM), `--rope-scaling`, `--override-kv` (llama.cpp) | none: the model is what its `config.json` says |
+| `--mmproj` (llama.cpp), `--mm-processor-kwargs` (vLLM) | none: a server's models read text |
+| `--hf-file`, `--model-url` (llama.cpp) | `org/name:FILE` or `org/name:Q4_K_M`; a downloaded file by its path |
+| `--models-dir`, `--models-preset` (llama.cpp) | `NAME=MODEL` for each model, or `[[models]]` of `--config` |
+| `--grammar`, `--json-schema`, `--logit-bias`, `--samplers`, `--ignore-eos` (llama.cpp) | fields of a request |
+| `--rpc` (llama.cpp) | `--remote-workers`, and `tidemill worker` on the other hosts |
+| `--no-cont-batching` (llama.cpp) | `--policy static` |
+| `--base-gpu-id` (SGLang), `--device-ids` (vLLM) | the variable `CUDA_VISIBLE_DEVICES` |
+| `--allowed-origins` (vLLM) | `--allowed-origin`, once for each |
+| `--middleware`, `--logits-processors`, `--worker-cls` (vLLM) | none: code is not loaded into the server |
 """
 
 
@@ -84,7 +107,9 @@ def options_page() -> str:
 
 
 def foreign_flags_page() -> str:
-    return _FOREIGN + "\n".join(table()) + "\n"
+    parts = (("Translated", True), ("Without effect", False))
+    tables = [f"## {heading}\n\n" + "\n".join(table(kind)) + "\n" for heading, kind in parts]
+    return _FOREIGN + "\n".join(tables) + _INSTEAD
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ OPTIONS = (
            short="CPU threads for computing."),
     Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
            help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU.",
-           short="GPUs that share each layer."),
+           short="Ranks (GPUs) that share each layer."),
     Option("tensor-layout", "text", ENGINE, field="tensor_layout", choices=TENSOR_LAYOUTS,
            help="How these processes share a layer. 1d: each has some heads and columns. 2d: parts of the hidden size as well. "
            "gathered: each computes some of a step's tokens with weights that it gathers from all. phased: 1d for steps of few "

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import httpx
 import pytest
 
 from tidemill.cli import observability_doc
@@ -59,3 +60,12 @@ def test_every_event_has_an_occasion():
 def test_limits_are_those_of_the_code(row, limit):
     (line,) = re.findall(rf"^\| {re.escape(row)} \|.*$", LIMITS, re.MULTILINE)
     assert limit in line
+
+
+def test_every_route_is_on_a_page(roomy):
+    def bare(path: str) -> str:
+        return re.sub(r"\{\w+\}", "{}", path)
+
+    pages = bare("".join(page.read_text() for page in REFERENCE.rglob("*.md")))
+    routes = httpx.get(f"{roomy.url}/openapi.json").json()["paths"]
+    assert [path for path in routes if not re.search(rf"[` ]{re.escape(bare(path))}[`?]", pages)] == []

@@ -5,22 +5,36 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import httpx
 import pytest
 
 from tests.server.matrix.client import API
-from tests.server.matrix.dialects import AsText, Body, Ignored, Lack, Refused, Untold
+from tests.server.matrix.dialects import AsText, Body, Dialect, Ignored, Lack, Refused, Untold
 from tests.server.matrix.script import ANSWER, OTHER, REASONING, TEXT, said
+from tests.waiting import until
 
 Check = Callable[[API], None]
-ROWS: dict[str, Check] = {}
 
 
-def row(name: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        ROWS[name] = check
-        return check
+@dataclass(frozen=True)
+class Row:
+    """A feature. `server`: the fixture that it is checked with; `needs`: another feature, without
+    which an API cannot have it."""
+
+    check: Check
+    server: str = "plain"
+    needs: str = ""
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(name: str, **more: str) -> Callable[[Check], None]:
+    def register(check: Check) -> None:
+        ROWS[name] = Row(check, **more)
 
     return register
 
@@ -215,6 +229,69 @@ def _(api: API) -> None:
     assert httpx.delete(f"{api.url}/v1/prompt_caches/{name}").status_code == 200
 
 
+# ---- endings
+
+
+@row("later prompt refused", needs="several prompts")
+def _(api: API) -> None:
+    """The last of many, of token ids, whose number only the engine checks."""
+    refusal = api.refused([[70]] * 70 + [[70] * 5000], max_tokens=2)
+    assert refusal.status == 400
+    assert "context" in refusal.message
+
+
+ENDLESS = {"prompt": said("endless"), "max_tokens": 4000}
+
+
+@row("cancelled")
+def _(api: API) -> None:
+    label = str(uuid.uuid4())
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(lambda: api.post(**ENDLESS, headers={"x-request-id": label}))
+        until(lambda: httpx.delete(f"{api.url}/v1/requests/{label}").status_code == 200)
+        assert "cancel" in api.failed(asked.result())
+
+
+@row("disconnect")
+def _(api: API) -> None:
+    """The engine does not go on for a client that has left."""
+    label = str(uuid.uuid4())
+    api.leave(**ENDLESS, label=label)
+    until(lambda: api.status(label) != "under way")
+    assert api.status(label) not in ("stop", "length")
+
+
+@row("deadline")
+def _(api: API) -> None:
+    response = api.post(**ENDLESS, timeout=0.02)
+    assert response.status_code in ((200, 408) if api.is_streamed else (408,))
+    assert "0.02 s are over" in api.failed(response)
+
+
+# ---- what the server says for all requests
+
+
+@row("server-wide policy", server="limited")
+def _(api: API) -> None:
+    """A policy that gives up old tokens has room for prompts beyond the context."""
+    reply = api.ask("x" * 600 + said("text"))
+    assert (reply.text, reply.answer.reason) == (TEXT, "stop")
+
+
+@row("server-wide budget", server="limited", needs="reasoning")
+def _(api: API) -> None:
+    answer = api.ask(said("think")).answer
+    assert (answer.reasoning, answer.text) == ("It", ANSWER)
+
+
+@row("drain", server="draining")
+def _(api: API) -> None:
+    refusal = api.refused(said("text"))
+    assert refusal.status == 503
+    assert refusal.headers["retry-after"]
+    assert "stopping" in refusal.message
+
+
 # ---- what an API lacks
 
 ASKED: dict[str, Body] = {  # what a client would send to have it
@@ -229,14 +306,20 @@ ASKED: dict[str, Body] = {  # what a client would send to have it
     "reasoning": {"prompt": said("think")},
     "no reasoning": {"chat_template_kwargs": {"enable_thinking": False}},
     "reasoning budget": {"thinking_token_budget": 2},
-    "prefix cache": {},
     "cache salt": {"cache_salt": "a"},
     "prompt cache": {"prompt_cache": "nonesuch"},
+    "deadline": {"timeout": 100},
 }
 
 
+def lack_of(dialect: Dialect, feature: str) -> Lack | None:
+    """Why an API does not have a feature; None: it has it."""
+    lacks = dialect.lacks
+    return lacks.get(feature) or lacks.get(ROWS[feature].needs)
+
+
 def check_lack(api: API, feature: str, lack: Lack) -> None:
-    ask = {"prompt": said("text")} | ASKED[feature]
+    ask = {"prompt": said("text")} | ASKED.get(feature, ASKED.get(ROWS[feature].needs, {}))
     if isinstance(lack, Refused):
         refusal = api.refused(**ask)
         assert refusal.status == 400

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
 
 from tests.server.matrix.dialects import Dialect, Reply
+from tests.waiting import until
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,30 @@ class API:
         events = events_of(response.text)
         assert not any(map(self.dialect.is_refusal, events)), events[-1]
         return self.dialect.streamed(events)
+
+    def failed(self, response: httpx.Response) -> str:
+        """Why a request that was accepted has not ended: by a status, or by a stream's last event."""
+        if response.status_code >= 400:
+            return self.dialect.refusal(response.json())
+        assert self.is_streamed
+        last = events_of(response.text)[-1]
+        assert self.dialect.is_refusal(last), last
+        return self.dialect.refusal(last)
+
+    def leave(self, prompt: Any, label: str, **ask: Any) -> None:
+        """Asks, and closes the connection when the request is under way."""
+        path, body = self.dialect.request({"prompt": prompt, "stream": self.is_streamed, **ask})
+        address = httpx.URL(self.url)
+        connection = HTTPConnection(address.host, address.port)
+        headers = {"content-type": "application/json", "x-request-id": label}
+        connection.request("POST", path, json.dumps(body), headers)
+        until(lambda: self.status(label) == "under way")
+        connection.close()
+
+    def status(self, label: str) -> str | None:
+        """What became of a request."""
+        told = httpx.get(f"{self.url}/v1/requests/{label}/explain")
+        return told.json()["data"][0]["status"] if told.status_code == 200 else None
 
     def refused(self, prompt: Any, **ask: Any) -> Refusal:
         """Also of a stream: by a status, with a body in the shape of this API's errors."""

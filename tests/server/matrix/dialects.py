@@ -609,7 +609,7 @@ class SGLangGenerate(Dialect):
     }
 
     def prompt(self, prompt: Any) -> Body:
-        return {"text": prompt}
+        return {"input_ids" if isinstance(prompt[0], list) else "text": prompt}
 
     def whole(self, body: Any) -> Reply:
         parts = body if isinstance(body, list) else [body]

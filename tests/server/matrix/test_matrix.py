@@ -3,14 +3,15 @@
 import pytest
 
 from tests.server.matrix.cells import cells
-from tests.server.matrix.checks import ROWS, check_lack
+from tests.server.matrix.checks import ROWS, check_lack, lack_of
 from tests.server.matrix.client import API
 
 
 @pytest.mark.parametrize(("dialect", "is_streamed", "feature"), cells())
-def test_cell(plain, dialect, is_streamed, feature):
-    api = API(plain.url, dialect, is_streamed)
-    if feature in dialect.lacks:
-        check_lack(api, feature, dialect.lacks[feature])
+def test_cell(request, dialect, is_streamed, feature):
+    server = request.getfixturevalue(ROWS[feature].server)
+    api = API(server.url, dialect, is_streamed)
+    if (lack := lack_of(dialect, feature)) is not None:
+        check_lack(api, feature, lack)
     else:
-        ROWS[feature](api)
+        ROWS[feature].check(api)

@@ -69,3 +69,11 @@ def test_every_route_is_on_a_page(roomy):
     pages = bare("".join(page.read_text() for page in REFERENCE.rglob("*.md")))
     routes = httpx.get(f"{roomy.url}/openapi.json").json()["paths"]
     assert [path for path in routes if not re.search(rf"[` ]{re.escape(bare(path))}[`?]", pages)] == []
+
+
+@pytest.mark.parametrize("request_type", [types.ChatRequest, types.CompletionRequest])
+def test_every_parameter_is_on_the_page_of_the_api(request_type):
+    pages = [REFERENCE / name for name in ("api/openai.md", "structured-output.md", "tools.md")]
+    text = "".join(page.read_text() for page in pages)
+    names = [field.alias or name for name, field in request_type.model_fields.items()]
+    assert [name for name in names if f"`{name}`" not in text and f"`{name}." not in text] == []

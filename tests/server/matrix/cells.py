@@ -10,7 +10,6 @@ from tests.server.matrix.checks import ROWS
 from tests.server.matrix.dialects import DIALECTS
 
 _POLICY = "the context of the server's policy is known to other APIs only"
-_BEGUN = "it arrives inside a response that has begun"
 _RACE = "it arrives inside a response if that has begun"
 # What the server gets wrong today: by API, with how it answers if it is only wrong then, and
 # feature; and why.
@@ -19,7 +18,7 @@ FAULTS: dict[tuple[str, str], str] = {
     ("completion", "server-wide policy"): _POLICY,
     ("infill", "server-wide policy"): _POLICY,
     ("generate", "server-wide policy"): _POLICY,
-    ("completion streamed", "later prompt refused"): _BEGUN,
+    ("completion streamed", "later prompt refused"): _RACE,
     ("generate streamed", "later prompt refused"): _RACE,
 }
 

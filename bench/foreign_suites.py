@@ -8,9 +8,9 @@ import of the project itself (bench/foreign/; the page lists it). Their models a
 random ones stand for them, so tests of a model's words, of a tokenizer's numbers, of images or of a project's Python classes are
 skipped, each with its reason.
 
-Each file is a pytest process of its own. The table counts what passed, what failed by design (docs/api.md says why), what failed
-without such a reason, and what was not applicable. The exit code is 1 if less than 90 % of what is applicable passed, with
-differences by design counted as failures.
+Each file is a pytest process of its own. The table counts what passed, what failed by design (docs/reference/api/vllm.md and
+llamacpp.md say why), what failed without such a reason, and what was not applicable. The exit code is 1 if less than 90 % of
+what is applicable passed, with differences by design counted as failures.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def test_each_starts_and_answers_help(of_gpu):
 
 
 def test_commands_are_written_so_that_they_work():
-    for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "bench").glob("*.py")]:
+    for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "bench").glob("*.py")]:
         for line in path.read_text().splitlines():
             assert "python bench/" not in line, f"{path}: bench is a package, write python -m bench.NAME: {line}"
 

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from tests.docs.pages import DOCS, ROOT, Block, blocks, manual, marked, name
 from tidemill.cli.main import app
+from tidemill.models.registry import ARCHITECTURES
+from tidemill.sched.policies import POLICIES
 
 URL = "http://127.0.0.1:8000"
 SHELLS = ("sh", "bash", "shell", "console", "")
@@ -140,10 +142,21 @@ def test_configurations_are_read(block, folder):
     parse(["serve", "--config", "tidemill.toml"])
 
 
+@pytest.fixture
+def registries():
+    """Tables that examples add to: they are as before afterwards."""
+    tables = (ARCHITECTURES, POLICIES)
+    copies = [dict(table) for table in tables]
+    yield
+    for table, copy in zip(tables, copies, strict=True):
+        table.clear()
+        table.update(copy)
+
+
 @pytest.mark.parametrize(
     "block", [marked(block) for block in BLOCKS if block.language == "python"], ids=str
 )
-def test_python_is_run(block, folder, request):
+def test_python_is_run(block, folder, registries, request):
     text = block.text
     if URL in text:
         text = text.replace(URL, request.getfixturevalue("roomy").url).replace("smollm2", "tiny")

@@ -16,6 +16,7 @@ from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
 from tidemill.engine.load import core_of
+from tidemill.events import Event
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
 from tidemill.model_config import ModelConfig
@@ -27,7 +28,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.sched.tree import Tree, ancestors_of
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.gguf import GGUFFile
-from tidemill.wire import Delta, Submit
+from tidemill.wire import Delta, Refused, StepOutput, Submit
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -280,10 +281,23 @@ class Grower(Guesser):
         return Tree(tokens, parents)
 
 
-def guess_with(core: EngineCore, drafter: Drafter) -> EngineCore:
-    """All its drafts are verified, up to five for a request."""
-    core.drafting = Drafting([drafter], 5, 0.3, core._clock, core._events, adaptive=False)
+def guess_with(core: EngineCore, *drafters: Drafter, most: int = 5, slope: float = 0.3, adaptive: bool = False) -> EngineCore:
+    """The core with these drafters. Unless it is `adaptive`, all their drafts are verified, up to `most` for a request."""
+    core.drafting = Drafting(drafters, most, slope, core._clock, core._events, adaptive=adaptive)
     return core
+
+
+def watch(core: EngineCore) -> list[Event]:
+    """The events of the core's steps from now on."""
+    seen, step = list[Event](), core.step
+
+    def watched() -> tuple[StepOutput, list[Refused]]:
+        output, failed = step()
+        seen.extend(output.events)
+        return output, failed
+
+    core.step = watched  # type: ignore[method-assign]
+    return seen
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

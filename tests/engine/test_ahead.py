@@ -18,6 +18,7 @@ from tests.helpers import (
     model_with_cache,
     run,
     structured_core,
+    watch,
 )
 from tidemill import events
 from tidemill.engine.drafting import Drafting
@@ -151,8 +152,7 @@ def test_steps_may_follow_drafts_that_are_being_verified(model, chance, options)
     """Always, however often that is for nothing: the same tokens and logprobs."""
     asked = {f"r{i}": (prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts(16))}
     expected, core = guessed(model, asked, chance, (1, 2, 3), **options)
-    seen, emit = [], core._events.__call__
-    core.scheduler._pages._emit = lambda event: (seen.append(event), emit(event))
+    seen = watch(core)
     assert run(core, asked, eos=(1, 2, 3)) == expected
     assert core.scheduler.kv.num_free_pages == core.scheduler.kv.num_pages
     if chance < 1.0:
@@ -235,7 +235,7 @@ def test_aborts_and_preemption_while_drafts_are_followed(model):
             gone.add(name := draw.choice(sorted(core._live)))
             core.abort(Abort(name, "left"))
         if draw.random() < 0.1 and core.scheduler.running:
-            core.scheduler._preempt(draw.choice(core.scheduler.running), "test")
+            core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
         for delta in core.step()[0].deltas:
             made[delta.request_id] += delta.token_ids
         core.scheduler.check_integrity()
@@ -266,7 +266,7 @@ def test_each_step_names_the_drafter_of_its_own_drafts(model):
     assert all(251 not in answer.tokens for answer in expected.values())
     answers = {tuple(prompt): expected[name].tokens for name, (prompt, _) in asked.items()}
     drafters = [Short(answers, 1.0, name="short"), Same(name="same")]
-    core.drafting = Drafting(drafters, 5, 0.3, core._clock, core._events, adaptive=False)
+    guess_with(core, *drafters)
     made_by, launch = {}, core.runner.launch
 
     def launched(plan):
@@ -294,7 +294,7 @@ def test_drafters_of_one_step_are_named_apart(model):
     expected = run(make_core(model, speculate="off"), asked)
     drafters = [Known(expected, asked, "r0"), Known(expected, asked, "r1")]
     core = make_core(model)
-    core.drafting = Drafting(drafters, 5, 0.3, core._clock, core._events, adaptive=False)
+    guess_with(core, *drafters)
     for name, (prompt, params) in asked.items():
         core.submit(Submit(name, prompt, params))
     named = set()

@@ -116,7 +116,7 @@ def test_errors_are_typed_and_alone(engine, loop):
 def test_shutdown_ends_the_process_and_what_is_under_way(tiny_folder):
     async def test():
         async with AsyncLLM(str(tiny_folder), threads=1, seed=1) as engine:
-            pid = engine._engine.client._link._process.pid
+            pid = engine._engine.client.link.pid
             sampled = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.5)
             one, other = [(await whole(engine.generate("hello", sampled)))[-1].text for _ in range(2)]
             assert one != other

@@ -250,7 +250,7 @@ def test_preempted_at_every_step(model, alone):
         made |= {one.index: (one.token_ids, one.score, one.finish_reason, one.logprobs) for one in output.deltas if one.score}
         running = core.scheduler.running
         if running and num < 40:
-            core.scheduler._preempt(running[num % len(running)], "test")
+            core.scheduler.preempt(running[num % len(running)], "test")
             num += 1
         core.scheduler.check_integrity()
     assert num > 10
@@ -282,7 +282,7 @@ def test_families_with_windows_and_states(family, tmp_path):
             assert not failed
             made |= {one.index: one for one in output.deltas if one.score is not None}
             if preempts and core.scheduler.running:
-                core.scheduler._preempt(core.scheduler.running[-1], "test")
+                core.scheduler.preempt(core.scheduler.running[-1], "test")
             core.scheduler.check_integrity()
         assert [made[i].token_ids for i in range(3)] == tokens
         assert [made[i].score for i in range(3)] == pytest.approx(scores, abs=1e-3)

@@ -101,7 +101,7 @@ def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends,
     if ends == "aborted":
         core.abort(Abort("x", "left"))
     elif ends == "preempted":
-        core.scheduler._preempt(request, "for a test")
+        core.scheduler.preempt(request, "for a test")
         core.drafting = None
     while core.has_work:
         core.step()

@@ -101,11 +101,11 @@ def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder
     async def test(client, seen):
         undisturbed = await collect(client, "before", n=3, seed=5, length=300)
         going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
-        await until_async(lambda: any(client._pending["after"].outputs if "after" in client._pending else ()))
-        client._stall_s = 1.0
-        os.kill(client._link._process.pid, signal.SIGSTOP)
+        await until_async(lambda: any(client.pending["after"].outputs if "after" in client.pending else ()))
+        client.stall_s = 1.0
+        os.kill(client.link.pid, signal.SIGSTOP)
         await until_async(lambda: any(isinstance(event, EngineRestarted) for event in seen))
-        client._stall_s = LONG_S  # the next one may be slow
+        client.stall_s = LONG_S  # the next one may be slow
         assert await asyncio.wait_for(going, LONG_S) == undisturbed
         assert "no step in" in next(event for event in seen if isinstance(event, EngineRestarted)).reason
         assert not client.num_pending
@@ -119,12 +119,12 @@ def test_idle_time_does_not_count_as_a_stall(shared):
     async def test(client, seen):
         async with aclosing(client.submit(request("slow", 5, n=2, seed=1))) as deltas:
             first = await anext(deltas)
-            await until_async(lambda: client._pending["slow"].is_over)
-            await asyncio.sleep(5 * client_module._WATCH_EVERY_S)
-            assert client._stalled_s == 0
+            await until_async(lambda: client.pending["slow"].is_over)
+            await asyncio.sleep(5 * client_module.WATCH_EVERY_S)
+            assert client.stalled_s == 0
             going = asyncio.create_task(collect(client, "gated", prompt=[GATED, 0]))
-            await until_async(lambda: client._stalled_s > 0)
-            assert client._stalled_s <= 2 * client_module._WATCH_EVERY_S
+            await until_async(lambda: client.stalled_s > 0)
+            assert client.stalled_s <= 2 * client_module.WATCH_EVERY_S
             shared.fragile.open_gate()
             await going
             rest = [delta async for delta in deltas]
@@ -137,16 +137,16 @@ def test_idle_time_does_not_count_as_a_stall(shared):
 def test_a_stall_takes_longer_where_steps_take_longer(shared, monkeypatch):
     async def test(client, _):
         config, step_s = client.ready.config, client.ready.step_s
-        client._longest_step_s = 0.0
-        assert client.stall_limit_s == max(client._stall_s, config.token_budget * step_s) > 0
+        client.longest_step_s = 0.0
+        assert client.stall_limit_s == max(client.stall_s, config.token_budget * step_s) > 0
         going = asyncio.create_task(collect(client, "gated", 1, prompt=[GATED, 0]))
-        await until_async(lambda: "gated" in client._pending and client._pending["gated"].is_admitted)
+        await until_async(lambda: "gated" in client.pending and client.pending["gated"].is_admitted)
         await asyncio.sleep(0.3)  # the step takes at least this long
         shared.fragile.open_gate()
         await going
-        await until_async(lambda: client._longest_step_s > 0.1)
-        monkeypatch.setattr(client, "_stall_s", 1.0)
-        assert client.stall_limit_s >= 20 * client._longest_step_s > 20 * 0.1
+        await until_async(lambda: client.longest_step_s > 0.1)
+        monkeypatch.setattr(client, "stall_s", 1.0)
+        assert client.stall_limit_s >= 20 * client.longest_step_s > 20 * 0.1
 
     shared.run(test)
 
@@ -186,13 +186,13 @@ def test_what_is_only_queued_is_no_suspect(tiny_folder, fragile):
     async def test(client, _):
         full = client.ready.config.max_requests
         gated = asyncio.create_task(collect(client, "gated", n=full, prompt=[GATED, 1]))
-        await until_async(lambda: "gated" in client._pending and client._pending["gated"].has_token)
+        await until_async(lambda: "gated" in client.pending and client.pending["gated"].has_token)
         queued = asyncio.create_task(collect(client, "queued"))
-        await until_async(lambda: "queued" in client._pending and client._pending["queued"].is_submitted)
-        client._link.kill()
+        await until_async(lambda: "queued" in client.pending and client.pending["queued"].is_submitted)
+        client.link.kill()
         await until_async(lambda: client.num_restarts == 1)
-        assert client._pending["queued"].num_deaths == 0
-        assert client._pending["queued"].is_submitted
+        assert client.pending["queued"].num_deaths == 0
+        assert client.pending["queued"].is_submitted
         fragile.open_gate()
         await gated
         await queued
@@ -223,7 +223,7 @@ def test_a_request_that_nobody_reads_is_aborted_at_once(shared, how):
     async def test(client, seen):
         deltas = client.submit(request("unread", 400, [GATED, 2]), 0.5 if how == "deadline" else None)
         reading = asyncio.create_task(anext(deltas))  # and no more
-        await until_async(lambda: "unread" in client._pending)
+        await until_async(lambda: "unread" in client.pending)
         if how == "cancellation":
             assert client.cancel("unread", Cancelled("enough"))
         await until_async(lambda: not client.num_pending)
@@ -266,10 +266,10 @@ def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(shared):
         expected = await collect(client, "expected", prompt=[5, 6, 7], temperature=0)
         deltas = client.submit(request("same", 400, [GATED, 2]))
         await anext(deltas)
-        await until_async(lambda: len(client._pending["same"].outputs[0]) == 19)  # the engine waits inside of the next step
+        await until_async(lambda: len(client.pending["same"].outputs[0]) == 19)  # the engine waits inside of the next step
         await deltas.aclose()
         going = asyncio.create_task(collect(client, "same", prompt=[5, 6, 7], temperature=0))
-        await until_async(lambda: "same" in client._pending)
+        await until_async(lambda: "same" in client.pending)
         shared.fragile.open_gate()
         assert await going == expected
 
@@ -284,7 +284,7 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(tiny_folder, monkeyp
         monkeypatch.setattr(EngineLink, "start", fail)
         going = asyncio.create_task(collect(client, "x", length=400, n=16))
         await until_async(lambda: client.num_pending)
-        client._link.kill()
+        client.link.kill()
         with pytest.raises(EngineDead, match="3 times in a row: no memory"):
             await asyncio.wait_for(going, LONG_S)
         assert not client.alive
@@ -303,7 +303,7 @@ def test_what_this_process_lacks_for_a_restart_is_waited_for(tiny_folder, monkey
         going = asyncio.create_task(collect(client, "x", length=400))
         await until_async(lambda: client.num_pending)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-        client._link.kill()
+        client.link.kill()
         await until_async(lambda: caplog.text.count("could not be started again") > client_module.MAX_FAILED_STARTS)
         assert client.alive
         (tmp_path / "gone").mkdir()
@@ -317,8 +317,8 @@ def test_a_start_without_progress_fails(tiny_folder):
     async def test():
         link = EngineLink()
         starting = asyncio.create_task(link.start(EngineOptions(model=str(tiny_folder), threads=1), within_s=0.5))
-        await until_async(lambda: link._process is not None)
-        os.kill(link._process.pid, signal.SIGSTOP)
+        await until_async(lambda: link.pid is not None)
+        os.kill(link.pid, signal.SIGSTOP)
         try:
             with pytest.raises(EngineDead, match=r"no progress in 0\.5 s"):
                 await asyncio.wait_for(starting, LONG_S)
@@ -332,7 +332,7 @@ def test_a_restart_keeps_the_configuration_of_the_first_start(tiny_folder, fragi
     async def test(client, _):
         first = client.ready.config
         fragile.set_available_bytes(first.weight_bytes + first.activation_bytes + first.kv_bytes // 2)
-        client._link.kill()
+        client.link.kill()
         await until_async(lambda: client.num_restarts == 1)
         second = client.ready.config
         for name in ("device", "dtype", "page_size", "num_pages", "max_context", "max_requests", "token_budget", "kv_bytes"):
@@ -347,14 +347,14 @@ def test_requests_that_come_and_go_while_there_is_no_engine(tiny_folder):
     async def test(client, seen):
         left = asyncio.create_task(collect(client, "left", n=2, length=400))
         await until_async(lambda: any(isinstance(event, Submitted) for event in seen))
-        client._link.kill()
-        await until_async(lambda: client._link is None)
+        client.link.kill()
+        await until_async(lambda: client.link is None)
         left.cancel()
         came = asyncio.create_task(collect(client, "came", temperature=0))
         await asyncio.sleep(0)
-        assert not client._pending["came"].is_submitted
-        await until_async(lambda: client._link is not None)
-        assert "came" not in client._pending or client._pending["came"].num_deaths == 0
+        assert not client.pending["came"].is_submitted
+        await until_async(lambda: client.link is not None)
+        assert "came" not in client.pending or client.pending["came"].num_deaths == 0
         await came
         begun = sorted(event.request_id for event in seen if isinstance(event, Submitted))
         ended = sorted(event.request_id for event in seen if isinstance(event, Finished | Aborted))

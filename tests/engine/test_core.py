@@ -305,7 +305,7 @@ def test_embeddings_have_length_one_and_are_the_same_in_chunks_and_after_preempt
     for name, (prompt, params) in prompts.items():
         core.submit(Submit(name, prompt, params))
     take(core, answers)
-    core.scheduler._preempt(core.scheduler.running[0], "test")
+    core.scheduler.preempt(core.scheduler.running[0], "test")
     while core.has_work:
         take(core, answers)
     for name, vector in whole.items():

@@ -102,7 +102,7 @@ def test_preempted_and_aborted(models):
         take(core, answers)
         num_steps += 1
         if num_steps == 3:
-            core.scheduler._preempt(core.scheduler.running[0], "test")
+            core.scheduler.preempt(core.scheduler.running[0], "test")
         if num_steps == 4:
             core.abort(Abort("y", "test"))
     assert answers["x"] == expected

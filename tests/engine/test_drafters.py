@@ -125,7 +125,7 @@ def test_preempted_at_any_time(models, heads, expected, name):
     while core.has_work:
         take(core, answers)
         if core.scheduler.running and draw.random() < 0.4:
-            core.scheduler._preempt(draw.choice(core.scheduler.running), "test")
+            core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
             num_preempted += 1
         core.scheduler.check_integrity()
     assert num_preempted >= 4
@@ -183,8 +183,8 @@ def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, sp
         try:
             await client.start(EngineOptions(model=str(tiny_folder), threads=1, **how | {"adaptive_drafts": False}))
             going = asyncio.create_task(collect(client, "x", n=3, seed=5, length=300))
-            await until_async(lambda: any(client._pending["x"].outputs if "x" in client._pending else ()))
-            client._link.kill()
+            await until_async(lambda: any(client.pending["x"].outputs if "x" in client.pending else ()))
+            client.link.kill()
             assert await asyncio.wait_for(going, LONG_S) == [answer.tokens for answer in expected.values()]
             assert any(isinstance(event, EngineRestarted) for event in seen)
         finally:

@@ -4,11 +4,9 @@ import gguf
 import pytest
 import torch
 
-from tests.helpers import Answer, engine_config, greedy, load_model, make_core, make_llama, run, take
+from tests.helpers import Answer, engine_config, greedy, load_model, make_core, make_llama, run, take, watch
 from tests.weights.test_gguf import write_gguf
 from tidemill import events
-from tidemill.engine.core import EngineCore
-from tidemill.events import EventBuffer
 from tidemill.kernels import native
 from tidemill.sampling import SamplingParams
 from tidemill.sched.policies import POLICIES
@@ -119,7 +117,7 @@ def test_with_a_prefix_hit_within_a_page(model, alone):
     """The page is copied from a sequence that goes on differently."""
     prompt = ids(model, PROMPT_LEN, 0)
     core = make_core(model, token_budget=64, prefix_index="radix")
-    seen = _watch(core)
+    seen = watch(core)
     run(core, {"before": ([*prompt[:103], *ids(model, 20, 1)], greedy(3))})
     answer = run(core, {"x": (prompt, PARAMS["seeded"])})["x"]
     assert answer.last.num_cached == 103
@@ -145,7 +143,7 @@ def test_after_preemption(model, alone, kind, caching):
         num_steps += 1
         request = next((r for r in core.scheduler.running if r.request_id == "x"), None)
         if request and (num_steps == 1 or (request.num_output in (5, 11) and request.epoch < 3)):
-            core.scheduler._preempt(request, "test")
+            core.scheduler.preempt(request, "test")
             num_preempted += 1
     assert num_preempted >= 3
     assert answers["x"] == alone[kind]
@@ -157,7 +155,7 @@ def test_preempted_by_lack_of_pages(model):
     expected = {name: run(make_core(model), {name: one})[name] for name, one in crowd.items()}
     per_token = model.config.kv_bytes_per_token(engine_config(model).kv_dtype)
     core = make_core(model, kv_memory_bytes=(256 + 64) * per_token, token_budget=64)
-    seen = _watch(core)
+    seen = watch(core)
     assert run(core, crowd) == expected
     assert any(isinstance(event, events.Preempted) for event in seen)
 
@@ -167,7 +165,7 @@ def test_samples_share_pages_and_equal_requests_of_their_own(model):
     prompt = ids(model, PROMPT_LEN, 0)
     params = SamplingParams(temperature=1.0, max_tokens=12, n=4, seed=99, logprobs=1)
     core = make_core(model, prefix_caching=False)
-    seen = _watch(core)
+    seen = watch(core)
     together = run(core, {"x": (prompt, params)})
     assert sum(event.num_tokens for event in seen if isinstance(event, events.StepPlanned)) == PROMPT_LEN + 3 + 4 * 11
     assert any(isinstance(event, events.PageCopied) for event in seen)
@@ -209,25 +207,7 @@ def test_prompt_logprobs_from_a_position_on(model, start):
     core.submit(Submit("x", prompt, params))
     for _ in range(PROMPT_LEN // 7):
         take(core, answers)
-    core.scheduler._preempt(core.scheduler.running[0], "for this test")
+    core.scheduler.preempt(core.scheduler.running[0], "for this test")
     while core.has_work:
         take(core, answers)
     assert (answers["x"].prompt_logprobs, answers["x"].tokens) == (whole.prompt_logprobs, whole.tokens)
-
-
-def _watch(core: EngineCore) -> list[events.Event]:
-    """Everything the core emits from now on."""
-    seen: list[events.Event] = []
-    buffer = core._events
-
-    class Tee(EventBuffer):
-        def __call__(self, event: events.Event) -> None:
-            seen.append(event)
-            buffer(event)
-
-        def take(self) -> list[events.Event]:
-            return buffer.take()
-
-    core._events = Tee()
-    core.scheduler._emit = core.scheduler._pages._emit = core._events
-    return seen

@@ -82,7 +82,7 @@ def _preempt_at(core: EngineCore, expected: Answer, prompt: list[int], params: S
         for request in list(core.scheduler.running):
             if request.num_output in left:
                 left.remove(request.num_output)
-                core.scheduler._preempt(request, "for this test")
+                core.scheduler.preempt(request, "for this test")
     assert not left
     assert answers["x"] == expected
 

@@ -110,7 +110,7 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
             options = EngineOptions(model=str(tiny_folder), threads=1, data_parallel=2)
             await alone.start(options)
             await replicas.start(options)
-            same = [dataclasses.replace(client.ready.config, reasons={}) for client in replicas._clients]
+            same = [dataclasses.replace(client.ready.config, reasons={}) for client in replicas.clients]
             assert same[0] == same[1]
             expected = [await outputs(alone, length) for length in (20, 150)]
             assert await outputs(replicas, 20) == expected[0]
@@ -121,12 +121,12 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
                 hit = next(one for one in seen if isinstance(one, Admitted) and one.request_id == f"next-{number}")
                 assert (hit.replica, hit.num_cached) == (went[f"20-{number}:0"], 64)
             going = asyncio.create_task(outputs(replicas, 150))
-            await until_async(lambda: all(client.num_pending for client in replicas._clients))
+            await until_async(lambda: all(client.num_pending for client in replicas.clients))
             await until_async(
-                lambda: any(route.outputs[0] for route in replicas._routes.values() if route.client is replicas._clients[1])
+                lambda: any(route.outputs[0] for route in replicas.routes.values() if route.client is replicas.clients[1])
             )
-            moved = {name for name, route in replicas._routes.items() if route.client is replicas._clients[1]}
-            os.kill(replicas._clients[1]._link._process.pid, signal.SIGKILL)
+            moved = {name for name, route in replicas.routes.items() if route.client is replicas.clients[1]}
+            os.kill(replicas.clients[1].link.pid, signal.SIGKILL)
             assert await asyncio.wait_for(going, LONG_S) == expected[1]
             assert any(
                 isinstance(one, Finished) and one.request_id.partition(":")[0] in moved and one.replica == 0 for one in seen
@@ -186,8 +186,8 @@ def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, mo
             expected = await outputs()
             assert models.health() == {"status": "ok", "engines": dict.fromkeys(names, "running")}
             FailingLink.fails = True
-            lost = replicas._clients[1]
-            lost._link.kill()
+            lost = replicas.clients[1]
+            lost.link.kill()
             await until_async(lambda: lost.death)
             tried = FailingLink.num_tried
             await until_async(lambda: FailingLink.num_tried > tried + client_module.MAX_FAILED_STARTS)
@@ -204,8 +204,8 @@ def test_one_of_several_that_is_given_up_is_tried_until_it_works(tiny_folder, mo
             await asyncio.gather(*fresh)
             assert {event.replica for event in seen if isinstance(event, Admitted)} == {0, 1}
             FailingLink.fails = True
-            for client in replicas._clients:
-                client._link.kill()
+            for client in replicas.clients:
+                client.link.kill()
             await asyncio.wait_for(replicas.gave_up.wait(), LONG_S)
             with pytest.raises(EngineDead, match="3 times in a row: no memory"):
                 await collect(replicas, "late")
@@ -226,7 +226,7 @@ def test_a_replica_that_cannot_start_ends_the_others(tiny_folder, monkeypatch):
         monkeypatch.setattr(replicas, "_options", broken)
         with pytest.raises(TidemillError):
             await replicas.start(EngineOptions(model=str(tiny_folder), threads=1, data_parallel=2))
-        assert all(client._link is None for client in replicas._clients)
+        assert all(client.link is None for client in replicas.clients)
         assert not replicas.alive
 
     asyncio.run(whole())

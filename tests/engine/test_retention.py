@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import Answer, greedy, load_model, make_core, run, take
+from tests.helpers import Answer, greedy, load_model, make_core, run, take, watch
 from tidemill import events
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.sampling import Beams, SamplingParams
@@ -57,8 +57,7 @@ def test_without_eviction_the_same_tokens_come_and_none_is_preempted(model):
     alone = {name: run(small(model), {name: prompts[name]})[name].tokens for name in prompts}
     for evict in (True, False):
         core = small(model, evict=evict)
-        emitted = []
-        core.scheduler._emit = lambda event, emitted=emitted: emitted.append(event)
+        emitted = watch(core)
         assert {name: answer.tokens for name, answer in run(core, prompts).items()} == alone
         assert any(isinstance(event, events.Preempted) for event in emitted) is evict
     with pytest.raises(InvalidRequest, match="preempt"):

@@ -70,12 +70,12 @@ def run(test, folder, **given):
         try:
             await test(client, seen)
             await until_async(lambda: client.is_idle)
-            for one in client._clients:
-                if one._link is not None:
-                    one._link.core.scheduler.check_integrity()
-            roles = client._routing
-            assert (roles._routes, roles._at_gate, roles._let_in) == ({}, {}, {})
-            assert not any(room.num_promised for room in client._routing._rooms.values())
+            for one in client.clients:
+                if one.link is not None:
+                    one.link.core.scheduler.check_integrity()
+            roles = client.routing
+            assert (roles.routes, roles._at_gate, roles._let_in) == ({}, {}, {})
+            assert not any(room.num_promised for room in client.routing._rooms.values())
         finally:
             await client.close()
 
@@ -157,12 +157,12 @@ def test_a_prompt_begins_when_a_decode_engine_has_room(tiny_folder, in_process):
 
     async def test(client, seen):
         expected = await answer(client, "before", salt="b")
-        decoder = client._clients[1]._link
+        decoder = client.clients[1].link
         decoder.pause(True)
         going = [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}")) for i in range(2)]
         await until_async(lambda: sum(isinstance(one, Finished) and one.reason == "handed over" for one in seen) == 3)
         going += [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}", tenant="b" if i == 4 else "")) for i in (2, 3, 4)]
-        await until_async(lambda: client._routing._at_gate.keys() == {"r2", "r3", "r4"})
+        await until_async(lambda: client.routing._at_gate.keys() == {"r2", "r3", "r4"})
         with pytest.raises(QueueFull):
             await answer(client, "too many")
         with pytest.raises(InvalidRequest):
@@ -198,13 +198,13 @@ def test_a_killed_engine_loses_no_request(tiny_folder, in_process):
         expected = await ends(begin("a"))
 
         async def kill(number, role):
-            link = client._clients[number]._link
+            link = client.clients[number].link
             link.pause(True)
             going = begin(role)
             await until_async(lambda: sum(one.replica == number for one in of(Placed, role)) == len(prompts))
             link.pause(False)
             num = 1 if number == 0 else 3  # tokens, the first of which came from the other one
-            await until_async(lambda: any(len(one.outputs[0]) >= num for one in client._routing._routes.values()))
+            await until_async(lambda: any(len(one.outputs[0]) >= num for one in client.routing.routes.values()))
             link.kill()
             assert await ends(going) == expected, role
             await until_async(lambda: any(isinstance(one, EngineRestarted) and one.replica == number for one in seen))
@@ -240,7 +240,7 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
 
     async def test(client, seen):
         expected = await answer(client, "before", salt="b")
-        decoder = client._clients[1]._link
+        decoder = client.clients[1].link
         decoder.pause(True)
         going = asyncio.create_task(answer(client, "r"))
         importer = decoder.core.runner.mover.outside.importer
@@ -260,7 +260,7 @@ def test_of_several_decode_engines_the_one_that_decodes_fetches(tiny_folder, in_
         await asyncio.gather(*(answer(client, name, prompt=prompt) for name, prompt in prompts.items()))
         placed = [one for one in seen if isinstance(one, Placed) and one.part == "decode"]
         assert len(placed) == len(prompts)
-        kvs = [one._link.core.scheduler.kv for one in client._clients[1:]]
+        kvs = [one.link.core.scheduler.kv for one in client.clients[1:]]
         await until_async(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
         expected = [set(kv._behind._expected) for kv in kvs]
         assert min(map(len, expected)) >= 4
@@ -320,8 +320,8 @@ def gate(monkeypatch):
 
     def make() -> Replicas:
         made = Replicas(2, routing=Roles(1, 1))
-        for client in made._clients:
-            client.ready, client._is_held, client._link = ready, False, SimpleNamespace(send=sent.append)
+        for client in made.clients:
+            client.ready, client._is_held, client.link = ready, False, SimpleNamespace(send=sent.append)
         return made
 
     return make, sent
@@ -345,7 +345,7 @@ def test_what_was_kept_for_a_request_that_ended_early_is_given_to_the_next(gate)
         tasks = [asyncio.create_task(never_mind(client, name)) for name in "ab"]
         await rest()
         assert [one.request_id for one in sent] == ["a"]
-        client._clients[0]._take(StepOutput([Delta("a", 0, [5], finish_reason="stop")], []))
+        client.clients[0]._take(StepOutput([Delta("a", 0, [5], finish_reason="stop")], []))
         await rest()
         assert [one.request_id for one in sent] == ["a", "b"]
         for task in tasks:
@@ -359,14 +359,14 @@ def test_nobody_waits_for_room_for_ever(gate, monkeypatch):
 
     async def ask():
         client = make()
-        client._routing._room("1").observe(1, 0, 50)  # and more that need no prefill keep coming
+        client.routing._room("1").observe(1, 0, 50)  # and more that need no prefill keep coming
         tasks = [asyncio.create_task(never_mind(client, name)) for name in "abc"]
         await rest()
         assert not sent
         monkeypatch.setattr(roles, "_PATIENCE_S", -1.0)
-        client._routing.changed()
+        client.routing.changed()
         assert [one.request_id for one in sent] == ["a"]  # and no other until it is admitted
-        client._routing.take(1, [Admitted(0.0, "a", 0, 0, 1000, 0.0, "first")])
+        client.routing.take(1, [Admitted(0.0, "a", 0, 0, 1000, 0.0, "first")])
         assert [one.request_id for one in sent] == ["a", "b"]
         for task in tasks:
             task.cancel()
@@ -379,12 +379,12 @@ def test_a_crowd_at_the_gate_of_an_engine_that_dies_goes_on(gate, monkeypatch):
 
     async def ask():
         client = make()
-        first, second = client._clients
+        first, second = client.clients
         monkeypatch.setattr(EngineClient, "working", property(lambda one: one is second))
         for i in range(1000):
             request = Submit(f"r{i}", [1, 2, 3], SamplingParams())
-            first._pending[f"r{i}"] = Pending(request, Inbox(), [[]])
+            first.pending[f"r{i}"] = Pending(request, Inbox(), [[]])
         first._hand_over(False)
-        assert not first._pending
+        assert not first.pending
 
     asyncio.run(ask())

@@ -4,7 +4,6 @@ import pytest
 
 from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, structured_core, take
 from tidemill import events
-from tidemill.engine.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.drafts import StepTimes, allot
@@ -80,7 +79,7 @@ def test_preempted_while_drafts_are_verified(model, plain):
         take(core, answers)
         num_steps += 1
         if num_steps in (3, 5) and core.scheduler.running:
-            core.scheduler._preempt(core.scheduler.running[0], "test")
+            core.scheduler.preempt(core.scheduler.running[0], "test")
         core.scheduler.check_integrity()
     assert answers["x"] == plain["seeded"]
 
@@ -106,7 +105,7 @@ def test_drafts_that_are_never_right_are_given_up(model):
     """A drafter that is always wrong is compared, not verified, and only every fourth step asks it."""
     core = make_core(model, speculate="ngram")
     drafter = Guesser({}, 0.0)
-    core.drafting = Drafting([drafter], 5, 0.3, core._clock, core._events)
+    guess_with(core, drafter, adaptive=True)
     core.submit(Submit("x", PROMPT, greedy(170)))
     drafted = []
     while core.has_work:
@@ -120,7 +119,7 @@ def test_a_right_guess_ends_the_rest_of_a_drafter(model):
     answer = run(make_core(model, speculate="off"), {"x": (PROMPT, greedy(60))})["x"]
     core = make_core(model, speculate="ngram")
     drafter = Guesser({}, 0.0)
-    core.drafting = Drafting([drafter], 1, 10.0, core._clock, core._events)  # no draft is worth its step
+    guess_with(core, drafter, most=1, slope=10.0, adaptive=True)  # no draft is worth its step
     core.submit(Submit("x", PROMPT, greedy(60)))
     asked = []
     for number in range(60):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.helpers import Answer, Grower, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.helpers import Answer, Grower, greedy, guess_with, load_model, make_core, make_llama, run, take, watch
 from tests.models import test_families
 from tidemill import SamplingParams, events
 from tidemill.sched.tree import Tree, ancestors_of, depths_of, right_path
@@ -33,26 +33,16 @@ def model(folder, backend):
 
 def grow(model, expected, chance=0.8, most=7, **options):
     known = {tuple(REQUESTS[name][0]): answer.tokens for name, answer in expected.items() if ":" not in name}
-    core = guess_with(make_core(model, **options), Grower(known, chance))
-    core.drafting._max_drafts = most
-    return core
+    return guess_with(make_core(model, **options), Grower(known, chance), most=most)
 
 
 def check(model, **options):
     expected = run(make_core(model, speculate="off", **options), REQUESTS)
     core = grow(model, expected, **options)
-    num_right = 0
-    sink = core.drafting._emit
-
-    def emit(event):
-        nonlocal num_right
-        num_right += sum(of[2] for of in event.of) if isinstance(event, events.DraftsVerified) else 0
-        sink(event)
-
-    core.drafting._emit = emit
+    seen = watch(core)
     for _ in range(2):
         assert run(core, REQUESTS) == expected
-    assert num_right > 30
+    assert sum(of[2] for event in seen if isinstance(event, events.DraftsVerified) for of in event.of) > 30
 
 
 def test_tokens_and_logprobs(model):
@@ -84,7 +74,7 @@ def test_preempted_meanwhile(model):
     while core.has_work:
         take(core, answers)
         if core.scheduler.running and draw.random() < 0.3:
-            core.scheduler._preempt(draw.choice(core.scheduler.running), "test")
+            core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
             num_preempted += 1
         core.scheduler.check_integrity()
     assert num_preempted >= 3

@@ -9,7 +9,7 @@ from typing import Any
 from bench.gpu_heads import make_core, prompt, write_heads, write_model
 from bench.gpu_workloads import MODELS
 from tests.gpu.engines import ask
-from tests.helpers import Grower, guess_with
+from tests.helpers import Grower, guess_with, watch
 from tidemill import events
 from tidemill.config import HEADS
 from tidemill.engine.core import EngineCore
@@ -37,8 +37,7 @@ def requests(num_out: int = 48) -> dict[str, Any]:
 
 def counting(core: EngineCore) -> Callable[[], tuple[int, int]]:
     assert core.drafting is not None
-    seen, emit = list[Any](), core.drafting._emit
-    core.drafting._emit = lambda event: (seen.append(event), emit(event))[1]  # type: ignore[func-returns-value]
+    seen = watch(core)
     verified = lambda: [one for event in seen if isinstance(event, events.DraftsVerified) for one in event.of]  # noqa: E731
     return lambda: (sum(one[1] for one in verified()), sum(one[2] for one in verified()))
 

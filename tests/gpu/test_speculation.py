@@ -11,9 +11,9 @@ import pytest
 
 from bench.gpu_spec import Oracle, run
 from bench.gpu_workloads import MODELS
+from tests.helpers import guess_with
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
-from tidemill.engine.drafting import Drafting
 from tidemill.engine.load import load_core
 from tidemill.runner.spec import SLOPES
 
@@ -37,7 +37,7 @@ def test_sampled(core: EngineCore) -> None:
         core.drafting = None
         expected = run(core, prompts, 64, **params).answers
         for chance, sure in ((0.0, 1.0), (0.7, 1.0), (0.7, 1e-30), (1.0, 1e-30)):
-            core.drafting = Drafting([Oracle(expected, chance)], 5, SLOPES["cuda"], core._clock, core._events, adaptive=False)
+            guess_with(core, Oracle(expected, chance), slope=SLOPES["cuda"])
             core.drafting.sure = sure
             made = run(core, prompts, 64, **params)
             assert made.answers == expected, params

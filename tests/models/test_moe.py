@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import Answer, greedy, load_model, make_core, reference_agrees, run, take
+from tests.helpers import Answer, greedy, load_model, make_core, reference_agrees, run, take, watch
 from tests.models.test_llama import prompt_logits, prompts
 from tidemill.errors import CheckpointError
 from tidemill.events import ExpertsUsed
@@ -447,7 +447,7 @@ def preempted(core, asked) -> Answer:
         take(core, answers)
         request = next((one for one in core.scheduler.running if one.request_id == "x"), None)
         if request and request.num_output in (0, 5) and request.epoch < 2:
-            core.scheduler._preempt(request, "test")
+            core.scheduler.preempt(request, "test")
             num_preempted += 1
     assert num_preempted == 2
     return answers["x"]
@@ -461,8 +461,7 @@ def test_tokens_of_experts_are_an_event(saved):
     that yield logits."""
     model = load_model(saved[1])
     core = make_core(model, speculate="off")  # drafts are computed, and counted, too
-    seen, take_events = [], core._events.take
-    core._events.take = lambda: [seen.append(event) or event for event in take_events()]
+    seen = watch(core)
     run(core, {"x": (list(range(3, 33)), greedy(70)), "y": (list(range(9, 40)), greedy(5))})
     counted = [event for event in seen if isinstance(event, ExpertsUsed)]
     assert [event.num_steps for event in counted] == [64, 6]

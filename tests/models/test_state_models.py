@@ -187,7 +187,7 @@ def test_a_preempted_request_starts_again_from_a_state_that_was_kept(saved):
         take(core, answers)
         num_steps += 1
         if num_steps % 9 == 0 and core.scheduler.running:
-            core.scheduler._preempt(core.scheduler.running[-1], "test")
+            core.scheduler.preempt(core.scheduler.running[-1], "test")
             num_preempted += 1
     assert num_preempted > 1
     assert answers == alone

@@ -67,7 +67,7 @@ def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
 
         def kill_once(num):
             if num >= 5 and not killed:
-                (worker,) = children(client._link._process.pid)
+                (worker,) = children(client.link.pid)
                 killed.append(worker)
                 os.kill(worker, signal.SIGKILL)
 
@@ -83,10 +83,10 @@ def test_a_batch_goes_on_after_a_worker_was_killed(tmp_path, layout):
             assert client.num_restarts == 1
             assert "orker" in next(event.reason for event in events if isinstance(event, EngineRestarted))
             # Also while nothing is asked of it.
-            (worker,) = children(client._link._process.pid)
+            (worker,) = children(client.link.pid)
             os.kill(worker, signal.SIGKILL)
             await until_async(lambda: client.num_restarts >= 2)
-            engine = client._link._process.pid
+            engine = client.link.pid
             left = [*killed, worker, engine, *children(engine)]
         finally:
             await client.close()

@@ -103,7 +103,7 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
                 node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
                 (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
                 work = [asyncio.create_task(answer(client, number)) for number in range(NUM)]
-                await until_async(lambda: any(pending.has_token for pending in client._pending.values()), 0.001)
+                await until_async(lambda: any(pending.has_token for pending in client.pending.values()), 0.001)
                 if way == "node":
                     nodes.remove_node(node, allow_graceful=False)
                 else:
@@ -132,7 +132,7 @@ def test_ranks_of_a_replica(nodes, tiny_folder):
         try:
             await client.start(options(tiny_folder, tensor_parallel=2))
             work = [asyncio.create_task(answer(client, number, 32)) for number in range(8)]
-            await until_async(lambda: any(pending.has_token for pending in client._pending.values()), 0.001)
+            await until_async(lambda: any(pending.has_token for pending in client.pending.values()), 0.001)
             (worker,) = processes(b"tidemill.engine.worker") - before
             os.kill(worker, signal.SIGKILL)
             assert await asyncio.gather(*work) == truth[:8]

@@ -58,8 +58,8 @@ def test_roles_are_placement_groups_and_lose_no_request(nodes, tiny_folder):
             assert sum(one.num_found for one in taken) > 0  # pages came by TCP
             for number, name in ((1, "decode"), (0, "prefill")):
                 going = asyncio.create_task(answers(client, name))
-                await until_async(lambda number=number: client._clients[number].num_pending > 2)
-                client._clients[number]._link.kill()
+                await until_async(lambda number=number: client.clients[number].num_pending > 2)
+                client.clients[number].link.kill()
                 assert await going == expected
                 await until_async(lambda number=number: any(isinstance(e, EngineRestarted) and e.replica == number for e in seen))
             assert await answers(client, "last") == expected

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import Grower, greedy, guess_with, load_model, run
+from tests.helpers import Grower, greedy, guess_with, load_model, run, watch
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
 from tidemill.config import HEADS
 from tidemill.errors import ConfigError
@@ -41,9 +41,8 @@ def heads(folder, tmp_path_factory):  # noqa: F811
     return {name: str(path / name.partition("-")[0]) for name in HEADS} | made
 
 
-def watch(core):
-    seen, emit = [], core.drafting._emit
-    core.drafting._emit = lambda event: (seen.append(event), emit(event))
+def verified_by(core):
+    seen = watch(core)
     return lambda: [one for event in seen if isinstance(event, DraftsVerified) for one in event.of]
 
 
@@ -54,7 +53,7 @@ def test_heads_change_nothing(on_gpu, heads, name):  # noqa: F811
     asked = {"over a split": REQUESTS["over a split"], "avoids": (ids(7, 3), greedy(4, repetition_penalty=1.3))}
     without = run(on_gpu(speculate="off"), asked)
     core = on_gpu(speculate=name, draft_heads=heads[name], adaptive_drafts=False, max_drafts=4)
-    verified = watch(core)
+    verified = verified_by(core)
     assert isinstance(core.runner, HeadsCudaRunner)
     assert core.runner.takes_trees == (name in ("medusa", "eagle-tree"))
     assert run(core, asked) == without
@@ -69,7 +68,7 @@ def test_trees_change_nothing(on_gpu, heads, options):  # noqa: F811
     core = on_gpu(speculate="medusa", draft_heads=heads["medusa"], **options)
     known = {tuple(prompt): without[name].tokens for name, (prompt, _) in REQUESTS.items()}
     guess_with(core, Grower(known, vocab_size=64))
-    verified = watch(core)
+    verified = verified_by(core)
     assert run(core, REQUESTS) == without
     assert sum(num_right for _, _, num_right in verified()) > 2
 

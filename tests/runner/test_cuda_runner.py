@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take, watch
 from tests.kernels.test_cuda import flash_reference
 from tests.models.test_bloom import make as make_bloom
 from tests.models.test_families import make as make_family
@@ -253,8 +253,7 @@ def test_a_model_drafts_for_itself(on_gpu):
     longer |= {name: REQUESTS[name] for name in ("avoids", "asks")}
     without = run(on_gpu(speculate="off"), longer)
     core = on_gpu(draft_model="itself", adaptive_drafts=False, max_drafts=3)
-    seen, emit = [], core.drafting._emit
-    core.drafting._emit = lambda event: (seen.append(event), emit(event))
+    seen = watch(core)
     assert run(core, longer) == without
     verified = [one for event in seen if isinstance(event, DraftsVerified) for one in event.of]
     assert len(verified) >= 5
@@ -297,29 +296,25 @@ def test_families_with_experts(family, on_gpu, monkeypatch, tmp_path):
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     on_cpu = make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off")
     on_cpu.runner._parts = None  # the last layer, too, counts all tokens
-    counted = [expert_tokens(on_cpu)]
+    seen = watch(on_cpu)
     expected = run(on_cpu, requests)
+    counted = [expert_tokens(seen)]
     assert_same(run(on_gpu(tmp_path, speculate="off"), requests), expected)
     monkeypatch.setattr(cuda_last, "FROM_TOKENS", 64)
     core = on_gpu(tmp_path, speculate="off")
-    counted.append(expert_tokens(core))
+    seen = watch(core)
     assert_same(run(core, requests), expected)
+    counted.append(expert_tokens(seen))
     assert counted[0] == counted[1]
     assert any(map(sum, counted[0].values()))
 
 
-def expert_tokens(core):
-    """By layer, as its events will say."""
-    totals, take_events = {}, core._events.take
-
-    def taken():
-        made = take_events()
-        for event in (one for one in made if isinstance(one, ExpertsUsed)):
-            for layer, counts in event.tokens_of:
-                totals[layer] = [a + b for a, b in zip(totals.get(layer, [0] * len(counts)), counts, strict=True)]
-        return made
-
-    core._events.take = taken
+def expert_tokens(events):
+    """By layer, as events say."""
+    totals = {}
+    for event in (event for event in events if isinstance(event, ExpertsUsed)):
+        for layer, counts in event.tokens_of:
+            totals[layer] = [a + b for a, b in zip(totals.get(layer, [0] * len(counts)), counts, strict=True)]
     return totals
 
 

@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 4))
     def preempt(self, which):
         if self.scheduler.running:
-            self.scheduler._preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
+            self.scheduler.preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
 
     @rule(
         tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5),
@@ -420,7 +420,7 @@ def test_no_page_of_one_pool_is_lost_over_10_000_requests(page_size, num_pages, 
             scheduler.abort(live.pop(chance.choice(list(live))), "fuzz")
         if scheduler.running and chance.random() < 0.2:
             counts["forced"] += 1
-            scheduler._preempt(chance.choice(scheduler.running), "fuzz")
+            scheduler.preempt(chance.choice(scheduler.running), "fuzz")
         plan = scheduler.plan()
         if plan is not None:
             in_flight.append((plan, {item.row: [chance.randrange(EOS + 1)] for item in plan.items if item.samples}))

@@ -135,7 +135,7 @@ def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
             if live and rng.random() < 0.02:
                 scheduler.abort(live.pop(rng.choice(list(live))), "fuzz")
             if scheduler.running and rng.random() < 0.03:
-                scheduler._preempt(rng.choice(scheduler.running), "fuzz")
+                scheduler.preempt(rng.choice(scheduler.running), "fuzz")
             if cache.moved and rng.random() < 0.5:
                 rng.shuffle(cache.moved)
                 scheduler.moved(cache.moved)

@@ -245,7 +245,7 @@ def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
     for _ in range(3):
         step(scheduler)
     keys = kv._index.keys_of(kv.path(a.tokens))
-    scheduler._preempt(a, "test")
+    scheduler.preempt(a, "test")
     for page in list(kv.cached_pages()):
         kv._forget(page)
     kv.learn(list(enumerate(keys)))  # another engine has them

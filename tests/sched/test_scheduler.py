@@ -349,7 +349,7 @@ def test_two_steps_in_flight():
     assert counts(one) == [(0, 4, True)]
     assert counts(two) == [(4, 1, True)]
     assert scheduler.commit(one, {0: [11]})[0].token_ids == [11]
-    scheduler._preempt(a, "test")
+    scheduler.preempt(a, "test")
     assert scheduler.commit(two, {0: [12]}) == []
     assert a.tokens[4:] == [11]
     assert run(scheduler) == {"a": "length"}

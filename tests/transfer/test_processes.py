@@ -50,7 +50,7 @@ def test_requests_go_from_process_to_process_and_survive_kills(tiny_folder, tmp_
                 if number % 2:
                     going = asyncio.create_task(ask(first, f"r{number}", prompt, 1))
                     await asyncio.sleep(draw.uniform(0.0, 0.05))
-                    os.kill(first._link._process.pid, signal.SIGKILL)
+                    os.kill(first.link.pid, signal.SIGKILL)
                     begun = await going  # by the engine that replaces it
                 else:
                     begun = await ask(first, f"r{number}", prompt, 1)

@@ -58,7 +58,7 @@ MAX_FAILED_STARTS = 3  # in a row, before the engine is given up
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0  # between two attempts to start
 _MAX_GIVEN_UP_DELAY_S = 60.0  # the same, of one of several engines that was given up
 PROBE = -(2**31)  # the priority of requests that only show that the engine works
-_WATCH_EVERY_S = 0.5
+WATCH_EVERY_S = 0.5
 _STALL_STEPS = 20  # a stalled engine has taken as long as this many of the longest steps
 _FORGET_LONGEST = 0.99  # per step
 _log = logging.getLogger("tidemill.engine")
@@ -86,15 +86,15 @@ class EngineClient:
         until it is let in; empty: it need not."""
         self._on_events = on_events
         self._on_pages = on_pages
-        self._stall_s, self._start_s = stall_s, start_s
+        self.stall_s, self._start_s = stall_s, start_s
         self._new_link, self._hands_over, self._gate = new_link, hands_over, gate
-        self._pending: dict[str, Pending] = {}
+        self.pending: dict[str, Pending] = {}
         self._leaving: set[str] = set()  # aborted, and the engine has not confirmed it yet
-        self._link: Link | None = None  # None: there is no engine at the moment
+        self.link: Link | None = None  # None: there is no engine at the moment
         self._supervisor: asyncio.Task[None] | None = None
         self._last_step_s = 0.0  # when it was reported
-        self._longest_step_s = 0.0  # of late
-        self._stalled_s = 0.0  # for how long the engine has had work and made no step
+        self.longest_step_s = 0.0  # of late
+        self.stalled_s = 0.0  # for how long the engine has had work and made no step
         self._progress = Progress()
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
@@ -115,7 +115,7 @@ class EngineClient:
 
     @property
     def working(self) -> bool:
-        return self.alive and self._link is not None
+        return self.alive and self.link is not None
 
     @property
     def last_step_s(self) -> float:
@@ -135,7 +135,7 @@ class EngineClient:
             if isinstance(error, OSError):
                 raise EngineDead(f"The engine process cannot be started: {error}.") from error
             raise
-        self._link = link
+        self.link = link
         self._last_step_s = self.used_s = time.monotonic()
         self.death = ""
         self.gave_up.clear()
@@ -147,19 +147,19 @@ class EngineClient:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self.pending)
 
     @property
     def num_waiting(self) -> int:
         """Requests that no engine has."""
-        return sum(not pending.is_submitted and not pending.is_over for pending in self._pending.values())
+        return sum(not pending.is_submitted and not pending.is_over for pending in self.pending.values())
 
     @property
     def is_idle(self) -> bool:
         """The engine has nothing to do, and has reported the end of all that it had."""
-        if self._leaving or any(pending.is_submitted and not pending.is_over for pending in self._pending.values()):
+        if self._leaving or any(pending.is_submitted and not pending.is_over for pending in self.pending.values()):
             return False
-        return all(name.partition(":")[0] in self._pending for name in self._reported)
+        return all(name.partition(":")[0] in self.pending for name in self._reported)
 
     def hold(self) -> None:
         """From now on requests wait; those that the engine has go on."""
@@ -170,7 +170,7 @@ class EngineClient:
         self._is_held = False
         waiting = [
             pending
-            for name, pending in self._pending.items()
+            for name, pending in self.pending.items()
             if not pending.is_submitted and not pending.is_over and name not in self._leaving
         ]
         for pending in waiting:
@@ -185,7 +185,7 @@ class EngineClient:
         """End the engine, if there is one; it should be idle. Requests wait until another is started, and continue there."""
         self.hold()
         await self._end_supervisor()
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         if link is not None:
             await link.close()
         self.death = ""
@@ -196,13 +196,13 @@ class EngineClient:
         """That it had requests: it is gone."""
         self._leaving.clear()
         self._on_trial = None
-        for pending in self._pending.values():
+        for pending in self.pending.values():
             pending.is_submitted = pending.is_admitted = pending.has_token = False
         self._report_lost(list(self._reported))
 
     def fail_all(self, why: TidemillError) -> None:
         """Every request that is not computed in full raises `why`."""
-        for pending in list(self._pending.values()):
+        for pending in list(self.pending.values()):
             if not pending.is_over:
                 self._end(pending, why)
 
@@ -212,7 +212,7 @@ class EngineClient:
         """Deltas of all samples, until each has finished. `timeout_s`: from now until the last. `tells_accepted`: the first delta
         is empty if it takes longer to compute a token than to accept the request. `tells_progress`: so are those that come after
         each step of its prompt."""
-        if request.request_id in self._pending:
+        if request.request_id in self.pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
@@ -226,7 +226,7 @@ class EngineClient:
         if why:
             self._queue(pending, why)
             pending.waits_because = "" if self._is_held else why
-        self._pending[request.request_id] = pending
+        self.pending[request.request_id] = pending
         self._note_use(request)
         num_left = len(pending.outputs) - len(pending.over)
         alarm = None
@@ -249,7 +249,7 @@ class EngineClient:
 
     @property
     def _why_held(self) -> str:
-        return "the model is not loaded" if self._link is None else "the model will be unloaded for another"
+        return "the model is not loaded" if self.link is None else "the model will be unloaded for another"
 
     def _take_up(self, pending: Pending, resumed: list[Resumed], is_queued: bool) -> None:
         """A request that another engine had begun."""
@@ -266,15 +266,15 @@ class EngineClient:
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
         """Abort a request; its stream raises `why`. False: there is none of that id."""
-        pending = self._pending.get(request_id)
+        pending = self.pending.get(request_id)
         if pending is not None:
             self._end(pending, why)
         return pending is not None
 
     def finish(self, request_id: str, index: int) -> None:
         """A sample's text reached a stop string."""
-        if request_id in self._pending:
-            self._pending[request_id].over.add(index)
+        if request_id in self.pending:
+            self.pending[request_id].over.add(index)
         self._send(Finish(request_id, index))
 
     def renew(self, name: str, ttl_s: float, reason: str) -> None:
@@ -292,7 +292,7 @@ class EngineClient:
     @property
     def at_gate(self) -> list[Pending]:
         """Requests that wait to be let in."""
-        return [one for one in self._pending.values() if one.waits_because and not one.is_over]
+        return [one for one in self.pending.values() if one.waits_because and not one.is_over]
 
     def let_in(self, pending: Pending) -> None:
         """The engine may have it."""
@@ -307,7 +307,7 @@ class EngineClient:
         request.check(self.ready.model.vocab_size, self.ready.config.context_of(request.params))
         waiting = [
             one.request
-            for one in self._pending.values()
+            for one in self.pending.values()
             if not one.is_submitted and not one.is_over and (one.request.priority >= BACKGROUND) == background
         ]
         num_waiting = sum(one.params.n for one in waiting)
@@ -323,7 +323,7 @@ class EngineClient:
 
     def _submit(self, pending: Pending) -> None:
         """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
-        if self._link is not None and not self._is_held and not pending.waits_because:
+        if self.link is not None and not self._is_held and not pending.waits_because:
             pending.is_submitted = True
             try:
                 self._send(pending.again())
@@ -334,9 +334,9 @@ class EngineClient:
         """Take a request off the list, abort what the engine still computes of it, at once, and have its stream raise `why`. No
         effect on one that has ended."""
         request_id = pending.request.request_id
-        if self._pending.get(request_id) is not pending:
+        if self.pending.get(request_id) is not pending:
             return
-        del self._pending[request_id]
+        del self.pending[request_id]
         self._progress.forget(request_id)
         self._note_use(pending.request)
         if pending.request.adapter:
@@ -348,8 +348,8 @@ class EngineClient:
             self._send(Abort(request_id, "client left" if why is None else why.kind))
         if not pending.is_submitted:  # the current engine knows nothing of it
             self._report_lost(self._names_of(request_id))
-            if self._is_held and self._link is None and self.ready is not None:  # nobody else tells how many are left
-                left = sum(len(one.outputs) - len(one.over) for one in self._pending.values())
+            if self._is_held and self.link is None and self.ready is not None:  # nobody else tells how many are left
+                left = sum(len(one.outputs) - len(one.over) for one in self.pending.values())
                 self._report([events.RequestsLeft(time.monotonic(), 0, left, self.ready.config.num_pages)])
         if self._on_trial == request_id:
             self._try_next()
@@ -357,7 +357,7 @@ class EngineClient:
             self.on_change()
 
     def _uses_adapter(self, adapter_id: int) -> bool:
-        return any(pending.request.adapter == adapter_id for pending in self._pending.values())
+        return any(pending.request.adapter == adapter_id for pending in self.pending.values())
 
     def _note_use(self, request: Submit) -> None:
         if request.priority != PROBE:
@@ -368,15 +368,15 @@ class EngineClient:
         return [name for name in self._reported if name.partition(":")[0] == request_id]
 
     def _send(self, message: ToEngine) -> None:
-        if self._link is not None:
+        if self.link is not None:
             with contextlib.suppress(EngineDead):  # the supervisor will notice, too
-                self._link.send(message)
+                self.link.send(message)
 
     async def close(self) -> None:
         """Safe to call twice."""
         await self._end_supervisor()
         self._give_up("The engine has been shut down.")
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         if link is not None:
             await link.close()
 
@@ -391,10 +391,10 @@ class EngineClient:
     async def _supervise(self, options: EngineOptions) -> None:
         try:
             while True:
-                assert self._link is not None
-                why = await self._until_it_ends(self._link)
+                assert self.link is not None
+                why = await self._until_it_ends(self.link)
                 _log.error("the engine is gone: %s", why)
-                link, self._link = self._link, None
+                link, self.link = self.link, None
                 self._report([events.EngineDown(time.monotonic(), why)])
                 if self._hands_over:
                     self._hand_over(link.is_blameless)
@@ -436,17 +436,17 @@ class EngineClient:
         """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by the clock: this process may have
         been the one that stood still."""
         reading = asyncio.create_task(link.read(self._take))
-        self._stalled_s = 0.0
+        self.stalled_s = 0.0
         try:
             while True:
-                done, _ = await asyncio.wait([reading], timeout=_WATCH_EVERY_S)
+                done, _ = await asyncio.wait([reading], timeout=WATCH_EVERY_S)
                 if done:
                     if reading.exception() is not None:
                         return f"its messages cannot be read: {type(reading.exception()).__name__}"
                     return link.last_error
-                has_work = any(pending.is_submitted and not pending.is_over for pending in self._pending.values())
-                self._stalled_s = self._stalled_s + _WATCH_EVERY_S if has_work else 0.0
-                if self._stalled_s > self.stall_limit_s:
+                has_work = any(pending.is_submitted and not pending.is_over for pending in self.pending.values())
+                self.stalled_s = self.stalled_s + WATCH_EVERY_S if has_work else 0.0
+                if self.stalled_s > self.stall_limit_s:
                     link.kill()
                     return f"no step in {self.stall_limit_s:.0f} s though requests are under way"
         finally:
@@ -456,12 +456,12 @@ class EngineClient:
     def stall_limit_s(self) -> float:
         """A step takes at most as long as its tokens one by one; those that were seen may have taken longer."""
         assert self.ready is not None
-        longest_s = max(_STALL_STEPS * self._longest_step_s, self.ready.config.token_budget * self.ready.step_s)
-        return max(self._stall_s, longest_s)
+        longest_s = max(_STALL_STEPS * self.longest_step_s, self.ready.config.token_budget * self.ready.step_s)
+        return max(self.stall_s, longest_s)
 
     def _resume(self, link: Link, why: str) -> None:
         """What was under way goes on in the new engine."""
-        self._link, self._last_step_s = link, time.monotonic()
+        self.link, self._last_step_s = link, time.monotonic()
         self.death = ""
         self.gave_up.clear()
         self.adapters.engine_started([])
@@ -470,7 +470,7 @@ class EngineClient:
         self._suspects.clear()
         self._on_trial = None
         self._find_suspects()
-        for pending in [one for one in self._pending.values() if not one.is_over]:
+        for pending in [one for one in self.pending.values() if not one.is_over]:
             if pending.may_have_killed:
                 pending.num_deaths += 1
             elif pending.has_token:
@@ -480,19 +480,19 @@ class EngineClient:
                 what = f"The engine failed {MAX_DEATHS} times at this request."
                 self._end(pending, EngineDead(what, fix="Try again, perhaps with a smaller request."))
         self._report_lost(list(self._reported))
-        self._report([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
+        self._report([events.EngineRestarted(time.monotonic(), why, len(self.pending))])
         if not self._is_held:
             self.release()
 
     def _hand_over(self, is_blameless: bool) -> None:
         """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
         self._find_suspects()
-        self._end_as_lost([one for one in self._pending.values() if is_blameless or not one.may_have_killed])
+        self._end_as_lost([one for one in self.pending.values() if is_blameless or not one.may_have_killed])
 
     def hand_over_waiting(self) -> None:
         """While there is no engine: requests that wait for it may go on in another that there is."""
         if self._hands_over and not self.working:
-            self._end_as_lost([one for one in self._pending.values() if not one.is_submitted])
+            self._end_as_lost([one for one in self.pending.values() if not one.is_submitted])
 
     def _end_as_lost(self, some: Iterable[Pending]) -> None:
         """But for those that engines may have died of."""
@@ -506,7 +506,7 @@ class EngineClient:
 
     def _find_suspects(self) -> None:
         """If the engine died before it could say which requests it had begun with, those may be any that it had."""
-        under_way = [pending for pending in self._pending.values() if not pending.is_over]
+        under_way = [pending for pending in self.pending.values() if not pending.is_over]
         if not any(pending.is_admitted or pending.has_token for pending in under_way):
             for pending in under_way:
                 pending.is_admitted = pending.is_submitted
@@ -515,7 +515,7 @@ class EngineClient:
         """Report samples as aborted that have ended, but not in an engine that lived to report it."""
         for name in names:
             request_id, _, index = name.partition(":")
-            pending = self._pending.get(request_id)
+            pending = self.pending.get(request_id)
             if pending is None or int(index or 0) in pending.over:
                 num_output = 0 if pending is None else len(pending.outputs[int(index or 0)])
                 self._report([events.Aborted(time.monotonic(), name, why, num_output)])
@@ -524,7 +524,7 @@ class EngineClient:
         self._on_trial = None
         while self._suspects and self._on_trial is None:
             request_id = self._suspects.popleft()
-            pending = self._pending.get(request_id)
+            pending = self.pending.get(request_id)
             if pending is not None and not pending.is_over:
                 self._on_trial = request_id
                 self._submit(pending)
@@ -543,7 +543,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
             if any(isinstance(event, events.StepDone) for event in message.events):
-                self._last_step_s, self._stalled_s = time.monotonic(), 0.0
+                self._last_step_s, self.stalled_s = time.monotonic(), 0.0
             self._progress.take(message.events)
             for delta in message.deltas:
                 self._take_delta(delta)
@@ -555,11 +555,11 @@ class EngineClient:
             self._on_pages(message)
         elif isinstance(message, Gone):
             self._leaving.discard(message.request_id)
-            pending = self._pending.get(message.request_id)
+            pending = self.pending.get(message.request_id)
             if pending is not None and not pending.is_submitted:  # another took the id meanwhile
                 self._submit(pending)
-        elif isinstance(message, Refused) and message.request_id in self._pending:
-            pending = self._pending[message.request_id]
+        elif isinstance(message, Refused) and message.request_id in self.pending:
+            pending = self.pending[message.request_id]
             if pending.is_submitted:
                 pending.num_finished = len(pending.outputs)
                 self._end(pending, error_from(message))
@@ -567,7 +567,7 @@ class EngineClient:
                     self._report_lost(self._names_of(message.request_id))
 
     def _take_delta(self, delta: Delta) -> None:
-        pending = self._pending.get(delta.request_id)
+        pending = self.pending.get(delta.request_id)
         if pending is None or not pending.is_submitted:  # it has ended, and another may have its id
             return
         pending.outputs[delta.index] += delta.token_ids
@@ -586,11 +586,11 @@ class EngineClient:
     def _report(self, batch: list[Event]) -> None:
         for event in batch:
             if isinstance(event, events.StepDone):
-                self._longest_step_s = max(event.duration_s, _FORGET_LONGEST * self._longest_step_s)
+                self.longest_step_s = max(event.duration_s, _FORGET_LONGEST * self.longest_step_s)
             elif isinstance(event, events.Finished | events.Aborted):
                 self._reported.discard(event.request_id)
             elif isinstance(event, events.Submitted | events.Admitted):
-                pending = self._pending.get(event.request_id.partition(":")[0])  # after it: the sample
+                pending = self.pending.get(event.request_id.partition(":")[0])  # after it: the sample
                 if isinstance(event, events.Submitted):
                     self._reported.add(event.request_id)
                 if pending is not None and pending.is_submitted:

@@ -80,6 +80,11 @@ class EngineLink:
         self._is_ready = False
         self.last_error = ""  # why the process ended
 
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None: there is none."""
+        return None if self._process is None else self._process.pid
+
     async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
         """Spawn the process and wait until it is ready. Raises what the engine reports; EngineDead if it ends or makes no
         progress for `within_s`; OSError if this process lacks what it takes: file descriptors, a temporary folder."""

@@ -48,14 +48,14 @@ class Replicas:
         routing: Routing | None = None,
     ) -> None:
         self._on_events, self._on_pages = on_events, on_pages
-        self._routing = routing or Routing()
+        self.routing = routing or Routing()
         self._gpus = _gpus()
-        self._clients = [self._client(number, num, stall_s, start_s) for number in range(num)]
-        self._names = {str(number): client for number, client in enumerate(self._clients)}
-        self._routes: dict[str, Route] = {}
-        self._routing.begin(self._clients, lambda number, event: self._tell(number, [event]))
+        self.clients = [self._client(number, num, stall_s, start_s) for number in range(num)]
+        self._names = {str(number): client for number, client in enumerate(self.clients)}
+        self.routes: dict[str, Route] = {}
+        self.routing.begin(self.clients, lambda number, event: self._tell(number, [event]))
         self._pages: dict[int, Pages] = {}  # those that have come since they were asked for
-        self.adapters = ReplicaAdapters(self._clients)
+        self.adapters = ReplicaAdapters(self.clients)
         self.on_change: Callable[[], None] | None = None
         self.gave_up = asyncio.Event()
         self._is_moving = False
@@ -63,7 +63,7 @@ class Replicas:
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), True, self._routing.gate)
+        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), True, self.routing.gate)
         client.on_change = self._changed
         return client
 
@@ -71,16 +71,16 @@ class Replicas:
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
-        if len(self._clients) > 1 and options.tensor_parallel * options.pipeline_parallel > 1 and self._gpus:
+        if len(self.clients) > 1 and options.tensor_parallel * options.pipeline_parallel > 1 and self._gpus:
             fix = "Start a server for each group of GPUs, and put `tidemill route` before them."
             several = "prefill and decode engines" if options.has_roles else "data_parallel"
             raise ConfigError(f"{several} cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel")
-        given = [self._options(options, number) for number in range(len(self._clients))]
+        given = [self._options(options, number) for number in range(len(self.clients))]
         try:
-            ready = await self._clients[0].start(given[0], on_loading)
-            self._routing.check(ready)
+            ready = await self.clients[0].start(given[0], on_loading)
+            self.routing.check(ready)
             same = [settled(one, ready.config) for one in given[1:]]
-            await all_started(client.start(one) for client, one in zip(self._clients[1:], same, strict=True))
+            await all_started(client.start(one) for client, one in zip(self.clients[1:], same, strict=True))
         except BaseException:
             await self.close()
             raise
@@ -89,36 +89,36 @@ class Replicas:
 
     def _options(self, options: EngineOptions, number: int) -> EngineOptions:
         """What replicas cannot share is divided."""
-        on_device = len(self._clients) if not self._gpus or options.device == "cpu" else -(-len(self._clients) // len(self._gpus))
+        on_device = len(self.clients) if not self._gpus or options.device == "cpu" else -(-len(self.clients) // len(self._gpus))
         disk = options.kv_disk
         if disk is not None:
             folder, _, size = disk.rpartition(":")
             disk = f"{folder}/replica-{number}:{size}"
         export = numbered(options.kv_export, number, options.tensor_parallel * options.pipeline_parallel)
         own = dataclasses.replace(options, data_parallel=on_device, kv_disk=disk, kv_export=export)
-        return self._routing.options(own, number)
+        return self.routing.options(own, number)
 
     async def stop(self) -> None:
-        await asyncio.gather(*(client.stop() for client in self._clients))
+        await asyncio.gather(*(client.stop() for client in self.clients))
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for client in self.clients))
 
     def hold(self) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.hold()
 
     def release(self) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.release()
 
     def _move_waiting(self) -> None:
         """Requests that wait for an engine that is restarted go to one that works."""
-        if self._is_moving or not any(client.working for client in self._clients):
+        if self._is_moving or not any(client.working for client in self.clients):
             return
         self._is_moving = True  # each that is handed over is a change, and calls this again
         try:
-            for client in self._clients:
+            for client in self.clients:
                 client.hand_over_waiting()
         finally:
             self._is_moving = False
@@ -127,7 +127,7 @@ class Replicas:
         if self.death:
             self.gave_up.set()
         self._move_waiting()
-        self._routing.changed()
+        self.routing.changed()
         if self.on_change:
             self.on_change()
 
@@ -135,58 +135,58 @@ class Replicas:
 
     @property
     def num_replicas(self) -> int:
-        return len(self._clients)
+        return len(self.clients)
 
     @property
     def ready(self) -> Ready | None:
-        return self._clients[0].ready
+        return self.clients[0].ready
 
     @property
     def alive(self) -> bool:
-        return any(client.alive for client in self._clients)
+        return any(client.alive for client in self.clients)
 
     @property
     def working(self) -> bool:
-        return any(client.working for client in self._clients)
+        return any(client.working for client in self.clients)
 
     @property
     def death(self) -> str:
         """Why there will be no engine any more."""
-        return self._clients[0].death if all(client.death for client in self._clients) else ""
+        return self.clients[0].death if all(client.death for client in self.clients) else ""
 
     @property
     def last_step_s(self) -> float:
-        return min(client.last_step_s for client in self._clients)
+        return min(client.last_step_s for client in self.clients)
 
     @property
     def used_s(self) -> float:
-        return max(client.used_s for client in self._clients)
+        return max(client.used_s for client in self.clients)
 
     @property
     def num_pending(self) -> int:
-        return sum(client.num_pending for client in self._clients)
+        return sum(client.num_pending for client in self.clients)
 
     @property
     def num_waiting(self) -> int:
-        return sum(client.num_waiting for client in self._clients)
+        return sum(client.num_waiting for client in self.clients)
 
     @property
     def num_restarts(self) -> int:
-        return sum(client.num_restarts for client in self._clients)
+        return sum(client.num_restarts for client in self.clients)
 
     @property
     def is_idle(self) -> bool:
-        return all(client.is_idle for client in self._clients)
+        return all(client.is_idle for client in self.clients)
 
     def described(self) -> list[dict[str, object]]:
         """Of each replica: its state and its load."""
-        told = [{"state": _state(one), "load": one.num_pending} for one in self._clients]
-        roles = [{"role": role} for role in self._routing.names] or [{} for _ in told]
+        told = [{"state": _state(one), "load": one.num_pending} for one in self.clients]
+        roles = [{"role": role} for role in self.routing.names] or [{} for _ in told]
         return [one | role for one, role in zip(told, roles, strict=True)]
 
     def states(self) -> dict[str, str]:
         """States of the replicas that are to take requests, by number and role: running, restarting, or down while given up."""
-        roles = self._routing.names
+        roles = self.routing.names
         return {f"{name} ({roles[int(name)]})" if roles else name: _state(one) for name, one in self._names.items()}
 
     # ---- requests
@@ -195,11 +195,11 @@ class Replicas:
         self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False, tells_progress: bool = False
     ) -> AsyncGenerator[Delta, None]:
         """As of EngineClient."""
-        if request.request_id in self._routes:
+        if request.request_id in self.routes:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # another replica draws the same
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        route = self._routes[request.request_id] = self._routing.new_route(request)
+        route = self.routes[request.request_id] = self.routing.new_route(request)
         try:
             while len(route.over) < len(route.outputs):
                 left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
@@ -218,8 +218,8 @@ class Replicas:
                         raise EngineDead(what, fix="Try again, perhaps with a smaller request.") from lost
                 tells_accepted &= not route.is_known
         finally:
-            del self._routes[request.request_id]
-            self._routing.end(request, route)
+            del self.routes[request.request_id]
+            self.routing.end(request, route)
 
     def _place(self, request: Submit, route: Route) -> Submit:
         """What the engine gets that is chosen: one that works, if any does; one that is restarted, or else raises what the engine
@@ -229,27 +229,27 @@ class Replicas:
         }
         if not usable:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
-        name, part = self._routing.place(request, route, usable)
+        name, part = self.routing.place(request, route, usable)
         route.client = self._names[name]
         return msgspec.structs.replace(part, resumed=route.left) if route.is_known else part
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
-        return any(client.cancel(request_id, why) for client in self._clients)
+        return any(client.cancel(request_id, why) for client in self.clients)
 
     def finish(self, request_id: str, index: int) -> None:
-        route = self._routes.get(request_id)
+        route = self.routes.get(request_id)
         if route is not None:
             route.over.add(index)
             if route.client is not None:
                 route.client.finish(request_id, index)
 
     def fail_all(self, why: TidemillError) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.fail_all(why)
 
     def renew(self, name: str, ttl_s: float, reason: str) -> None:
         """Of all: several may hold the prefix."""
-        for client in self._clients:
+        for client in self.clients:
             client.renew(name, ttl_s, reason)
 
     # ---- from the engines
@@ -258,7 +258,7 @@ class Replicas:
         if any(isinstance(event, events.EngineRestarted) for event in batch):
             asyncio.get_running_loop().call_soon(self._move_waiting)
         self._tell(number, batch)
-        self._routing.take(number, batch)
+        self.routing.take(number, batch)
 
     def _tell(self, number: int, batch: list[Event]) -> None:
         if self._on_events:
@@ -266,13 +266,13 @@ class Replicas:
 
     def ask_pages(self) -> None:
         self._pages.clear()
-        for client in self._clients:
+        for client in self.clients:
             client.ask_pages()
 
     def _take_pages(self, number: int, pages: Pages) -> None:
         """The map is of all replicas, one after the other; it is told when all that work have told theirs."""
         self._pages[number] = pages
-        if self._on_pages and all(at in self._pages for at, client in enumerate(self._clients) if client.working):
+        if self._on_pages and all(at in self._pages for at, client in enumerate(self.clients) if client.working):
             self._on_pages(joined([self._pages[at] for at in sorted(self._pages)]))
 
 
@@ -313,11 +313,11 @@ class ReplicaAdapters:
     """The LoRA adapters of all replicas. Each load has the same number everywhere: all get the same loads in the same order."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
-        self._clients = clients
+        self.clients = clients
 
     @property
     def _first(self) -> EngineClient:
-        return self._clients[0]
+        return self.clients[0]
 
     def __iter__(self) -> Iterator[AdapterInfo]:
         return iter(self._first.adapters)
@@ -326,28 +326,28 @@ class ReplicaAdapters:
         return self._first.adapters.get(name)
 
     def expect(self, options: EngineOptions) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.adapters.expect(options)
 
     def enter(self, info: AdapterInfo) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.adapters.enter(info)
 
     def leave(self, info: AdapterInfo) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.adapters.leave(info)
 
     async def load(self, name: str, path: str, in_place: bool = False) -> AdapterInfo:
         """Into all, or none."""
-        if not all(client.working for client in self._clients):
+        if not all(client.working for client in self.clients):
             what = "Not all replicas work: one is started again."
             raise EngineDead(what, fix="Load the adapter again in a moment; /health says which replicas work.")
-        loads = [client.adapters.load(name, path, in_place) for client in self._clients]
+        loads = [client.adapters.load(name, path, in_place) for client in self.clients]
         done = await asyncio.gather(*loads, return_exceptions=True)
         failed = next((one for one in done if isinstance(one, BaseException)), None)
         infos = [one for one in done if not isinstance(one, BaseException)]
         if failed is not None:
-            for client, one in zip(self._clients, done, strict=True):
+            for client, one in zip(self.clients, done, strict=True):
                 if not isinstance(one, BaseException):
                     client.adapters.unload(name)
             raise failed
@@ -356,7 +356,7 @@ class ReplicaAdapters:
 
     def unload(self, name: str) -> None:
         """Raises KeyError if there is none."""
-        for client in self._clients:
+        for client in self.clients:
             client.adapters.unload(name)
 
 

@@ -73,10 +73,10 @@ class Roles(Routing):
         self._placements = {PREFILL: Placement(), DECODE: Placement()}
         name = secrets.token_hex(8)
         self.addresses = [f"shm:{name}-{at}" for at in range(num_prefill)]  # where prefill engines export pages
-        self._clients: Sequence[EngineClient] = ()
+        self.clients: Sequence[EngineClient] = ()
         self._emit: Callable[[int, Event], None] = lambda number, event: None
         self._rooms: dict[str, Room] = {}  # of decode engines
-        self._routes: dict[str, RoleRoute] = {}
+        self.routes: dict[str, RoleRoute] = {}
         self._at_gate: dict[str, float] = {}  # requests that wait until a decode engine has room, and since when
         self._late = ""  # the one that was let in though there was none, until it is admitted
         self._let_in: Counter[str] = Counter()  # by tenant: requests that did not have to wait, or not any more
@@ -84,7 +84,7 @@ class Roles(Routing):
         self._told: set[str] = set()  # decode engines that know that they are told what comes
 
     def begin(self, clients: Sequence[EngineClient], emit: Callable[[int, Event], None]) -> None:
-        self._clients, self._emit = clients, emit
+        self.clients, self._emit = clients, emit
 
     def check(self, ready: Ready) -> None:
         if ready.model.pooler is not None:
@@ -100,7 +100,7 @@ class Roles(Routing):
 
     def new_route(self, request: Submit) -> Route:
         route = RoleRoute([[] for _ in range(request.params.n)], order=next(self._order), tenant=request.tenant)
-        self._routes[request.request_id] = route
+        self.routes[request.request_id] = route
         return route
 
     # ---- where a request goes
@@ -176,7 +176,7 @@ class Roles(Routing):
 
     def gate(self, request: Submit) -> str:
         """Why a request must not begin yet; empty: it may. See EngineClient."""
-        route = self._routes.get(request.request_id)
+        route = self.routes.get(request.request_id)
         if route is None or not request.hands_over or route.is_let_in:
             self._at_gate.pop(request.request_id, None)
             return ""
@@ -208,18 +208,18 @@ class Roles(Routing):
     def _tell_what_comes(self, request: Submit, target: str) -> None:
         """Of several decode engines, only the one that will have the request fetches its pages as they are exported."""
         if self.names.count(DECODE) > 1:
-            self._clients[int(target)].expect(request)
+            self.clients[int(target)].expect(request)
             for name in self._decoding.keys() - self._told - {target}:
-                self._clients[int(name)].expect(None)
+                self.clients[int(name)].expect(None)
             self._told |= {target, *self._decoding}
 
     @property
     def _decoding(self) -> dict[str, EngineClient]:
         """Decode engines that work."""
-        return {str(at): one for at, one in enumerate(self._clients) if self.names[at] == DECODE and one.working}
+        return {str(at): one for at, one in enumerate(self.clients) if self.names[at] == DECODE and one.working}
 
     def _pages_of(self, request: Submit, name: str) -> int:
-        ready = self._clients[int(name)].ready
+        ready = self.clients[int(name)].ready
         assert ready is not None
         return self._room(name).pages_of(len(request.prompt_ids), request.params.n, len(ready.config.layout.groups))
 
@@ -229,10 +229,10 @@ class Roles(Routing):
             is_late = not self._late and time.monotonic() - next(iter(self._at_gate.values())) > _PATIENCE_S
             if not is_late and self._decoding and not any(self._room(name).has_row for name in self._decoding):
                 return
-            waiting = [(client, one) for client in self._clients for one in client.at_gate]
+            waiting = [(client, one) for client in self.clients for one in client.at_gate]
             if not waiting:
                 return
-            routes = [self._routes[one.request.request_id] for _, one in waiting]
+            routes = [self.routes[one.request.request_id] for _, one in waiting]
             told = [(one.tenant, pending.request.priority, one.order) for one, (_, pending) in zip(routes, waiting, strict=True)]
             ids = [pending.request.request_id for _, pending in waiting]
             oldest = next(iter(self._at_gate))
@@ -247,7 +247,7 @@ class Roles(Routing):
     def _room(self, name: str) -> Room:
         room = self._rooms.get(name)
         if room is None:
-            ready = self._clients[int(name)].ready
+            ready = self.clients[int(name)].ready
             assert ready is not None
             config = ready.config
             room = self._rooms[name] = Room(config.max_requests, config.num_pages, config.page_size)
@@ -259,7 +259,7 @@ class Roles(Routing):
     # ---- from the engines
 
     def take(self, number: int, batch: Sequence[Event]) -> None:
-        if self.names[number] == DECODE and self._clients[number].ready is not None:
+        if self.names[number] == DECODE and self.clients[number].ready is not None:
             for event in batch:
                 self._take(number, event)
             self._let_in_all()
@@ -276,7 +276,7 @@ class Roles(Routing):
                 request_id = event.request_id.partition(":")[0]
                 self._room(str(number)).admitted(request_id)
                 self._late = "" if request_id == self._late else self._late
-                route = self._routes.get(request_id)
+                route = self.routes.get(request_id)
                 if route is not None and route.source >= 0 and route.name == str(number):
                     now, num_new = time.monotonic(), event.num_tokens - event.num_cached
                     taken = events.TakenOver(now, event.request_id, route.source, event.num_cached, num_new, now - route.first_s)
@@ -290,7 +290,7 @@ class Roles(Routing):
 
     def end(self, request: Submit, route: Route) -> None:
         assert isinstance(route, RoleRoute)
-        del self._routes[request.request_id]
+        del self.routes[request.request_id]
         self._at_gate.pop(request.request_id, None)
         self._late = "" if request.request_id == self._late else self._late
         if route.is_let_in:

@@ -100,23 +100,23 @@ class RayReplicas(Replicas):
         self._watching: asyncio.Task[None] | None = None
         super().__init__(options.num_at_most, on_events, stall_s, on_pages, start_s, routing)
         if options.policy is not None:
-            self.adapters = _FixedAdapters(self._clients)
+            self.adapters = _FixedAdapters(self.clients)
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, partial(self._new_link, number), True, self._routing.gate)
+        client = EngineClient(take, stall_s, pages, start_s, partial(self._new_link, number), True, self.routing.gate)
         client.on_change = self._changed
         return client
 
     def _new_link(self, number: int) -> RayLink:
-        group = self._groups.get(self._routing.names[number]) if self._routing.names else None
+        group = self._groups.get(self.routing.names[number]) if self.routing.names else None
         return RayLink(self._cluster, self._needs, self._placed.pop(number, None), group, self._kv_key)
 
     def _options(self, options: EngineOptions, number: int) -> EngineOptions:
         """Several replicas may be on one node."""
         folder, _, size = (options.kv_disk or "").rpartition(":")
         own = dataclasses.replace(options, kv_disk=f"{folder}/replica-{number}:{size}" if folder else None)
-        return self._routing.options(own, number)
+        return self.routing.options(own, number)
 
     # ---- start and end
 
@@ -126,12 +126,12 @@ class RayReplicas(Replicas):
             await self._place_all(num, options.tensor_parallel * options.pipeline_parallel)
         except NoRoom as error:
             await self.close()
-            several = "--prefill, --decode" if self._routing.names else "--replicas, --tensor-parallel"
+            several = "--prefill, --decode" if self.routing.names else "--replicas, --tensor-parallel"
             fix = f"Ask for fewer {several} or --threads, or add nodes (--ray-wait waits for them)."
             raise ConfigError(f"The cluster has no room for the replicas: {error}.", fix=fix, param="replicas") from error
         try:
-            ready = await self._clients[0].start(self._options(options, 0), on_loading)
-            self._routing.check(ready)
+            ready = await self.clients[0].start(self._options(options, 0), on_loading)
+            self.routing.check(ready)
             await all_started(self._start_one(number, options, ready) for number in range(1, num))
         except BaseException:
             await self.close()
@@ -145,7 +145,7 @@ class RayReplicas(Replicas):
 
     async def _place_all(self, num: int, num_ranks: int) -> None:
         """Engines that have roles exchange pages by TCP, each rank at a port of its own, with a key that is made here."""
-        roles = self._routing
+        roles = self.routing
         if not isinstance(roles, Roles):
             self._placed = dict(enumerate(await self._cluster.place(EngineActor, self._needs, num)))
             return
@@ -161,16 +161,16 @@ class RayReplicas(Replicas):
 
     async def _start_one(self, number: int, options: EngineOptions, first: Ready) -> Ready:
         """With the values of the first, so that each can take every request."""
-        ready = await self._clients[number].start(settled(self._options(options, number), first.config))
+        ready = await self.clients[number].start(settled(self._options(options, number), first.config))
         if ready.model != first.model:
-            await self._clients[number].stop()
+            await self.clients[number].stop()
             fix = "Give all nodes the same files under this name."
             raise ConfigError(f"The model {options.model} is not the same on all nodes of the cluster.", fix=fix, param="model")
         return ready
 
     def _name_started(self) -> None:
         """Those that requests are placed on."""
-        self._names = {str(number): self._clients[number] for number in sorted(self._started)}
+        self._names = {str(number): self.clients[number] for number in sorted(self._started)}
 
     async def close(self) -> None:
         watching, self._watching = self._watching, None
@@ -188,7 +188,7 @@ class RayReplicas(Replicas):
 
     @property
     def death(self) -> str:
-        found = [self._clients[number].death for number in sorted(self._started)]
+        found = [self.clients[number].death for number in sorted(self._started)]
         return found[0] if found and all(found) else ""
 
     # ---- health and scaling
@@ -211,7 +211,7 @@ class RayReplicas(Replicas):
 
     def load(self, num_slots: int) -> Load:
         counts = [self._counts.get(number, (0, 0)) for number in self._started]
-        unplaced = sum(self._clients[number].num_waiting for number in self._started)
+        unplaced = sum(self.clients[number].num_waiting for number in self._started)
         running, waiting = sum(one[0] for one in counts), sum(one[1] for one in counts) + unplaced
         return Load(len(self._started), running, waiting, num_slots, self._num_finished)
 
@@ -219,7 +219,7 @@ class RayReplicas(Replicas):
         if self._draining:
             self._started.add(self._draining.pop())
         else:
-            number = next(at for at in range(len(self._clients)) if at not in self._started)
+            number = next(at for at in range(len(self.clients)) if at not in self._started)
             num_bytes, began = first.config.memory_bytes, time.monotonic()
             self._take_events(number, [events.ModelLoading(began, options.model, num_bytes, reason)])
             await self._start_one(number, options, first)
@@ -238,13 +238,13 @@ class RayReplicas(Replicas):
         _log.warning("%d replicas: one takes no more requests, %s", len(self._started), reason)
 
     async def _stop_drained(self, model: str) -> None:
-        for number in [one for one in self._draining if not self._clients[one].num_pending]:
+        for number in [one for one in self._draining if not self.clients[one].num_pending]:
             self._draining.discard(number)
-            client = self._clients[number]
+            client = self.clients[number]
             assert client.ready is not None
             await client.stop()
             self._counts.pop(number, None)
-            self._routing.forget(str(number))
+            self.routing.forget(str(number))
             gone = events.ModelUnloaded(time.monotonic(), model, client.ready.config.memory_bytes, "fewer replicas suffice")
             self._take_events(number, [gone])
 

@@ -160,7 +160,7 @@ class Scheduler(RequestTable):
     def _make_held_yield(self, plan: StepPlan, state: StepState) -> None:
         """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
         while not plan.items and (held := [request for request in self.running if request.is_held]):
-            self._preempt(held[-1], "held, and those that it waits for have no slot or pages")
+            self.preempt(held[-1], "held, and those that it waits for have no slot or pages")
             state.num_running = state.num_running_before = len(self.running)
             self._fill(plan, state)
 
@@ -287,7 +287,7 @@ class Scheduler(RequestTable):
                 continue  # it runs alone
             if victim.seq in planned:
                 return False
-            self._preempt(victim, f"no free page for {request.request_id}")
+            self.preempt(victim, f"no free page for {request.request_id}")
             if victim is request:
                 return False
         return True
@@ -359,7 +359,7 @@ class Scheduler(RequestTable):
                 if self.running or not self._forked:
                     self._defer(request, "not enough free pages" if self._evict else "not enough free pages to run to its end")
                     return False
-                self._preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
+                self.preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
                 continue
             state.num_running += 1
             count = self._chunk(request, request.num_needed, state) if state.num_left > 0 else 0
@@ -486,7 +486,7 @@ class Scheduler(RequestTable):
             and self._pages.num_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
             and not self._lacks_bytes(request)
         ):
-            self._preempt(lower.pop(), f"{request.request_id} {reason}")
+            self.preempt(lower.pop(), f"{request.request_id} {reason}")
 
     def _victim(self) -> Request:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""

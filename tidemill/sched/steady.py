@@ -244,10 +244,10 @@ class SteadyScheduler(Scheduler):
         request = self._requests.get(item.seq)
         return () if request is None else request.rank  # what is gone is not looked at
 
-    def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
+    def preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
         if request.seq in self._members:
             self.settle([request.seq])
-        super()._preempt(request, reason, is_lost)
+        super().preempt(request, reason, is_lost)
 
     def _remove(self, request: Request) -> None:
         if request.seq in self._members:

@@ -198,13 +198,13 @@ class RequestTable:
             pages = self.kv.discard(request.seq)
             self._pages.unsent.page_zeroes += pages
             for row in self._pages.unsent.rows_that_copy(pages):
-                self._preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
+                self.preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
 
     def compute_again(self, request: Request, reason: str) -> None:
         """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
         in the same step."""
         self.clear(request)
-        self._preempt(request, reason)
+        self.preempt(request, reason)
         request.takes_drafts = False
 
     def finish(self, request: Request, reason: str) -> None:
@@ -233,7 +233,7 @@ class RequestTable:
             self._pages.unsent.left_rows.append(request.row)
         request.row = -1
 
-    def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
+    def preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
         are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
@@ -271,7 +271,7 @@ class RequestTable:
             self._pages.unsent.left_rows += plan.left_rows
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
-                self._preempt(request, reason, is_lost=True)
+                self.preempt(request, reason, is_lost=True)
         self.retention.clear(reason)
         self.kv.clear_prefixes()
         self.kv.fail_moves()
@@ -279,7 +279,7 @@ class RequestTable:
     def moved(self, done: Sequence[Moved]) -> None:
         """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
         for seq, why in self._pages.moved(done):
-            self._preempt(self._requests[seq], f"a page could not be loaded: {why}")
+            self.preempt(self._requests[seq], f"a page could not be loaded: {why}")
         if any(one.error for one in done):
             self.retention.loads_failed()
 

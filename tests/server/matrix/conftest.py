@@ -12,10 +12,10 @@ import pytest
 from tests.fragile import GATED, Fragile
 from tests.helpers import LONG_S
 from tests.server.conftest import Server
-from tests.server.matrix.script import make_adapter, make_model
+from tests.server.matrix.script import make_adapter, make_classifier, make_model
 from tests.waiting import until
 
-for _name in ("checks", "client", "dialects"):
+for _name in ("checks", "client", "dialects", "pooled"):
     pytest.register_assert_rewrite(f"tests.server.matrix.{_name}")
 
 
@@ -32,6 +32,15 @@ def plain(script_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     adapter = tmp_path_factory.mktemp("script") / "adapter"
     make_adapter(adapter, script_folder)
     running = Server(script_folder, "--lora", f"other={adapter}", "--speculate", "off").wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("classifier") / "model"
+    make_classifier(path)
+    running = Server(path).wait()
     yield running
     assert running.stop() == 0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 CALL_TIDE = ['<tool_call>{"name": "tide", ', '"arguments": {"to": "ebb"}}</tool_call>']
@@ -120,6 +121,25 @@ def _id_of(tokenizer: Tokenizer, text: str) -> int:
     found = tokenizer.token_to_id(text.replace(" ", "Ġ"))
     assert found is not None, text
     return found
+
+
+def make_classifier(path: Path) -> None:
+    """A classifier of two moods, by the last token of a text: «text» is calm, all else is either."""
+    make_model(path)
+    config = json.loads((path / "config.json").read_text())
+    moods = {"0": "calm", "1": "rough"}
+    config |= {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": moods,
+        "num_labels": 2,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(path / "model.safetensors")
+    del weights["lm_head.weight"]
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    weights["score.weight"] = torch.zeros(2, _SIZE)
+    weights["score.weight"][0, _id_of(tokenizer, said("text"))] = math.log(3) / math.sqrt(_SIZE)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_adapter(path: Path, model: Path) -> None:

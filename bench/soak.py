@@ -29,12 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.ports import reserved_port
-from tidemill.bench.http import event_lines
 from tidemill.bench.plots import _pyplot, _save
 from tidemill.bench.workload import Item, synthetic
+from tidemill.client import AsyncClient, Client
+from tidemill.errors import TidemillError
 
 SAMPLE_EVERY_S = 5.0
 WARM_UP = 0.2  # of the run
@@ -47,7 +46,6 @@ SHAPE = {
 
 @dataclass
 class Run:
-    url: str
     begun_s: float
     end_s: float
     ttft: list[tuple[float, float]] = field(default_factory=list)  # when, how long
@@ -57,7 +55,7 @@ class Run:
     samples: list[dict[str, float]] = field(default_factory=list)
 
 
-async def client(run: Run, http: httpx.AsyncClient, items: list[Item], seed: int) -> None:
+async def client(run: Run, http: AsyncClient, items: list[Item], seed: int) -> None:
     rng = random.Random(seed)
     kinds = {"streamed": 70, "whole": 12, "structured": 10, "aborted": 8}
     while time.monotonic() < run.end_s:
@@ -71,38 +69,27 @@ async def client(run: Run, http: httpx.AsyncClient, items: list[Item], seed: int
         try:
             await send(run, http, kind, body, rng.randrange(1, 8))
             run.completed[kind] = run.completed.get(kind, 0) + 1
-        except (httpx.HTTPError, ValueError, KeyError, AssertionError) as error:
+        except (TidemillError, ValueError, KeyError, AssertionError) as error:
             run.wrong.append(f"{kind}: {type(error).__name__}: {error}"[:300])
 
 
-async def send(run: Run, http: httpx.AsyncClient, kind: str, body: dict[str, Any], abort_after: int) -> None:
+async def send(run: Run, http: AsyncClient, kind: str, body: dict[str, Any], abort_after: int) -> None:
     """One request, with a check of its response."""
     sent = last = time.monotonic()
     num, text = 0, ""
-    async with http.stream("POST", f"{run.url}/v1/completions", json=body) as reply:
-        if reply.status_code != 200:
-            raise ValueError(f"{reply.status_code}: {(await reply.aread())[:200]!r}")
-        if not body["stream"]:
-            found = json.loads(await reply.aread())
-            assert found["usage"]["completion_tokens"] == 2 * body["max_tokens"], "tokens are missing"
-            return
-        ended = False
-        async for line in event_lines(reply):
-            if line == "data: [DONE]":
-                ended = True
-            if not line.startswith("data: {"):
-                continue
-            found = json.loads(line[6:])
-            if "error" in found:
-                raise ValueError(found["error"]["message"])
+    if not body["stream"]:
+        found = await http.json("POST", "/v1/completions", body)
+        assert found["usage"]["completion_tokens"] == 2 * body["max_tokens"], "tokens are missing"
+        return
+    async with http.stream("/v1/completions", body) as chunks:
+        async for found in chunks:
             now = time.monotonic()
             (run.gaps if num else run.ttft).append((now - run.begun_s, now - last if num else now - sent))
             num, last, text = num + 1, now, text + found["choices"][0]["text"]
             if kind == "aborted" and num >= abort_after:
                 return
-        assert ended, "the stream broke off"
-        if kind == "structured" and found["choices"][0]["finish_reason"] == "stop":
-            assert json.loads(text)["port"] in ("Brest", "Hull"), text
+    if kind == "structured" and found["choices"][0]["finish_reason"] == "stop":
+        assert json.loads(text)["port"] in ("Brest", "Hull"), text
 
 
 # ---- measurements
@@ -126,10 +113,10 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def counters(run: Run, http: httpx.AsyncClient) -> dict[str, float]:
+async def counters(http: AsyncClient) -> dict[str, float]:
     """By name; of those with labels, the sum."""
     found: dict[str, float] = {}
-    for line in (await http.get(f"{run.url}/metrics")).text.splitlines():
+    for line in (await http.send("GET", "/metrics")).text.splitlines():
         if line.startswith("tidemill_") and "_bucket" not in line:
             name, _, value = line.removeprefix("tidemill_").rpartition(" ")
             name = name.partition("{")[0]
@@ -137,11 +124,11 @@ async def counters(run: Run, http: httpx.AsyncClient) -> dict[str, float]:
     return found
 
 
-async def sample(run: Run, http: httpx.AsyncClient, pid: int) -> None:
+async def sample(run: Run, http: AsyncClient, pid: int) -> None:
     while True:
         engine = [one for one in processes(pid) if is_engine(one)]
         others = [one for one in processes(pid) if one not in engine]
-        found = await counters(run, http)
+        found = await counters(http)
         run.samples.append(
             {
                 "at_s": time.monotonic() - run.begun_s,
@@ -161,11 +148,11 @@ async def sample(run: Run, http: httpx.AsyncClient, pid: int) -> None:
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
-async def settle(run: Run, http: httpx.AsyncClient) -> dict[str, float]:
+async def settle(http: AsyncClient) -> dict[str, float]:
     """The counters, once no request is running or queued."""
     found: dict[str, float] = {}
     for _ in range(600):
-        found = await counters(run, http)
+        found = await counters(http)
         if found["requests_running"] == found["requests_waiting"] == 0:
             break
         await asyncio.sleep(0.1)
@@ -178,16 +165,15 @@ async def go(url: str, pid: int, seconds: float, num_clients: int) -> tuple[Run,
         for seed, (prompt, output, prefix) in enumerate([(40, 30, 0), (150, 50, 0), (60, 40, 200), (400, 20, 0), (20, 120, 64)])
         for item in synthetic(60, prompt, output, spread=0.8, shared_prefix=prefix, vocab=300, seed=seed)
     ]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as http:
-        run = Run(url, time.monotonic(), 0.0)
+    async with AsyncClient(url, keep_alive=False) as http:
+        run = Run(time.monotonic(), 0.0)
         await send(run, http, "streamed", {"prompt": "x", "max_tokens": 2, "stream": True, "ignore_eos": True}, 0)
-        before = await settle(run, http)
-        run = Run(url, time.monotonic(), time.monotonic() + seconds)
+        before = await settle(http)
+        run = Run(time.monotonic(), time.monotonic() + seconds)
         sampling = asyncio.create_task(sample(run, http, pid))
         await asyncio.gather(*(client(run, http, items, seed) for seed in range(num_clients)))
         sampling.cancel()
-        return run, before, await settle(run, http)
+        return run, before, await settle(http)
 
 
 # ---- verdict
@@ -302,12 +288,13 @@ def soak(given: argparse.Namespace, port: int) -> None:
 
 
 def wait(url: str, server: subprocess.Popen) -> None:
-    while server.poll() is None:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
+    with Client(url) as http:
+        while server.poll() is None:
+            try:
+                http.json("GET", "/health")
                 return
-        except httpx.HTTPError:
-            time.sleep(0.2)
+            except TidemillError:
+                time.sleep(0.2)
     sys.exit("the server did not start")
 
 

@@ -138,6 +138,7 @@ def test_load_on_a_server(server, tmp_path):
     wrong = bench("serve", "--base-url", f"{server.url}/v1", "--model", "other", "-r", "2", "--rate", "50")
     assert wrong.exit_code == 1
     assert "2 (2)" in wrong.output
+    assert "refuses it (404)" in wrong.output
 
 
 def test_policies(tiny_folder, tmp_path):

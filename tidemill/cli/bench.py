@@ -140,9 +140,9 @@ def throughput(
 
 @app.command(cls=Command)
 def serve(
-    base_url: Annotated[
-        str, typer.Option(help="The server's address, up to /v1; any OpenAI-compatible one.")
-    ] = "http://127.0.0.1:8000/v1",
+    url: Annotated[
+        str, typer.Option("--url", "--base-url", help="Any OpenAI-compatible server: http://HOST:PORT or unix:PATH.")
+    ] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="The model's name at the server.")] = "smollm2",
     rate: Annotated[
         list[float] | None,
@@ -166,7 +166,7 @@ def serve(
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for exactly the tokens planned (servers that refuse it: --no-ignore-eos).")
     ] = True,
-    api_key: Annotated[str | None, typer.Option(help="The server's key, if it needs one.")] = None,
+    api_key: Annotated[str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")] = "",
     seed: Annotated[
         int | None, typer.Option(help="Of prompts and arrivals. Default: a new one, so that nothing is cached.")
     ] = None,
@@ -176,7 +176,7 @@ def serve(
     """Open-loop load on a server: requests are sent when they are due, whether or not earlier ones have finished."""
     from tidemill.bench.http import check_server, run_load
 
-    check_server(base_url)
+    check_server(url, api_key)
     runs: dict[str, list[Any]] = {}
     summaries: dict[str, dict[str, Any]] = {}
     rates = [0.0] if trace else list(dict.fromkeys(rate or [1.0]))
@@ -200,7 +200,7 @@ def serve(
             items = arriving(drawn, each, burstiness=burstiness, seed=seed)
             name = f"{each:g} requests/s"
         with _bar(name, len(items)) as done:
-            load = run_load(base_url, model, items, api_key=api_key, ignore_eos=ignore_eos, on_done=done)
+            load = run_load(url, model, items, api_key=api_key, ignore_eos=ignore_eos, on_done=done)
             runs[name] = asyncio.run(load)
         summaries[name] = summarize(
             runs[name],
@@ -217,7 +217,7 @@ def serve(
         if len(rates) > 1:
             points = list(zip(rates, summaries.values(), strict=True))
             console.print(f"wrote {plots.plot_rates(points, plot / 'rates.png')}")
-    _report(_table(summaries, f"{base_url}, {model}"), summaries, json_path)
+    _report(_table(summaries, f"{url}, {model}"), summaries, json_path)
     if any(summary["failed"] for summary in summaries.values()):
         raise typer.Exit(1)
 

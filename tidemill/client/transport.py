@@ -141,4 +141,4 @@ def _authorization(key: str | None) -> dict[str, str]:
 
 
 def _encode(body: Body) -> bytes | None:
-    return json.dumps(body).encode() if isinstance(body, dict) else body
+    return json.dumps(body, separators=(",", ":")).encode() if isinstance(body, dict) else body

@@ -1,4 +1,4 @@
-"""Neurons divided between the GPU at hand and its host's cores: the same tokens, and how fast against layers that are streamed.
+"""Neurons divided between the GPU at hand and its host's cores: how fast, against layers that are streamed.
 
     python -m bench.gpu_neurons [--layers 8] [--width 4096] [--shares 0.5,0.25] [--active 0.1] [--requests 1,4,8,32] [--threads N]
 
@@ -7,9 +7,8 @@ gates' biases say how often), so that some are hot. Once with all weights on the
 weights that may be there, with hot neurons on the GPU and the others computed by the CPU, and with whole layers streamed in the
 same memory, or in what two layers need if that is more.
 
-Checked: the error of a feed-forward against float64, beside the GPU's own; tokens and log probabilities of a request alone, among
-others and with a prompt in several chunks, which must be the same bits; tokens against the model with all weights on the GPU,
-which may part where two tokens are nearly as likely.
+Printed, too: the error of a feed-forward against float64, beside the GPU's own, and tokens against the model with all weights on
+the GPU, which may part where two tokens are nearly as likely. tests/gpu/test_split_neurons.py checks them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tidemill.weights.neurons import TENSORS, tensor_name
 from tidemill.wire import Submit
 
 _TOKENS, _VOCABULARY = 24, 8192
+LENGTHS = range(16, 48)  # of the prompts whose answers are compared
 _POWER, _FIRST = 1.0, 0.02  # frequencies fall as (rank / neurons + first) ** -power
 Answers = dict[str, list[tuple[int, float]]]
 
@@ -92,7 +93,7 @@ def core_of(folder: Path, budget: int | None = None, hot: bool = False, threads:
     return core
 
 
-def answers(core: EngineCore, lengths: list[int], num_tokens: int = _TOKENS) -> tuple[Answers, float]:
+def answers(core: EngineCore, lengths: Sequence[int], num_tokens: int = _TOKENS) -> tuple[Answers, float]:
     """Of prompts of these lengths: greedy tokens with their log probabilities, and seconds of a decode step."""
     found: Answers = {}
     for number, length in enumerate(lengths):
@@ -113,17 +114,10 @@ def answers(core: EngineCore, lengths: list[int], num_tokens: int = _TOKENS) -> 
     return found, (time.perf_counter() - began) / max(1, num_steps)
 
 
-def check_invariance(core: EngineCore) -> Answers:
-    """A request alone, among others, and with a long prompt that the others cut into other chunks."""
-    first = answers(core, [200])[0]["0"]
-    for others in (1, 6, 31):
-        assert answers(core, [200] + [16 + i for i in range(others)])[0]["0"] == first, f"other bits beside {others} others"
-    found, _ = answers(core, [16 + i for i in range(32)])
-    assert answers(core, [16 + i for i in range(32)])[0] == found
-    for i in (0, 9):
-        assert answers(core, [16 + j for j in range(i + 1)])[0][str(i)] == found[str(i)]
-    print("  the same bits alone, beside 1, 6 and 31 others, in other chunks, and again", flush=True)
-    return found
+def least_bytes(total: int, layers: int, width: int) -> int:
+    """Memory for streamed layers, at least: two of them have slots. `total`: of all weights."""
+    tables = 2 * 2 * _VOCABULARY * width
+    return int(tables + 2.05 * (total - tables) / layers)
 
 
 def compare(found: Answers, expected: Answers) -> None:
@@ -223,9 +217,8 @@ def main() -> None:
     print("all on the GPU:", flush=True)
     whole = core_of(folder)
     total, matrices = resident_bytes(whole.runner.model), 3 * 2 * given.layers * given.width * inner  # type: ignore[attr-defined]
-    tables = 2 * 2 * _VOCABULARY * given.width
-    least = int(tables + 2.05 * (total - tables) / given.layers)  # of streamed layers: two of them have slots
-    expected, error = check_invariance(whole), error_of(whole, folder)
+    least = least_bytes(total, given.layers, given.width)
+    expected, error = answers(whole, LENGTHS)[0], error_of(whole, folder)
     table = {"all on the GPU": speeds(whole, requests)}
     let_go(whole)
     for share in (float(one) for one in given.shares.split(",")):
@@ -235,15 +228,13 @@ def main() -> None:
         streaming: Any = core.runner.model.streaming  # type: ignore[attr-defined]
         print(f"  {core.config.reasons['hot_neurons']}; {core.config.threads} threads")
         print(f"  held {streaming.held_bytes / 1e9:.2f} GB; in host memory {streaming.streamed_bytes / 1e9:.2f} GB")
-        assert streaming.held_bytes <= budget
         print(f"  error of a feed-forward: {error_of(core, folder):.2e}; all on the GPU: {error:.2e}")
-        compare(check_invariance(core), expected)
+        compare(answers(core, LENGTHS)[0], expected)
         show_split(core, requests)
         table[f"{share:.0%}, neurons divided"] = speeds(core, requests)
         let_go(core)
         if not given.no_streaming:
             core = core_of(folder, max(budget, least))
-            assert check_invariance(core) == expected
             table[f"{share:.0%}, layers streamed" + (" (more memory)" if least > budget else "")] = speeds(core, requests)
             let_go(core)
     print("tokens a second, by requests:      " + "".join(f"{num:>10}" for num in requests))

@@ -88,7 +88,7 @@ def _step_ms(core: EngineCore, num: int, num_steps: int = 40) -> tuple[float, fl
         core.step()
     proposing, drafts = [0.0], [0]
     if core.drafting is not None:
-        drafter: Any = core.drafting._drafters[0]
+        drafter: Any = core.drafting.drafters[0]
         propose = type(drafter).propose.__get__(drafter)
 
         def timed(asks: Any) -> Any:

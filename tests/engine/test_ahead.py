@@ -60,7 +60,7 @@ def test_the_same_answers(model, options):
     assert {answer.finish_reason for answer in expected.values()} == {"stop", "length"}
     core = ahead(model, **options)
     assert run(core, asked, eos=(1, 2, 3)) == expected
-    assert not core._in_flight
+    assert not core.in_flight
 
 
 def test_nothing_is_planned_past_the_last_token(model):
@@ -87,7 +87,7 @@ def test_arrivals_and_aborts_while_steps_are_in_flight(model):
             core.abort(Abort(name, "left"))
             live.discard(name)
         core.step()
-        live &= set(core._live)
+        live &= set(core.live)
         core.scheduler.check_integrity()
     while core.has_work:
         core.step()
@@ -110,7 +110,7 @@ def test_a_failing_step_fails_those_in_flight_and_no_others(model):
     _, failed = core.step()
     assert {refused.request_id for refused in failed} == {"0", "1", "2", "3"}
     core.runner.collect = collect
-    assert not core._in_flight
+    assert not core.in_flight
     assert not core.has_work
     core.scheduler.check_integrity()
     alone = run(make_core(model), {"x": ([5, 6, 7], greedy(6))})
@@ -198,7 +198,7 @@ def test_others_are_waited_for(model, chance):
     launch = core.runner.launch
 
     def launched(plan):
-        assert not any(item.num_drafts for step in core._in_flight for item in step.plan.items)
+        assert not any(item.num_drafts for step in core.in_flight for item in step.plan.items)
         return launch(plan)
 
     core.runner.launch = launched
@@ -231,8 +231,8 @@ def test_aborts_and_preemption_while_drafts_are_followed(model):
     for name, (prompt, params) in asked.items():
         core.submit(Submit(name, prompt, params))
     while core.has_work:
-        if draw.random() < 0.05 and core._live:
-            gone.add(name := draw.choice(sorted(core._live)))
+        if draw.random() < 0.05 and core.live:
+            gone.add(name := draw.choice(sorted(core.live)))
             core.abort(Abort(name, "left"))
         if draw.random() < 0.1 and core.scheduler.running:
             core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
@@ -272,7 +272,7 @@ def test_each_step_names_the_drafter_of_its_own_drafts(model):
     def launched(plan):
         for item in plan.items:
             if item.num_drafts:
-                name = core.scheduler._requests[item.seq].request_id
+                name = core.scheduler.requests[item.seq].request_id
                 made_by[plan.step, name] = "same" if 251 in plan.drafts[item.row] else "short"
         return launch(plan)
 
@@ -329,7 +329,7 @@ def test_nothing_is_kept_of_steps_that_failed(model):
     for _ in range(3):
         for name, (prompt, params) in asked.items():
             core.submit(Submit(name, prompt, params))
-        while len(core._in_flight) < 1 or not core._in_flight[0].drafted.by:
+        while len(core.in_flight) < 1 or not core.in_flight[0].drafted.by:
             core.step()
         core.runner.collect = broken
         num_failed += len(core.step()[1])
@@ -340,4 +340,4 @@ def test_nothing_is_kept_of_steps_that_failed(model):
     assert not any(acceptance._of for acceptance in drafting._acceptance.values())
     assert run(core, asked) == expected
     assert not drafting._guesses
-    assert not core._in_flight
+    assert not core.in_flight

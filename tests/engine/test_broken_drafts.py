@@ -94,7 +94,7 @@ def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends,
     core.runner.steps_ahead, core.drafting.sure = 1, 1e-30
     stops = (plain[1],) if ends == "at a stop token" else ()
     core.submit(Submit("x", PROMPT, greedy(12, stop_token_ids=stops, ignore_eos=True)))
-    while not any(step.plan.drafts for step in core._in_flight):
+    while not any(step.plan.drafts for step in core.in_flight):
         core.step()
     request = core.scheduler.running[0]
     assert core.is_in_flight

@@ -70,7 +70,7 @@ def test_abort_of_one_sample_leaves_the_others(core):
     assert len(answers["a"].tokens) == len(answers["a:2"].tokens) == 6
     assert len(answers["a:1"].tokens) < 6
     core.scheduler.check_integrity()
-    assert not core._live
+    assert not core.live
     assert not core._live_of
 
 
@@ -130,7 +130,7 @@ def test_a_result_that_cannot_be_read_fails_the_request_it_belongs_to(core, caps
     core.step()
     core.submit(Submit("poison", [5, 2, 3], greedy(1)))
     failed = []
-    while "poison" in core._live:
+    while "poison" in core.live:
         failed += core.step()[1]
     assert "poison" in {refused.request_id for refused in failed}
     core.submit(Submit("next", [1, 2, 4], greedy(3)))

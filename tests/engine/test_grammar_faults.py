@@ -93,7 +93,7 @@ def test_the_request_fails_alone_with_a_typed_error(core, method, countdown, err
     error = ERRORS[error]
     expected = run(core, asks())
     core.submit(Submit("bad", [1, 2, 3], SamplingParams(max_tokens=60, seed=9, grammar=GRAMMAR, n=n)))
-    for seq in core._live["bad"].samples:
+    for seq in core.live["bad"].samples:
         core.structured.start(seq, faulty(core, method, countdown, error))
     for name, (prompt, params) in asks().items():
         core.submit(Submit(name, prompt, params))
@@ -112,7 +112,7 @@ def test_the_request_fails_alone_with_a_typed_error(core, method, countdown, err
     assert type(error).__name__ in failed[0].message
     assert str(error) in failed[0].message
     assert answers == expected
-    assert not core._live
+    assert not core.live
     assert not core.structured
 
 
@@ -124,7 +124,7 @@ def test_a_fault_when_it_is_submitted_is_a_refusal(core, method, error):
     with pytest.raises(InvalidRequest, match=r"grammar library failed.*(boom|panic)"):
         core.submit(request, faulty(core, method, 0, error))
     assert not core.has_work
-    assert not core._live
+    assert not core.live
 
 
 def test_a_panic_while_compiling_is_a_refusal(core, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_panic_while_compiling_is_a_refusal(core, monkeypatch):
 
 def test_ctrl_c_in_a_mask_is_still_ctrl_c(core):
     core.submit(Submit("x", *asks()["structured"]))
-    for seq in core._live["x"].samples:
+    for seq in core.live["x"].samples:
         core.structured.start(seq, faulty(core, "mask", 0, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         core.step()

@@ -101,7 +101,7 @@ def test_pages_are_bounded_and_nothing_moved_is_shared(model):
             most = max(most, core.scheduler.kv.num_pages_of(request.seq))
             if request.num_computed >= 63:
                 (table,) = core.scheduler.kv.tables(request.seq)
-                assert not any(page in core.scheduler.kv._index for page in table)
+                assert not any(page in core.scheduler.kv.index for page in table)
         core.scheduler.check_integrity()
     assert len(answer.tokens) == 400
     assert most == -(-63 // 4)

@@ -262,11 +262,11 @@ def test_of_several_decode_engines_the_one_that_decodes_fetches(tiny_folder, in_
         assert len(placed) == len(prompts)
         kvs = [one.link.core.scheduler.kv for one in client.clients[1:]]
         await until_async(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
-        expected = [set(kv._behind._expected) for kv in kvs]
+        expected = [set(kv.behind._expected) for kv in kvs]
         assert min(map(len, expected)) >= 4
         assert not expected[0] & expected[1]
         for kv, own in zip(kvs, expected, strict=True):
-            assert not {kv._index.key_of(page) for page in kv._behind.fetched} - own
+            assert not {kv.index.key_of(page) for page in kv.behind.fetched} - own
 
     run(test, tiny_folder, decode_engines=2)
 

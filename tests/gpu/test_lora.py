@@ -54,11 +54,11 @@ def test_kernels() -> None:
         assert error < (2**-6 if act else 2**-7), error  # gate and up are rounded twice each
         assert torch.equal(together[plain], weight(x)[plain])
         assert torch.equal(_added(made.adapted(x, weight, leave=True)), together), "left to the kernel behind"
-        few, lora._FEW = lora._FEW, 512
-        made._lists = small = Lists(num_slots, 512)
+        few, lora.SMALL_TILES_UP_TO = lora.SMALL_TILES_UP_TO, 512
+        made.lists = small = Lists(num_slots, 512)
         small.write(slots, num)
         assert torch.equal(made.adapted(x, weight), together), "small tiles"
-        made._lists, lora._FEW = lists, few
+        made.lists, lora.SMALL_TILES_UP_TO = lists, few
         for row in range(0, num, 7):
             lists.write(slots[row : row + 1], 1)
             alone = x[row : row + 1].contiguous()
@@ -95,11 +95,11 @@ def test_down_behind_gate_and_up() -> None:
     together = both(x)
     error = (together.float() - apart.float()).abs().max() / apart.float().abs().max()
     assert 0 < error < 2**-7, error  # sums end at other places
-    few, lora._FEW = lora._FEW, 512
-    made[0]._lists = made[1]._lists = small = Lists(num_slots, 512)
+    few, lora.SMALL_TILES_UP_TO = lora.SMALL_TILES_UP_TO, 512
+    made[0].lists = made[1].lists = small = Lists(num_slots, 512)
     small.write(slots, num)
     assert torch.equal(both(x), together), "small tiles"
-    made[0]._lists, made[1]._lists, lora._FEW = lists, lists, few
+    made[0].lists, made[1].lists, lora.SMALL_TILES_UP_TO = lists, lists, few
     for row in range(0, num, 7):
         lists.write(slots[row : row + 1], 1)
         assert torch.equal(both(x[row : row + 1].contiguous())[0], together[row]), row

@@ -168,12 +168,12 @@ def test_adapters_on_a_gpu(is_gated, monkeypatch):
     assert torch.equal(out[plain], glu(stored, act)[plain] if is_gated else stored[plain])
     assert torch.equal(add_left(made.adapted(x, Given(stored), leave=True)), out)
     for row in (4, SLOTS.size - 1):
-        made._lists = Lists(SLOTS[row : row + 1], 1)
+        made.lists = Lists(SLOTS[row : row + 1], 1)
         alone = x[row : row + 1].clone(), Given(stored[row : row + 1])
         assert torch.equal(made.adapted(*alone)[0], out[row])
         assert torch.equal(add_left(made.adapted(*alone, leave=True))[0], out[row])
-    monkeypatch.setattr(cuda, "_FEW", 1)
-    made._lists = Lists(SLOTS, size)
+    monkeypatch.setattr(cuda, "SMALL_TILES_UP_TO", 1)
+    made.lists = Lists(SLOTS, size)
     assert torch.equal(made.adapted(x, Given(stored)), out)
 
 
@@ -199,11 +199,11 @@ def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_r
     assert_close(out, expected(made, z, [*SLOTS, -1, -1, -1], adapters, {"down": 70}), atol=2e-2, rtol=1e-3)
     assert torch.equal(both(leave=True)[1], out)
     for row in (4, SLOTS.size - 1):
-        gate_up._lists = down._lists = Lists(SLOTS[row : row + 1], 1)
+        gate_up.lists = down.lists = Lists(SLOTS[row : row + 1], 1)
         assert torch.equal(both(slice(row, row + 1))[1][0], out[row])
-    monkeypatch.setattr(cuda, "_FEW", 1)
-    monkeypatch.setitem(cuda._GATED, 64, cuda._GATED[16])  # GPUs add 16 products at a time, the interpreter all
-    gate_up._lists = down._lists = Lists(SLOTS, size)
+    monkeypatch.setattr(cuda, "SMALL_TILES_UP_TO", 1)
+    monkeypatch.setitem(cuda.GATED, 64, cuda.GATED[16])  # GPUs add 16 products at a time, the interpreter all
+    gate_up.lists = down.lists = Lists(SLOTS, size)
     assert torch.equal(both()[1], out)
 
 

@@ -82,7 +82,7 @@ class TestRecordedForward:
         return load_model(tmp_path)
 
     def test_every_op_of_every_layer_is_in_it(self, model):
-        program = make_core(model).runner._program
+        program = make_core(model).runner.program
         assert program is not None
         names = list(native.lib.op_numbers)
         counts = Counter(names[op.op] for op in program.ops)
@@ -93,8 +93,8 @@ class TestRecordedForward:
 
     def test_it_gives_the_bits_of_the_model_itself(self, model):
         core, plain = make_core(model), make_core(model)
-        assert core.runner._program
-        plain.runner._program = None
+        assert core.runner.program
+        plain.runner.program = None
         asked = {f"r{i}": (list(range(2 + i, 60 + 3 * i)), greedy(12, logprobs=2)) for i in range(7)}
         assert run(core, asked) == run(plain, asked)
 
@@ -145,7 +145,7 @@ def test_other_defaults_of_torch_change_nothing(tmp_path):
     torch.set_default_dtype(torch.bfloat16)
     try:
         core = make_core(load_model(tmp_path))
-        assert core.runner._program
+        assert core.runner.program
         assert run(core, asked) == expected
     finally:
         torch.set_default_dtype(torch.float32)
@@ -178,7 +178,7 @@ class TestStaleLibraries:
     def test_one_that_says_nothing_of_its_sources_is_not_used(self, tmp_path):
         (tmp_path / "x.c").write_text("int tm_abi(void) { return 12345; }")
         with pytest.raises(OSError, match="other sources"):
-            native._check_build(build(tmp_path, tmp_path / "x.so"), "")
+            native.check_build(build(tmp_path, tmp_path / "x.so"), "")
 
     def test_any_change_of_a_source_makes_it_stale(self, tmp_path):
         """Though no struct changes."""
@@ -187,12 +187,12 @@ class TestStaleLibraries:
         before = source_hash(tmp_path)
         assert before == source_hash(self.SOURCES)
         library = build(tmp_path, tmp_path / "x.so", f'-DTM_SOURCES="{before}"')
-        native._check_build(library, before)
-        native._check_build(library, "")  # an installation without sources
+        native.check_build(library, before)
+        native.check_build(library, "")  # an installation without sources
         with (tmp_path / "rows.c").open("a") as file:
             file.write("/* changed */\n")
         with pytest.raises(OSError, match=r"other sources.*build_ext"):
-            native._check_build(library, source_hash(tmp_path))
+            native.check_build(library, source_hash(tmp_path))
 
     def test_fields_in_another_order_are_noticed(self, tmp_path):
         """Sizes are the same."""
@@ -204,7 +204,7 @@ class TestStaleLibraries:
         assert swapped != text
         header.write_text(swapped)
         with pytest.raises(OSError, match=r"tm_layer\.num_"):
-            native._check_build(build(tmp_path, tmp_path / "x.so"), "")
+            native.check_build(build(tmp_path, tmp_path / "x.so"), "")
 
 
 class TestFallbackIsVisible:

@@ -15,14 +15,14 @@ def test_what_is_erased_is_not_announced_any_more():
         behind.learn([(5, key)])
         behind.drop_content(key)
     behind.learn([(5, b"k" * 32)])
-    assert list(behind._announced) == [b"k" * 32]
+    assert list(behind.announced) == [b"k" * 32]
     behind.check_integrity()
 
 
 def test_a_pin_takes_the_page_that_was_computed_and_not_one_that_is_still_loading():
     tokens = list(range(16))
     kv = KVManager(20, 16, tiers=Tiers(0, 0, [], page_bytes=100))
-    (key,) = kv._behind.contents(kv.path([*tokens, 0]))
+    (key,) = kv.behind.contents(kv.path([*tokens, 0]))
     kv.learn([(5, key)])
     kv.fetch_announced()
     assert kv.num_loading == 1

@@ -105,5 +105,5 @@ def test_a_swap_keeps_its_pages_in_host_memory():
     assert kv.is_loading(0)
     kv.moved([Moved(move.number, 1000, 0.1) for move in kv.take_moves()])
     assert not kv.is_loading(0)
-    assert isinstance(kv._behind, Behind)
+    assert isinstance(kv.behind, Behind)
     assert not kv.tiers._kept

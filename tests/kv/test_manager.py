@@ -118,7 +118,7 @@ def test_a_findable_page_is_never_written_in_place(manager):
     kv.release(1)
     findable = kv.tables(2)[0][1]
     assert kv.copies_to_write(2, 31, 32) == [(0, 1, findable)]
-    assert kv._index.find(kv.path(PROMPT)).pages[0] == [kv.tables(2)[0][0], findable]
+    assert kv.index.find(kv.path(PROMPT)).pages[0] == [kv.tables(2)[0][0], findable]
 
 
 def test_copy_without_a_free_page_changes_nothing(manager):
@@ -133,7 +133,7 @@ def test_copy_without_a_free_page_changes_nothing(manager):
 def test_integrity_notices_a_leak(manager):
     kv = manager(10, 16)
     admit(kv, 1, PROMPT)
-    kv._pool.take()
+    kv.pool.take()
     with pytest.raises(AssertionError, match="leaked"):
         kv.check_integrity()
 
@@ -190,9 +190,9 @@ def test_a_prefix_needs_only_what_its_window_still_sees(manager):
     for start in range(0, 64, 16):
         compute(kv, 1, tokens, start, start + 16)
     for page in [page for page in kv.tables(1)[1] if page]:  # all the window's pages that are left cover tokens 36 .. 63
-        assert page in kv._index
+        assert page in kv.index
     kv.release(1)
-    taken = [kv._take() for _ in range(kv._pool.num_free - 16 - 7)]  # evicts what the window gave back first
+    taken = [kv._take() for _ in range(kv.pool.num_free - 16 - 7)]  # evicts what the window gave back first
     assert cached(kv, tokens) == 60  # the last page's tokens are not all cached: the last one must be computed
     assert cached(kv, tokens[:50]) == 48
     assert cached(kv, tokens[:40]) == 0  # its window would see tokens 27 .. 35
@@ -205,7 +205,7 @@ def test_a_prefix_needs_only_what_its_window_still_sees(manager):
     }  # token 60, which sees 51 on, is the next; or 61, of a page that was copied
     assert [i for i, page in enumerate(recent) if page] == seen[manager.keywords["index"]]
     for page in taken:
-        kv._pool.drop(page)
+        kv.pool.drop(page)
     kv.release(2)
     kv.check_integrity()
 
@@ -262,7 +262,7 @@ def test_a_state_whose_page_was_taken_again_is_not_found(manager):
     kv.begin_step()
     assert cached(kv, tokens) == 0
     for page in taken:
-        kv._pool.drop(page)
+        kv.pool.drop(page)
     kv.check_integrity()
 
 
@@ -311,7 +311,7 @@ def test_pages_that_a_window_gave_back_are_cleared_with_a_request_of_nan(manager
     assert set(kv.discard(1)) == written - taken
     assert cached(kv, tokens[:12]) == 0
     for page in taken:
-        kv._pool.drop(page)
+        kv.pool.drop(page)
     kv.check_integrity()
 
 

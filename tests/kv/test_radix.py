@@ -114,12 +114,12 @@ def test_no_page_outlives_one_before_it(index):
                 kv.begin_step()
                 live[other] = (known, more)
         kv.check_integrity()
-        num_copies += len(kv._index._copies)
-        if isinstance(kv._index, RadixIndex):
-            assert all(all(pages) for node in kv._index._nodes() for pages in node.pages)
+        num_copies += len(kv.index._copies)
+        if isinstance(kv.index, RadixIndex):
+            assert all(all(pages) for node in kv.index._nodes() for pages in node.pages)
         else:
             keys = kv.path([*tokens, 0]).keys
-            found = [key in kv._index._page_of for key in keys]
+            found = [key in kv.index._page_of for key in keys]
             assert found == sorted(found, reverse=True), "a page can be found, but not the one before it"
     assert num_copies > 500
     assert kv.num_evicted > 1000
@@ -130,11 +130,11 @@ def test_tokens_within_a_page_come_by_copy():
     first = list(range(40))
     run_whole(kv, 1, [*first, *range(90, 99)])
     start = kv.admit(2, 60, kv.path([*first, *range(20)]))
-    (source,) = kv._index.find(kv.path([*first, *range(90, 99)])).pages[0][2:]
+    (source,) = kv.index.find(kv.path([*first, *range(90, 99)])).pages[0][2:]
     assert (start.num_cached, start.num_matching) == (40, 40)
     assert start.copies == [(0, 2, source)]
     assert kv.tables(2)[0][2] != source
-    assert source in kv._index
+    assert source in kv.index
 
 
 def test_a_page_that_the_same_step_writes_is_not_copied():
@@ -153,7 +153,7 @@ def test_the_last_free_page_is_both_source_and_target():
     start = kv.admit(2, 12, kv.path([*range(10), 98, 99]))
     assert start.num_cached == 10
     assert start.copies == []
-    assert kv._index.find(kv.path(list(range(20)))).num_tokens == 8
+    assert kv.index.find(kv.path(list(range(20)))).num_tokens == 8
     kv.check_integrity()
 
 
@@ -169,9 +169,9 @@ def test_the_tree_shrinks_to_nothing():
     for seq in range(50):
         run_whole(kv, seq, some_tokens(chance, 30), salt=str(seq % 7))
     taken = [kv._take() for _ in range(kv.num_free_pages)]
-    assert kv._index._roots == {}
+    assert kv.index._roots == {}
     for page in taken:
-        kv._pool.drop(page)
+        kv.pool.drop(page)
     kv.check_integrity()
 
 
@@ -183,15 +183,15 @@ def test_a_living_sequence_goes_on_where_its_tokens_were_forgotten():
     for start in range(0, 24, 8):
         kv.trim(1, start)
         compute(kv, 1, tokens, start, start + 8)
-    for page in list(kv._index.pages()):
-        kv._index.forget(page)
+    for page in list(kv.index.pages()):
+        kv.index.forget(page)
     run_whole(kv, 2, [*range(20), *range(200, 212)])
     kv.trim(1, 24)
     compute(kv, 1, tokens, 24, 32)
     kv.check_integrity()
-    assert kv._index.find(kv.path(tokens)).num_tokens == 32
+    assert kv.index.find(kv.path(tokens)).num_tokens == 32
     assert kv.num_cached(kv.path(tokens)) == 32
-    assert kv._index.find(kv.path([*range(20), *range(200, 230)])).num_tokens == 32
+    assert kv.index.find(kv.path([*range(20), *range(200, 230)])).num_tokens == 32
 
 
 def test_discarded_pages_are_not_found_but_those_of_others_are():

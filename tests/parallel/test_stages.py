@@ -168,7 +168,7 @@ def test_pages_of_other_engines_beside_host_memory(folder, expected, as_threads)
         while len(tiers.peers) < len(first.scheduler.kv.tiers.exports):
             first.step()
             second._take_moves()
-        second.scheduler.kv._behind._announced.clear()  # they are fetched when they are needed
+        second.scheduler.kv.behind.announced.clear()  # they are fetched when they are needed
         assert {tiers.tier_of(tiers.find(key)) for key in tiers.peers._at} == {Tier.PEER}
         assert run(second, requests()) == expected
     finally:

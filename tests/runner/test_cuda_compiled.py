@@ -42,7 +42,7 @@ make_llama(
 patch = pytest.MonkeyPatch()
 patch.setattr(torch.cuda, "get_device_capability", lambda *given: (9, 0))
 with Zeros(), engines(folder, patch) as make:
-    patch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
+    patch.setattr(cuda_runner.CudaRunner, "compile", COMPILE)
     core = make(folder, kv_policy="full", token_budget=64)
     assert core.runner.state.tokens.numel() % 4  # else tables would be at multiples of 16 bytes by chance
     known = set(seen)

@@ -15,7 +15,7 @@ from tidemill.runner import cuda_encoder
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
-COMPILE = cuda_encoder.CudaEncoder._compile
+COMPILE = cuda_encoder.CudaEncoder.compile
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 48, "max_position_embeddings": 70
 }  # fmt: skip
@@ -28,7 +28,7 @@ def texts(*lens):
 
 @pytest.fixture
 def encoder(on_gpu, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(cuda_encoder.CudaEncoder, "_compile", lambda self: None)
+    monkeypatch.setattr(cuda_encoder.CudaEncoder, "compile", lambda self: None)
     monkeypatch.setattr(cuda_encoder, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs))
     monkeypatch.setattr(cuda_encoder, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2)
 
@@ -59,7 +59,7 @@ def test_embeddings_equal_transformers_alone_and_among_others(name, encoder, tmp
 
 def test_scores_of_pairs_equal_the_cpus(encoder, monkeypatch, tmp_path):
     """Every kernel is run before the graphs are captured, as at a real start."""
-    monkeypatch.setattr(cuda_encoder.CudaEncoder, "_compile", COMPILE)
+    monkeypatch.setattr(cuda_encoder.CudaEncoder, "compile", COMPILE)
     make_encoder(tmp_path, "BertForSequenceClassification", num_labels=1, type_vocab_size=2, **SMALL)
     asked = texts(4, 20)
     on_cpu, made = make_core(load_model(tmp_path), max_requests=4), encoder(tmp_path, token_budget=64)

@@ -125,7 +125,7 @@ def engines(folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
+    monkeypatch.setattr(cuda_runner.CudaRunner, "compile", lambda self: None)  # slow where kernels are interpreted
     monkeypatch.setattr(cuda_runner, "capture", captured)
     for module, name, value in (
         (config.cache, "GPU_PAGE", 16),
@@ -166,7 +166,7 @@ def ids(num, seed):
     return [draw.randrange(2, 64) for _ in range(num)]
 
 
-COMPILE = cuda_runner.CudaRunner._compile
+COMPILE = cuda_runner.CudaRunner.compile
 COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
@@ -295,7 +295,7 @@ def test_families_with_experts(family, on_gpu, monkeypatch, tmp_path):
     make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     on_cpu = make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off")
-    on_cpu.runner._parts = None  # the last layer, too, counts all tokens
+    on_cpu.runner.parts = None  # the last layer, too, counts all tokens
     seen = watch(on_cpu)
     expected = run(on_cpu, requests)
     counted = [expert_tokens(seen)]
@@ -347,7 +347,7 @@ def test_attention_that_does_not_compile_is_refused(on_gpu, monkeypatch, tmp_pat
         raise TorchDynamoException("not here")
 
     monkeypatch.setattr(flex_attention, "_kernel", lambda is_compiled: fails)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "compile", COMPILE)
     with pytest.raises(ConfigError, match=r"FlexAttention does not compile for it: not here"):
         on_gpu(tmp_path, kv_memory_bytes=2**18, max_requests=1, token_budget=16)
 
@@ -379,7 +379,7 @@ def test_families_with_states(family, on_gpu, monkeypatch, tmp_path):
 
 def test_what_runs_before_the_first_request_leaves_nothing_behind(expected, on_gpu, monkeypatch):
     """Every kernel is compiled and run before the graphs are captured, as at a real start."""
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "compile", COMPILE)
     core = on_gpu(max_requests=1, token_budget=16)
     assert_same(run(core, {"long": REQUESTS["long"]}), {"long": expected["long"]})
 

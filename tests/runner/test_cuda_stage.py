@@ -47,7 +47,7 @@ class TwoStages:
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_gpu")
 def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(cuda_stage.CudaStageRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
+    monkeypatch.setattr(cuda_stage.CudaStageRunner, "compile", lambda self: None)  # slow where kernels are interpreted
     asked = {
         "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
         "long": (ids(45, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),

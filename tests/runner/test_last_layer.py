@@ -40,7 +40,7 @@ def test_on_a_cpu(folder, monkeypatch):  # noqa: F811
     seen = count(monkeypatch, cpu_runner.CpuRunner, "_forward_read")
     model = load_model(folder)
     core, whole = (make_core(model, max_requests=8, token_budget=40) for _ in range(2))
-    whole.runner._parts = None
+    whole.runner.parts = None
     assert_same_bits(core, whole, PLAIN)
     assert 0 in seen, "a chunk in the middle of a prompt"
     assert max(seen) > 1
@@ -58,7 +58,7 @@ def test_families(family, tmp_path, monkeypatch):
     seen = count(monkeypatch, cpu_runner.CpuRunner, "_forward_read")
     model = load_model(tmp_path)
     core, whole = (make_core(model, max_requests=8, token_budget=40) for _ in range(2))
-    whole.runner._parts = None
+    whole.runner.parts = None
     assert_same_bits(core, whole, {"long": (ids(90, 1), greedy(3, logprobs=2)), "other": (ids(41, 2), greedy(3, logprobs=2))})
     assert bool(seen) == (family != "Olmo2")
 
@@ -68,7 +68,7 @@ def test_families_with_experts(family, tmp_path):
     make_experts(family).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     core, whole = (make_core(model, max_requests=8, token_budget=40, speculate="off") for _ in range(2))
-    whole.runner._parts = None
+    whole.runner.parts = None
     assert_same_bits(core, whole, {"long": (ids(90, 1), greedy(3, logprobs=2)), "other": (ids(41, 2), greedy(3, logprobs=2))})
 
 
@@ -80,7 +80,7 @@ def test_adapters(folder, tmp_path, monkeypatch):  # noqa: F811
     requests = {f"r{i}": (ids(60 - i, i), greedy(3, logprobs=1), i) for i in range(3)}
     seen = count(monkeypatch, cpu_runner.CpuRunner, "_forward_read")
     core, whole = (with_loras(folder, *paths) for _ in range(2))
-    whole.runner._parts = None
+    whole.runner.parts = None
     assert ask(core, requests) == ask(whole, requests)
     assert seen
 

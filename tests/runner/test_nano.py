@@ -29,7 +29,7 @@ def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch)
     core = in_halves(nano_batching="on")
     assert_same(run(core, REQUESTS), expected)
     assert {1, 16} <= set(cut), "of decoding sequences, and of prompts"
-    assert len(core.runner._halved) == 2 * len(core.runner._cuts)
+    assert len(core.runner._halved) == 2 * len(core.runner.cuts)
 
 
 @pytest.mark.parametrize(("halves_ms", "is_same", "is_taken"), [(9.7, True, True), (9.9, True, False), (5.0, False, False)])
@@ -54,7 +54,7 @@ def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
     assert set(seen) == {(32, 32, False), (32, 32, True)}
     [trial] = core.runner.nano
     assert trial.is_taken == is_taken, str(trial)
-    assert core.runner._cuts == ({(False, 32): 16} if is_taken else {})
+    assert core.runner.cuts == ({(False, 32): 16} if is_taken else {})
     assert not core.runner.state.pages.any()
     assert not core.runner.cache.any()
     [event] = [event for event in core.take_events() if isinstance(event, NanoBatchingTried)]
@@ -82,7 +82,7 @@ def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
     assert not any(trial.is_taken for trial in core.runner.nano)
-    assert set(core.runner._cuts) == {(True, 3), (True, 4), (True, 8), (False, 32)}
+    assert set(core.runner.cuts) == {(True, 3), (True, 4), (True, 8), (False, 32)}
 
 
 def test_what_cannot_be_cut_is_refused(in_halves, monkeypatch):
@@ -121,7 +121,7 @@ def test_there_is_room_for_the_partial_results_of_both_halves(in_halves):
     runner = in_halves(nano_batching="on", max_requests=16, speculate="off").runner
     items = np.array([*([row, 127, 1] for row in range(15)), [15, 126, 2]], np.int32)
     table = np.arange(16 * 8, dtype=np.int32).reshape(16, 8) + 1
-    work = make_halves(items, np.ones(16, bool), runner._cuts[False, 32], [table], 4, 4)
+    work = make_halves(items, np.ones(16, bool), runner.cuts[False, 32], [table], 4, 4)
     ends = [one[SINGLE_SLOT.value] + one[SINGLE_SPLITS.value] for one in (*work.singles, *work.second.singles)]
     assert max(ends) == 17 * 4 <= runner._partial.shape[0]
 

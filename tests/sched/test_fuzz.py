@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert all(table[group.first_needed(item.start) : end]), "a page that is read was given back"
                 written += table[first:end]
         assert len(written) == len(set(written)), "two sequences write one page"
-        assert all(kv._pool.references(page) >= 1 for page in written)
+        assert all(kv.pool.references(page) >= 1 for page in written)
         assert set(plan.empty_pages).isdisjoint(written)
         self.change_pages(plan)
         for page in plan.empty_pages:
@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler:
             SchedulerMachine.steps_taken += 1
             self.scheduler.check_integrity()
-            assert set(self.live) == set(self.scheduler._requests)
+            assert set(self.live) == set(self.scheduler.requests)
 
     def teardown(self):
         if not self.scheduler:

@@ -56,7 +56,7 @@ class Cache:
                 assert self.get(item, position) == self.value(item, position)
 
     def value(self, item, position):
-        return tuple(self.scheduler._requests[item.seq].tokens[: position + 1])
+        return tuple(self.scheduler.requests[item.seq].tokens[: position + 1])
 
     def table(self, item):
         return self.kv.tables(item.seq)[0]
@@ -69,7 +69,7 @@ class Cache:
         assert page
         policy = self.policies[item.row]
         if policy is not None and item.start + item.count > policy.num_plain:  # before, others may share it in the same step
-            assert self.kv._pool.references(page) == 1
+            assert self.kv.pool.references(page) == 1
         self.content[page, slot % self.size] = value
 
     def run_policy(self, item):
@@ -87,9 +87,9 @@ class Cache:
                 del slots[policy.kept - policy.recent : len(slots) - policy.recent]
                 assert len(slots) == policy.kept
                 for slot, value in enumerate(slots):
-                    assert self.table(item)[slot // self.size] not in self.kv._index, "what is moved can be found"
+                    assert self.table(item)[slot // self.size] not in self.kv.index, "what is moved can be found"
                     self.put(item, slot, value)
-        most = policy.most_slots(max(item.start + item.count, self.scheduler._requests[item.seq].num_known))
+        most = policy.most_slots(max(item.start + item.count, self.scheduler.requests[item.seq].num_known))
         assert self.kv.num_pages_of(item.seq) <= -(-most // self.size)
 
 

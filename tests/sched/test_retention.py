@@ -244,7 +244,7 @@ def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
     kv, a = scheduler.kv, submit(scheduler, "a", range(16), max_tokens=40, holds=[Hold("p", 0, 60.0, is_pinned=True)])
     for _ in range(3):
         step(scheduler)
-    keys = kv._index.keys_of(kv.path(a.tokens))
+    keys = kv.index.keys_of(kv.path(a.tokens))
     scheduler.preempt(a, "test")
     for page in list(kv.cached_pages()):
         kv._forget(page)

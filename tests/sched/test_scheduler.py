@@ -366,7 +366,7 @@ def test_the_reason_for_waiting_is_said_once():
 
 
 def tokens_of(scheduler, plan):
-    return {scheduler._requests[item.seq].request_id: item.count for item in plan.items if item.seq in scheduler._requests}
+    return {scheduler.requests[item.seq].request_id: item.count for item in plan.items if item.seq in scheduler.requests}
 
 
 def test_the_background_has_the_engine_while_no_other_request_is_there():

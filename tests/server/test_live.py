@@ -68,7 +68,7 @@ async def test_a_frame_tells_what_runs_and_waits(tiny_folder):
     state = await next_of(frames, "state")
     first, second, third = state["requests"]
     assert (first["id"], first["phase"], first["prompt"], first["prefilled"]) == ("r0", "decode", 40, 40)
-    assert first["output"] == len(watched.core._live["r0"].requests[0].tokens) - 40
+    assert first["output"] == len(watched.core.live["r0"].requests[0].tokens) - 40
     assert second["cached"] == 32  # the same prompt, but for the page that must be computed
     assert third["phase"] == "queued"
     assert state["totals"]["requests_running"] == 2

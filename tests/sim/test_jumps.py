@@ -39,7 +39,7 @@ def decisions(result):
 
 def state(engine):
     """What is left of a run: times, sums, and free pages in the order in which they would be taken."""
-    free = list(engine.kv._pool.free_pages())
+    free = list(engine.kv.pool.free_pages())
     return engine.token_times_s, engine.clock.now(), engine.num_steps, engine.tally.num_output, engine.tally.num_aborted, free
 
 

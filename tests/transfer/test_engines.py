@@ -101,7 +101,7 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     assert moved(happened, "export", is_load=False) == num > 0
     has_learned(second, num)
     if not fetches_early:
-        second.scheduler.kv._behind._announced.clear()
+        second.scheduler.kv.behind.announced.clear()
     for name, (ids, params) in PROMPTS.items():
         assert begun[name].tokens == alone[name].tokens[:1]
         resumed = [Resumed(0, begun[name].tokens)]
@@ -152,7 +152,7 @@ def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, e
     core = make_core(llama, kv_export="shm:a:4M")
     other = make_core(llama, kv_import="shm:a")
     exporter, may_write = core.runner.mover.outside.exporter, threading.Event()
-    until(lambda: exporter._journal._known, 0.01)  # the other one is connected
+    until(lambda: exporter.journal._known, 0.01)  # the other one is connected
     write = exporter.write
     exporter.write = lambda *args: (may_write.wait(LONG_S), write(*args))[1]
     core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))
@@ -177,7 +177,7 @@ def test_pages_are_exported_while_the_prompt_is_computed(llama):
     while core.has_work:
         output, _ = core.step()
         core.runner.mover.drain()
-        seen.append(len(exporter._journal._slots))
+        seen.append(len(exporter.journal._slots))
         if any(delta.token_ids for delta in output.deltas):
             break
     assert seen == [0, 2, 4, 6, 9] or seen == [0, 2, 4, 6, 8], seen  # of five chunks, each after the next has begun
@@ -242,12 +242,12 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
 
 def test_only_what_is_expected_is_fetched_before_it_is_needed(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
-    behind = second.scheduler.kv._behind
+    behind = second.scheduler.kv.behind
     second.expect(Expect(PROMPTS["p0"][0]))
     prefill(first)
     has_learned(second, 27)
     second.expect(Expect(PROMPTS["drawn"][0][:40]))  # what was announced before counts as well
-    while second.has_moves or behind._announced:
+    while second.has_moves or behind.announced:
         second.step()
     assert len(behind.fetched) == 9 + 2
     answers, happened = watched(second, PROMPTS)
@@ -283,7 +283,7 @@ def test_an_end_that_is_kept_is_not_told_to_the_next_request_of_its_id(llama, mo
     done, core.runner.mover.done = core.runner.mover.done, list  # no move is ever over
     expected = run(make_core(llama), {"x": (prompt(2, 40), greedy(6))})
     core.submit(Submit("x", prompt(1), SamplingParams(n=2, max_tokens=8, seed=1)))
-    samples = core._live["x"].requests
+    samples = core.live["x"].requests
     samples[1].max_tokens = 1  # one sample ends, the other goes on
     while len(core._endings._kept) < 1:
         core.step()
@@ -302,7 +302,7 @@ def test_an_end_that_is_kept_is_not_told_to_the_next_request_of_its_id(llama, mo
 
 def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
     core = make_core(llama, kv_export="shm:a:4M")
-    journal, launch = core.runner.mover.outside.exporter._journal, core.runner.launch
+    journal, launch = core.runner.mover.outside.exporter.journal, core.runner.launch
     journal._known["does not ask"] = 0, time.monotonic() + 1000
     core.submit(Submit("p0", *PROMPTS["p0"]))
     for _ in range(4):
@@ -335,7 +335,7 @@ def test_worthless_pages_are_taken_back(llama):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    while second.has_moves or second.scheduler.kv._behind._announced:
+    while second.has_moves or second.scheduler.kv.behind.announced:
         second.step()
     core = first.scheduler
     core.add("bad", PROMPTS["p0"][0], greedy(4).seeded())

@@ -164,7 +164,7 @@ def test_who_does_not_know_the_key_gets_nothing(tmp_path, port):
     importer = open_importer([address], SIZE, SAME, "other")
     _, _, problems = wait(importer, lambda *known: known[2])
     assert "another key" in problems[0]
-    assert not exporter._journal._known
+    assert not exporter.journal._known
     importer.close()
     until(lambda: not exporter._readers, 0.005)
     exporter.close()

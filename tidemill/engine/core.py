@@ -134,28 +134,28 @@ class EngineCore:
         self._streams_weights = self._take_weight_reads() is not None
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
-        self._in_flight: deque[InFlight] = deque()
+        self.in_flight: deque[InFlight] = deque()
         self._is_closed = False
         self._endings = Endings(self.scheduler, self.runner, self._clock, self._take_moves) if config.export_slots else None
         self._collected_s = 0.0  # when the last step was
-        self._live: dict[str, Live] = {}
+        self.live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
         self.beams = BeamSearches(self.scheduler, self._events, weakly(self._adopt), weakly(self._forget))
         self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight or self._awaiting or self._endings) or self.adapters.is_reading
+        return self.scheduler.has_work or bool(self.in_flight or self._awaiting or self._endings) or self.adapters.is_reading
 
     @property
     def is_in_flight(self) -> bool:
         """Steps were launched and are not collected."""
-        return bool(self._in_flight)
+        return bool(self.in_flight)
 
     @property
     def idle_s(self) -> float:
         """Though there is work, no step can be made for so long, unless something comes."""
-        return 0.0 if self._in_flight or self._awaiting or self._endings else self.scheduler.idle_s
+        return 0.0 if self.in_flight or self._awaiting or self._endings else self.scheduler.idle_s
 
     @property
     def has_moves(self) -> bool:
@@ -169,7 +169,7 @@ class EngineCore:
             with suppress(WorkerLost):  # then nothing can be saved
                 if self.ranks is not None:
                     self.ranks.check()
-                if not self._in_flight:
+                if not self.in_flight:
                     self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
                     kv_saving.save(self.scheduler, self.runner)
             self.runner.mover.close()
@@ -190,7 +190,7 @@ class EngineCore:
         """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
         if self._is_closed:
             raise TidemillError("The engine is closed.", fix="Make a new one.")
-        if request.request_id in self._live or request.request_id in self._awaiting:
+        if request.request_id in self.live or request.request_id in self._awaiting:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
             self._check_queue(request)
@@ -260,7 +260,7 @@ class EngineCore:
         pooler, is_unit = self.model_config.pooler, params.is_normalized
         if is_unit is None:
             is_unit = pooler is None or pooler.is_normalized
-        live = self._live[request.request_id] = Live(request.request_id, is_unit)
+        live = self.live[request.request_id] = Live(request.request_id, is_unit)
         for index, sample in zip(outputs, made, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live
@@ -306,7 +306,7 @@ class EngineCore:
             self._awaiting.pop(message.request_id, None)
         if self._endings is not None:
             self._endings.drop(message.request_id, message.index)
-        live = self._live.get(message.request_id)
+        live = self.live.get(message.request_id)
         if live is None:
             return
         self.beams.drop_all_but_one(live)
@@ -317,7 +317,7 @@ class EngineCore:
 
     def finish(self, message: Finish) -> Timings | None:
         """A sample is over for a reason only the frontend can see: its text reached a stop string."""
-        live = self._live.get(message.request_id)
+        live = self.live.get(message.request_id)
         request = live.requests.get(message.index) if live else None
         if request is None:
             return None
@@ -353,14 +353,14 @@ class EngineCore:
         """Launch a step and take the results of one: its own, or of the one before it where the runner works ahead."""
         plan, ended = None, None
         failed = self._submit_awaiting()
-        if self.adapters.is_reading and not self.scheduler.has_work and not self._in_flight:
+        if self.adapters.is_reading and not self.scheduler.has_work and not self.in_flight:
             self.adapters.wait()
         try:
             self._take_moves()
             if self._endings and (told := self._endings.exported()):
                 return StepOutput(told, self._events.take()), failed
-            if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
-                plan = self._in_flight[0].plan  # whose requests fail if this does
+            if self.in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
+                plan = self.in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
             started = self._clock.now()
             plan, drafted = self._plan()
@@ -371,8 +371,8 @@ class EngineCore:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
                 failed += self._complete(plan)
-                self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight), drafted))
-            if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
+                self.in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self.in_flight), drafted))
+            if ended is None and self.in_flight and (plan is None or len(self.in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
@@ -408,9 +408,9 @@ class EngineCore:
 
     def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress], list[Delta]]:
         """Wait for the oldest step in flight and take its results."""
-        step = self._in_flight[0]
+        step = self.in_flight[0]
         done, result = step.plan, self.runner.collect(step.launched)
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         self._num_failed_steps = 0
         failed += self._fail_broken(done, result)
         self.structured.cut(done, result.tokens)
@@ -517,10 +517,10 @@ class EngineCore:
     def _fail_step(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
         """The step raised: its requests fail, and those of steps launched after it (all of them, if it was not even planned). The
         others start over, since they may share pages that the step had announced and never computed."""
-        plans = [step.plan for step in self._in_flight]
+        plans = [step.plan for step in self.in_flight]
         if plan is not None and plan not in plans:  # it was not launched
             plans.append(plan)
-        self._in_flight.clear()
+        self.in_flight.clear()
         seqs = list(self._live_of) if plan is None else [item.seq for each in plans for item in each.items]
         seqs = [seq for seq in seqs if seq in self._live_of and not self._has_finished(seq)]
         name = type(error).__name__
@@ -550,7 +550,7 @@ class EngineCore:
         if self.drafting is not None and request.params.beams is None:
             self.drafting.forget(request)
         if not live.requests:
-            del self._live[live.request_id]
+            del self.live[live.request_id]
             adapter = self._adapter_of.pop(live.request_id, None)
             if adapter is not None:
                 self.adapters.release(adapter)

@@ -68,7 +68,7 @@ class Drafting:
         adaptive: bool = True,
     ) -> None:
         """`adaptive`: else every draft that fits is verified, whatever it costs."""
-        self._drafters, self._max_drafts, self._adaptive = drafters, max_drafts, adaptive
+        self.drafters, self._max_drafts, self._adaptive = drafters, max_drafts, adaptive
         self._clock, self._emit = clock, emit
         # Found out once: to ask an object whether it has a protocol's methods takes longer than what it is asked for.
         self._knowing = {drafter.name: drafter for drafter in drafters if isinstance(drafter, KnowsChances)}
@@ -215,7 +215,7 @@ class Drafting:
             if done.num_drafts:
                 name, tokens = drafted.by[seq], drafts_of[seq]
             if not tokens:
-                self._acceptance[self._drafters[-1].name].fade(seq)
+                self._acceptance[self.drafters[-1].name].fade(seq)
                 if guess is not _NO_GUESS:  # else nobody was asked: its first token
                     self._rest(seq, False)
                 continue
@@ -249,7 +249,7 @@ class Drafting:
         """It has ended."""
         self._guesses.pop(request.seq, None)
         self._rests.pop(request.seq, None)
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.forget(request.seq, request.tokens, request.salt)
             self._acceptance[drafter.name].forget(request.seq)
 

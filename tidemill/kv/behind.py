@@ -64,7 +64,7 @@ class Behind:
         self._worthless: set[int] = set()  # cached pages that are faster computed again
         self._returning: dict[int, list[bytes]] = {}  # by preempted sequence: what is kept for it
         self._offered: dict[int, _Offered] = {}  # by page, to be exported once its step is computed
-        self._announced: dict[bytes, None] = {}  # contents of other engines, to be fetched before they are needed
+        self.announced: dict[bytes, None] = {}  # contents of other engines, to be fetched before they are needed
         self._expected: dict[bytes, None] | None = None  # the latest last; None: nobody has said what is
         index.look_elsewhere(tiers.find)
 
@@ -109,7 +109,7 @@ class Behind:
 
     def drop_content(self, key: bytes) -> None:
         """It is worthless, wherever it is."""
-        self._announced.pop(key, None)
+        self.announced.pop(key, None)
         self.tiers.drop(key)
 
     # ---- when a sequence starts
@@ -201,19 +201,19 @@ class Behind:
     def learn(self, slots: Iterable[tuple[int, bytes]]) -> None:
         """What places of other engines hold now."""
         for at, key in slots:
-            self._announced.pop(self.tiers.peers.learn(at, key), None)
+            self.announced.pop(self.tiers.peers.learn(at, key), None)
             if key and (self._expected is None or key in self._expected):
-                self._announced[key] = None
+                self.announced[key] = None
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """From now on, only what is expected is fetched before it is needed. What was announced earlier is, too."""
         expected = self._expected = {} if self._expected is None else self._expected
-        self._announced = {key: None for key in self._announced if key in expected}
+        self.announced = {key: None for key in self.announced if key in expected}
         for key in keys:
             expected.pop(key, None)
             expected[key] = None
             if self.tiers.peers.find(key) is not None:
-                self._announced[key] = None
+                self.announced[key] = None
         for key in list(islice(expected, max(len(expected) - _MOST_EXPECTED, 0))):
             del expected[key]
 
@@ -233,10 +233,10 @@ class Behind:
     def _next_to_fetch(self, page_tokens: int) -> bytes | None:
         """Content that another engine has announced and no page here holds, if a load is faster than computing it."""
         if not self.tiers.costs.load_is_faster({Tier.PEER: self.tiers.page_bytes}, page_tokens):
-            self._announced.clear()
-        while self._announced and len(self.loading) < _MOST_FETCHED:
-            key = next(iter(self._announced))
-            del self._announced[key]
+            self.announced.clear()
+        while self.announced and len(self.loading) < _MOST_FETCHED:
+            key = next(iter(self.announced))
+            del self.announced[key]
             place = 0 if self._index.page_of(key) else self.tiers.find(key)
             if place < 0 and self.tiers.tier_of(place) is Tier.PEER:
                 return key

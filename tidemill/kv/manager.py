@@ -78,12 +78,12 @@ class KVManager(TieredPages):
         self.can_fork = not self.has_states  # anywhere: a state has gone past where others start
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
-        self._pool = PagePool(num_pages)
-        self.held = Holds(self._pool, int(max_held * (num_pages - 1)) if prefix_caching else 0)
-        self._index = INDEXES[index](page_size, self.groups)
+        self.pool = PagePool(num_pages)
+        self.held = Holds(self.pool, int(max_held * (num_pages - 1)) if prefix_caching else 0)
+        self.index = INDEXES[index](page_size, self.groups)
         self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
-        self._behind = None if tiers is None or not prefix_caching else Behind(tiers, self._index, self._pool)
+        self.behind = None if tiers is None or not prefix_caching else Behind(tiers, self.index, self.pool)
         self._step = 0  # that is being planned
         self._emptied: set[int] | None = set() if tells_empty else None
 
@@ -92,12 +92,12 @@ class KVManager(TieredPages):
     @property
     def num_pages(self) -> int:
         """Pages that can hold tokens."""
-        return self._pool.num_pages - 1
+        return self.pool.num_pages - 1
 
     @property
     def num_free_pages(self) -> int:
         """Pages that can be taken now; some may still hold cached content, which is evicted then."""
-        return self._pool.num_free
+        return self.pool.num_free
 
     def num_pages_for(self, num_tokens: int, policy: CachePolicy | None = None) -> int:
         """What a sequence of so many tokens holds at most, in all groups."""
@@ -122,27 +122,27 @@ class KVManager(TieredPages):
         """By which a prompt's pages can be found, of the first `most` tokens: never the last token's, which must be computed for
         its logits."""
         num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
-        return self._index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
+        return self.index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
 
     def knows_begin(self, path: Path) -> bool:
         """False: none of its pages is cached, nor can one be before its first is."""
-        return self._index.knows_begin(path)
+        return self.index.knows_begin(path)
 
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
-        return self._match(path).num_tokens if self._index.knows_begin(path) else 0
+        return self._match(path).num_tokens if self.index.knows_begin(path) else 0
 
     def _match(self, path: Path, policy: CachePolicy | None = None) -> Match:
         """Without the tiers, if what they hold is faster computed again."""
-        match = self._match_in(self._index.find(path), policy)
-        if self._behind is None:
+        match = self._match_in(self.index.find(path), policy)
+        if self.behind is None:
             return match
-        num_bytes = self._behind.bytes_to_load(match.tables)
-        if not num_bytes or not all(map(self._behind.tiers.costs.knows, num_bytes)):
+        num_bytes = self.behind.bytes_to_load(match.tables)
+        if not num_bytes or not all(map(self.behind.tiers.costs.knows, num_bytes)):
             return match
-        plain = self._match_in(self._behind.find_in_pages(path), policy)
+        plain = self._match_in(self.behind.find_in_pages(path), policy)
         num_gained = match.num_tokens - plain.num_tokens
-        return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
+        return match if self.behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
     def _match_in(self, found: Found, policy: CachePolicy | None = None) -> Match:
         if not found.num_tokens:
@@ -194,7 +194,7 @@ class KVManager(TieredPages):
         for group, table in zip(self.groups, match.tables, strict=True):
             found = table.held
             num += group.most_pages(num_tokens - table.num_trimmed * group.page_size, self._most_at_once) - len(found)
-            num += len([page for page in found if page < 0 or self._pool.references(page) == 0])
+            num += len([page for page in found if page < 0 or self.pool.references(page) == 0])
         return num
 
     def num_pages_to_go_on(self, seq: int, start: int, end: int) -> int:
@@ -204,12 +204,12 @@ class KVManager(TieredPages):
     def num_freed_by(self, seqs: Sequence[int]) -> int:
         """Pages that would be free if these sequences were released: those that no other sequence holds."""
         owners = Counter(page for seq in seqs for page in self._sequences[seq].held())
-        return sum(1 for page, num in owners.items() if self._pool.references(page) == num)
+        return sum(1 for page, num in owners.items() if self.pool.references(page) == num)
 
     def map(self, seqs: Sequence[int]) -> array[int]:
         """What each page is, for the live view. `seqs`: all that hold pages. Takes some 20 ms for 100,000 pages."""
-        kinds = array("H", bytes(2 * self._pool.num_pages))
-        for page in self._index.pages():
+        kinds = array("H", bytes(2 * self.pool.num_pages))
+        for page in self.index.pages():
             kinds[page] = CACHED
         for owner, seq in enumerate(seqs, FIRST_OWNER):
             for page in self._sequences[seq].held():
@@ -220,28 +220,28 @@ class KVManager(TieredPages):
 
     @property
     def num_held_pages(self) -> int:
-        return self._pool.num_kept
+        return self.pool.num_kept
 
     def hold(self, seq: int, token_ids: Sequence[int], held: Held) -> tuple[str, list[Held]]:
         """Hold what is cached of a sequence's first `held.num_tokens` tokens, whose pages are found here. As `Holds.put`."""
         num = held.num_tokens // self.page_size * self.page_size
         sequence = self._sequences[seq]
         path = sequence.path.through(token_ids, num)
-        match = self._match_in(self._index.find(path) if self._behind is None else self._behind.find_in_pages(path))
-        loading = () if self._behind is None else self._behind.loading
+        match = self._match_in(self.index.find(path) if self.behind is None else self.behind.find_in_pages(path))
+        loading = () if self.behind is None else self.behind.loading
         for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
             for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
-                if (self._pool.references(table.pages[i]) == 0 or table.pages[i] in loading) and own.pages[i] in self._index:
+                if (self.pool.references(table.pages[i]) == 0 or table.pages[i] in loading) and own.pages[i] in self.index:
                     table.pages[i] = own.pages[i]  # of several pages with this content, one that has it and is not free
         held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
-        if self._behind is not None:
+        if self.behind is not None:
             for page in held.pages:
-                self._behind.reuse(page)
+                self.behind.reuse(page)
         return self.held.put(held)
 
     def drop_broken_holds(self) -> list[Held]:
         """Those with a page that could not be loaded."""
-        return self.held.drop_broken(self._index.__contains__)
+        return self.held.drop_broken(self.index.__contains__)
 
     # ---- taking and giving back
 
@@ -252,19 +252,19 @@ class KVManager(TieredPages):
         assert seq not in self._sequences
         match, copies = self._match(path, policy), []
         num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
-        if self._num_pages_to_admit(num_slots, match) + reserve > self._pool.num_free:
+        if self._num_pages_to_admit(num_slots, match) + reserve > self.pool.num_free:
             return None
-        fetched = [] if self._behind is None else self._behind.fetched_of(match.tables)
+        fetched = [] if self.behind is None else self.behind.fetched_of(match.tables)
         self._share(match.tables)
-        loads = [] if self._behind is None else self._behind.hold(match.tables)
+        loads = [] if self.behind is None else self.behind.hold(match.tables)
         stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
         made = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops, policy=policy)
         self._sequences[seq] = made
-        if self._behind is not None:
-            self._behind.is_back(seq)
+        if self.behind is not None:
+            self.behind.is_back(seq)
             for g, i, key, tier in loads:
                 page = match.tables[g].pages[i] = self._take()
-                self._behind.load(key, tier, page)
+                self.behind.load(key, tier, page)
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
             num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
@@ -276,10 +276,10 @@ class KVManager(TieredPages):
 
     def _share(self, tables: list[GroupTable]) -> None:
         for page in (page for table in tables for page in table.held if page > 0):
-            self._pool.share(page)
-            if self._behind is not None:
-                self._behind.reuse(page)
-                self._behind.offer(page, self._step)
+            self.pool.share(page)
+            if self.behind is not None:
+                self.behind.reuse(page)
+                self.behind.offer(page, self._step)
 
     def _stops(self, num_tokens: int, match: Match) -> tuple[int, int]:
         """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
@@ -294,8 +294,8 @@ class KVManager(TieredPages):
 
     def use_keys(self, chain: Chain) -> None:
         """Before any sequence is there: by which keys an index by hashes knows content."""
-        if isinstance(self._index, HashIndex):
-            self._index.chain = chain
+        if isinstance(self.index, HashIndex):
+            self.index.chain = chain
 
     def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
@@ -304,7 +304,7 @@ class KVManager(TieredPages):
         if len(tables) == 1 and num_tokens <= len(tables[0].pages) * self.groups[0].page_size:
             return []
         nums_new = self._nums_new(seq, num_tokens, windows)
-        if sum(num for num in nums_new if num > 0) > self._pool.num_free:
+        if sum(num for num in nums_new if num > 0) > self.pool.num_free:
             return None
         changes = []
         for g, (table, num) in enumerate(zip(tables, nums_new, strict=True)):
@@ -325,7 +325,7 @@ class KVManager(TieredPages):
         pages, at = self._sequences[seq].tables[0].pages, position // self.page_size
         if at >= len(pages):
             return position
-        is_own = self._pool.references(pages[at]) == 1 and pages[at] not in self._index
+        is_own = self.pool.references(pages[at]) == 1 and pages[at] not in self.index
         return (at + 1) * self.page_size if is_own else 0
 
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
@@ -361,9 +361,9 @@ class KVManager(TieredPages):
         changed). A cached page that no other sequence holds is overwritten before another request has to give way."""
         sequence, shared = self._sequences[seq], self._shared(seq, start, end)
         tables = sequence.tables
-        if len(shared) > self._pool.num_free:
-            cached = [(g, i) for g, i in shared if self._pool.references(tables[g].pages[i]) == 1]
-            if len(shared) - len(cached) > self._pool.num_free:
+        if len(shared) > self.pool.num_free:
+            cached = [(g, i) for g, i in shared if self.pool.references(tables[g].pages[i]) == 1]
+            if len(shared) - len(cached) > self.pool.num_free:
                 return None
             for g, i in cached:
                 self._forget(tables[g].pages[i])
@@ -397,10 +397,10 @@ class KVManager(TieredPages):
                 self._put(sequence, token_ids, g, first, pages)
 
     def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
-        self._fresh.update(self._index.put(sequence.path, token_ids, group, first, pages))
-        if self._behind is not None:
+        self._fresh.update(self.index.put(sequence.path, token_ids, group, first, pages))
+        if self.behind is not None:
             for page in pages:
-                self._behind.offer(page, self._step)
+                self.behind.offer(page, self._step)
 
     def begin_step(self, step: int = 0) -> None:
         """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
@@ -431,7 +431,7 @@ class KVManager(TieredPages):
         num_full = min(num_tokens // self.page_size, source.num_recorded)
         made = _Sequence(tables, source.path.until(num_full * self.page_size), num_full)
         for page in made.held():
-            self._pool.share(page)
+            self.pool.share(page)
         self._sequences[child] = made
         return self.num_pages_of(child)
 
@@ -450,7 +450,7 @@ class KVManager(TieredPages):
         pages = [page for _, page in self._in_order(tables)] if len(tables) > 1 else tables[0].held
         pages.reverse()
         if self._emptied is None:
-            self._pool.drop_all(pages)
+            self.pool.drop_all(pages)
             return
         for page in pages:
             self._drop(page)
@@ -468,8 +468,8 @@ class KVManager(TieredPages):
         """The sequence gives up its pages and will come back. Returns how, if there are tiers to choose. `is_lost`: what it
         computed is worthless."""
         leaving, sequence = None, self._sequences[seq]
-        if self._behind is not None and self._behind.tiers.host.num and not is_lost:
-            leaving = self._behind.leave(seq, list(sequence.held()), sequence.num_recorded * self.page_size)
+        if self.behind is not None and self.behind.tiers.host.num and not is_lost:
+            leaving = self.behind.leave(seq, list(sequence.held()), sequence.num_recorded * self.page_size)
         self.release(seq)
         return leaving
 
@@ -479,16 +479,16 @@ class KVManager(TieredPages):
         sequence = self._sequences[seq]
         worthless = {*sequence.held(), *(page for page, _ in self._unchanged(sequence))}
         self.release(seq)
-        if self._behind is not None:
-            self._behind.drop(sequence.path)
-        own = sorted(page for page in worthless if self._pool.references(page) == 0)
+        if self.behind is not None:
+            self.behind.drop(sequence.path)
+        own = sorted(page for page in worthless if self.pool.references(page) == 0)
         for page in own:
             self._forget(page)
         return own
 
     def unused(self, pages: Collection[int]) -> list[int]:
         """Those that no sequence holds and that are not cached."""
-        return [] if not pages else sorted(page for page in pages if self._pool.references(page) == 0 and page not in self._index)
+        return [] if not pages else sorted(page for page in pages if self.pool.references(page) == 0 and page not in self.index)
 
     def clear_prefixes(self) -> int:
         """Empty the prefix index. Returns how many pages were in it."""
@@ -497,8 +497,8 @@ class KVManager(TieredPages):
         self._fresh.clear()
         self.held.clear()
         if self._emptied is not None:
-            self._emptied.update(self._pool.free_pages())
-        return self._index.clear()
+            self._emptied.update(self.pool.free_pages())
+        return self.index.clear()
 
     def take_emptied(self) -> list[int]:
         """Pages that hold nothing since the last call: no sequence has them, and they are not cached."""
@@ -516,19 +516,19 @@ class KVManager(TieredPages):
 
     def _give_back(self, sequence: _Sequence, pages: list[int]) -> None:
         """The sequence goes on without these pages."""
-        sequence.given_back += [(page, self._pool.times_taken(page)) for page in pages]
-        if len(sequence.given_back) > 2 * self._pool.num_pages:
+        sequence.given_back += [(page, self.pool.times_taken(page)) for page in pages]
+        if len(sequence.given_back) > 2 * self.pool.num_pages:
             sequence.given_back = self._unchanged(sequence)
         for page in pages:
             self._drop(page)
 
     def _drop(self, page: int) -> None:
-        if self._pool.drop(page) and self._emptied is not None:
+        if self.pool.drop(page) and self._emptied is not None:
             self._emptied.add(page)
 
     def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
         """What it gave back and none has taken since."""
-        return [(page, times) for page, times in sequence.given_back if self._pool.times_taken(page) == times]
+        return [(page, times) for page, times in sequence.given_back if self.pool.times_taken(page) == times]
 
     def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:
         """By group: pages that it lacks for so many tokens; negative: it has more."""
@@ -548,41 +548,41 @@ class KVManager(TieredPages):
             for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True))
             for first, last in ranges
             for i in range(first // group.page_size, min(group.num_pages_for(last), len(table.pages)))
-            if self._pool.references(table.pages[i]) > 1 or table.pages[i] in self._index
+            if self.pool.references(table.pages[i]) > 1 or table.pages[i] in self.index
         ]
         return found if len(ranges) == 1 else sorted(set(found))
 
     def _take(self) -> int:
-        page = self._pool.take()
-        if self._behind is not None:
-            self._behind.save(page, self._step)
+        page = self.pool.take()
+        if self.behind is not None:
+            self.behind.save(page, self._step)
         if self._forget(page):
             self.num_evicted += 1
         return page
 
     def _take_all(self, num: int) -> list[int]:
-        if self._behind is not None:
+        if self.behind is not None:
             return [self._take() for _ in range(num)]
-        pages = self._pool.take_all(num)
+        pages = self.pool.take_all(num)
         self._fresh.difference_update(pages)
-        self.num_evicted += self._index.forget_all(pages)
+        self.num_evicted += self.index.forget_all(pages)
         return pages
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)
-        if self._pool.keepers(page):
-            self._pool.renew(page)
-        return self._index.forget(page)
+        if self.pool.keepers(page):
+            self.pool.renew(page)
+        return self.index.forget(page)
 
     def check_integrity(self) -> None:
         """free + cached + owned = total, every reference has an owner, every key a page."""
-        self._pool.check_integrity()
-        self._index.check_integrity()
+        self.pool.check_integrity()
+        self.index.check_integrity()
         self.held.check_integrity()
         owners = dict(self.held.pins)
-        if self._behind is not None:
-            self._behind.check_integrity()
-            owners |= {page: owners.get(page, 0) + 1 for page in self._behind.loading}
+        if self.behind is not None:
+            self.behind.check_integrity()
+            owners |= {page: owners.get(page, 0) + 1 for page in self.behind.loading}
         for sequence in self._sequences.values():
             held = list(sequence.held())
             assert NULL_PAGE not in held
@@ -590,9 +590,9 @@ class KVManager(TieredPages):
             assert all(not any(table.pages[: table.num_trimmed]) for table in sequence.tables)
             for page in held:
                 owners[page] = owners.get(page, 0) + 1
-        for page in range(1, self._pool.num_pages):
-            assert self._pool.references(page) == owners.get(page, 0), f"page {page} is leaked or over-released"
-        free = list(self._pool.free_pages())
-        num_cached = sum(1 for page in free if page in self._index)
+        for page in range(1, self.pool.num_pages):
+            assert self.pool.references(page) == owners.get(page, 0), f"page {page} is leaked or over-released"
+        free = list(self.pool.free_pages())
+        num_cached = sum(1 for page in free if page in self.index)
         num_empty = len(free) - num_cached
         assert num_empty + num_cached + len(owners) == self.num_pages

@@ -18,9 +18,9 @@ class _Holder(Protocol):
 
 class TieredPages(ABC):
     page_size: int
-    _behind: Behind | None
-    _pool: PagePool
-    _index: AnyIndex
+    behind: Behind | None
+    pool: PagePool
+    index: AnyIndex
     _step: int
 
     @property
@@ -36,7 +36,7 @@ class TieredPages(ABC):
 
     @property
     def tiers(self) -> Tiers | None:
-        return None if self._behind is None else self._behind.tiers
+        return None if self.behind is None else self.behind.tiers
 
     def tier_sizes(self) -> list[tuple[str, int, int]]:
         """Of each tier: its name, the pages in it, and how many it can hold."""
@@ -50,87 +50,87 @@ class TieredPages(ABC):
     @property
     def num_stored(self) -> int:
         """Of the pages evicted so far, those that a tier has got."""
-        return 0 if self._behind is None else self._behind.num_stored
+        return 0 if self.behind is None else self.behind.num_stored
 
     @property
     def num_loading(self) -> int:
         """Pages."""
-        return 0 if self._behind is None else len(self._behind.loading)
+        return 0 if self.behind is None else len(self.behind.loading)
 
     def is_loading(self, seq: int) -> bool:
         """It cannot be computed: its pages, or those that it shares, are not there yet."""
-        if self._behind is None or not self._behind.loading:
+        if self.behind is None or not self.behind.loading:
             return False
-        return not self._behind.loading.isdisjoint(self._holders[seq].held())
+        return not self.behind.loading.isdisjoint(self._holders[seq].held())
 
     def take_moves(self) -> list[PageMove]:
         """What the runner is to move now."""
-        if self._behind is None:
+        if self.behind is None:
             return []
-        self._behind.export_some()
-        return self._behind.tiers.take_moves()
+        self.behind.export_some()
+        return self.behind.tiers.take_moves()
 
     def trust(self, num_steps: int) -> None:
         """So many steps were computed: what was stored after them is right, and what they computed may be exported."""
-        if self._behind is not None:
-            self._behind.tiers.trust(num_steps)
-            self._behind.export_some()
+        if self.behind is not None:
+            self.behind.tiers.trust(num_steps)
+            self.behind.export_some()
 
     @property
     def exporting(self) -> set[bytes]:
         """Contents that are computed, and on their way to where other engines find them."""
-        return set() if self._behind is None else self._behind.exporting
+        return set() if self.behind is None else self.behind.exporting
 
     def exporting_of(self, token_ids: Sequence[int], salt: str) -> set[bytes]:
         """Those of them that hold these tokens."""
         exporting = self.exporting
-        if exporting and self._behind is not None:
-            exporting &= self._behind.contents(self._index.path(token_ids, salt, len(token_ids)))
+        if exporting and self.behind is not None:
+            exporting &= self.behind.contents(self.index.path(token_ids, salt, len(token_ids)))
         return exporting
 
     def expect(self, token_ids: Sequence[int], salt: str) -> None:
         """Another engine computes these tokens for this one."""
-        if self._behind is not None:
-            self._behind.expect(self._behind.contents(self._index.path(token_ids, salt, len(token_ids))))
+        if self.behind is not None:
+            self.behind.expect(self.behind.contents(self.index.path(token_ids, salt, len(token_ids))))
 
     def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
         """What places of other engines hold now, and contents that they found to be worthless."""
-        assert self._behind is not None
-        self._behind.learn(slots)
+        assert self.behind is not None
+        self.behind.learn(slots)
         for key in erased:
-            self._behind.drop_content(key)
-            if page := self._behind.unused_page(key):
+            self.behind.drop_content(key)
+            if page := self.behind.unused_page(key):
                 self._forget(page)
 
     def fetch_announced(self, num_promised: int = 0) -> None:
         """What other engines have announced comes into free pages before it is needed, while there are many. `num_promised`:
         free pages that are left to others."""
-        if self._behind is not None:
-            self._behind.fetch(self._take, max((self._pool.num_pages - 1) // 2, num_promised), self.page_size)
+        if self.behind is not None:
+            self.behind.fetch(self._take, max((self.pool.num_pages - 1) // 2, num_promised), self.page_size)
 
     def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
         """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""
-        assert self._behind is not None
-        results = [self._behind.moved(one) for one in done]
+        assert self.behind is not None
+        results = [self.behind.moved(one) for one in done]
         broken = {move.target for move, failed in results if failed}
         seqs = [seq for seq, sequence in self._holders.items() if not broken.isdisjoint(sequence.held())] if broken else []
         return [move for move, _ in results], seqs
 
     def cached_pages(self) -> Iterator[int]:
         """That no sequence holds, the latest first. A prefix comes before what follows it."""
-        return iter([page for page in self._pool.free_pages() if page in self._index][::-1])
+        return iter([page for page in self.pool.free_pages() if page in self.index][::-1])
 
     def save(self, page: int) -> None:
         """A cached page goes to the tiers, though it stays."""
-        if self._behind is not None and self._pool.references(page) == 0:
-            self._behind.save(page, self._step)
+        if self.behind is not None and self.pool.references(page) == 0:
+            self.behind.save(page, self._step)
 
     def is_gone(self, seq: int) -> None:
         """A sequence that was preempted will not come back."""
-        if self._behind is not None:
-            self._behind.is_back(seq)
+        if self.behind is not None:
+            self.behind.is_back(seq)
 
     def fail_moves(self) -> None:
         """After `clear_prefixes`, since a step has failed: what is behind it cannot be trusted, nor that moves were made."""
-        if self._behind is not None:
-            self._behind.fail()
+        if self.behind is not None:
+            self.behind.fail()

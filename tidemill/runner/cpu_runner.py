@@ -66,19 +66,19 @@ class CpuRunner:
         self.sampler = Sampler(self.state, by_rejection=config.acceptance == "rejection")
         self.mixers = self._make_mixers(config)
         self._policies = Policies(self.mixers.kv)
-        self._program = self._record() if native.lib and self.mixers.are_native else None
-        self._parts = self._record_parts() if self._program is not None else None
+        self.program = self._record() if native.lib and self.mixers.are_native else None
+        self.parts = self._record_parts() if self.program is not None else None
         self._lora_program = self._lora_parts = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
-        if self.loras is not None and self._program is not None:
+        if self.loras is not None and self.program is not None:
             with self.loras.on():
                 self._lora_program, self._lora_parts = self._record(), self._record_parts()
-            self._parts = self._parts if self._lora_parts else None
+            self.parts = self.parts if self._lora_parts else None
         self._phased = model.streaming if isinstance(model.streaming, PhasedWeights) else None
         self._gather_tokens, self._rows_program = config.gather_tokens, None  # for steps of so many tokens
         if self._phased is not None:
             check_phases(model, self.mixers, self.cache, self._phased)
-        if self._phased is not None and self._program is not None:
+        if self._phased is not None and self.program is not None:
             with self._phased.by_rows():
                 self._rows_program = self._record()
         self._room = torch.empty(0, 0)  # for logits
@@ -89,7 +89,7 @@ class CpuRunner:
 
     def time_layers(self) -> LayerTimer:
         """From now on a forward pass runs op by op, and its layers are timed."""
-        self._program = self._lora_program = self._rows_program = self._parts = self._lora_parts = None
+        self.program = self._lora_program = self._rows_program = self.parts = self._lora_parts = None
         return LayerTimer(self)
 
     @property
@@ -147,7 +147,7 @@ class CpuRunner:
                 self.mixers.why_not
                 or "the compiled kernels do not cover this model's states; torch computes their layers, several times slower"
             )
-        if self._program is None or (self._phased is not None and self._rows_program is None):
+        if self.program is None or (self._phased is not None and self._rows_program is None):
             return "a replay of the recorded forward pass does not give the model's bits; its ops run one by one, slower"
         return ""
 
@@ -195,7 +195,7 @@ class CpuRunner:
             with self._phased.by_rows():
                 return self._forward(batch, self._rows_program)
         if self.loras is None or (adapters := self.state.adapters[batch.rows]).max() < 0:
-            return self._forward(batch, self._program)
+            return self._forward(batch, self.program)
         with self.loras.on(np.repeat(adapters, batch.counts)):
             return self._forward(batch, self._lora_program)
 
@@ -207,7 +207,7 @@ class CpuRunner:
         """Tokens whose hidden states are read, if it is worth it to compute no others. None: all."""
         if batch.ids_T.numel() - sum([item.num_draws for item in plan.items]) < _LEAST_UNREAD:
             return None
-        if self._parts is None or self.observers or batch.entries is not None or batch.rounds:
+        if self.parts is None or self.observers or batch.entries is not None or batch.rounds:
             return None
         if any(map(self.state.asks_prompt, plan.items)):
             return None
@@ -219,7 +219,7 @@ class CpuRunner:
         rows_T = np.repeat(batch.rows, batch.counts)
         adapters_T, plan = self.state.adapters[rows_T], self.mixers.plan
         loras = None if adapters_T.max() < 0 else self.loras
-        parts = self._parts if loras is None else self._lora_parts
+        parts = self.parts if loras is None else self._lora_parts
         assert parts is not None
 
         def replay(program: Program, step: MixedStep, given: torch.Tensor, adapters: np.ndarray) -> torch.Tensor:

@@ -128,7 +128,7 @@ class CudaEncoder:
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._copies = torch.cuda.Stream()
         with refused_if_not_compiled() if missing else nullcontext():
-            self._compile()
+            self.compile()
         memory = torch.cuda.graph_pool_handle()
         self.graphs = {size: capture(self._step(size), memory, run_first=bool(missing)) for size in reversed(self._sizes)}
         torch.cuda.synchronize()
@@ -164,7 +164,7 @@ class CudaEncoder:
 
         return Step(size, programs, run)
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         """Every kernel, in parallel processes; then each runs once, which loads it."""
         nums_rows = set(self._sizes)
         steps = [self._step(size) for size in one_of_each_kind(self._sizes)]

@@ -137,7 +137,7 @@ class CudaRunner:
         self._kinds = [(some, lora) for lora in {False, self.loras is not None} for some in self._either]  # and adapters
         self._prepare(config)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():
-            self._compile()
+            self.compile()
         self._graph_pool = pool = torch.cuda.graph_pool_handle()
         # Else libraries have been tried at every size.
         first = config.fast_math or self._flex is not None
@@ -173,7 +173,7 @@ class CudaRunner:
     def _make_halves(self, config: EngineConfig, pool: object) -> None:
         """Graphs of steps in two halves, for the sizes at which a trial finds them faster, or for all if that is asked for."""
         self.nano: list[NanoTrial] = []
-        self._cuts: dict[tuple[bool, int], int] = {}  # by (decodes, size): how many tokens are in the first half
+        self.cuts: dict[tuple[bool, int], int] = {}  # by (decodes, size): how many tokens are in the first half
         self._halved: dict[tuple[bool, int, bool], Graph] = {}
         if config.nano_batching == "off":
             return
@@ -205,7 +205,7 @@ class CudaRunner:
         for decodes, size in sorted(taken, reverse=True):
             for kind in self._either:
                 self._halved[decodes, size, kind] = make(decodes, size, kind)
-            self._cuts[decodes, size] = cuts[decodes, size]
+            self.cuts[decodes, size] = cuts[decodes, size]
 
     def _prepare(self, config: EngineConfig) -> None:
         """Before kernels are compiled and graphs are captured."""
@@ -239,7 +239,7 @@ class CudaRunner:
         with self.model.one_layer_of_each_kind():
             return uncaptured(step, step.run())
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         """Every kernel that a step may use, in parallel processes. Then the library's matmuls are tried, and each kernel runs
         once, which loads it."""
         nums_rows = {*self._decode_sizes, *self._mixed_sizes}
@@ -352,7 +352,7 @@ class CudaRunner:
     def _cut_of(self, items: list[StepItem], decodes: bool) -> int:
         """How many tokens are in the first half of a step; 0: it is not cut."""
         num, among = sum(item.count for item in items), self._decode_sizes if decodes else self._mixed_sizes
-        cut = self._cuts.get((decodes, among[bisect_left(among, num)]), 0)
+        cut = self.cuts.get((decodes, among[bisect_left(among, num)]), 0)
         return cut if num > cut else 0
 
     def _work(self, items: list[StepItem], may_flash: bool, cut: int = 0) -> tuple[Work, bool]:

@@ -42,7 +42,7 @@ class CudaStageRunner(CudaRunner):
     def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         return super()._embed(ids_T, positions_T) if self._before is None else self._given[: ids_T.numel()].clone()
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         nums_rows = set(self._mixed_sizes)
         steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in self._either]
         with compile_elsewhere(), compile_only():

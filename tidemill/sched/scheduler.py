@@ -66,7 +66,7 @@ class Scheduler(RequestTable):
     def room_for_drafts(self) -> int:
         """Draws that no request needs for a token of its own, those that may start in this step included; while prompts are to be
         computed, half of the budget stays theirs."""
-        room = self.max_draws - min(self.num_rows, len(self._requests))
+        room = self.max_draws - min(self.num_rows, len(self.requests))
         left = self.token_budget - len(self.running)
         has_prompts = bool(self.waiting) or any(request.num_needed > 1 for request in self.running)
         return max(min(room, left // 2 if has_prompts else left), 0)
@@ -126,7 +126,7 @@ class Scheduler(RequestTable):
             self.kv.fetch_announced(0 if self._evict else self._pages.num_to_the_end(self.running))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
-        requests, items = self._requests, plan.items
+        requests, items = self.requests, plan.items
         names, counts = [requests[item.seq].request_id for item in items], [item.count for item in items]
         num_prefilling = len([item for item in items if item.count > item.num_drafts + 1 or not item.samples])
         num_tokens = dict(zip(names, counts, strict=True))
@@ -170,7 +170,7 @@ class Scheduler(RequestTable):
         now, self._committed = self._clock.now(), plan.step
         self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
-        requests, has_finished = self._requests, False
+        requests, has_finished = self.requests, False
         for item in plan.items:
             request = requests.get(item.seq)
             if request is None or request.epoch != item.epoch:

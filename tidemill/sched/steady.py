@@ -107,7 +107,7 @@ class SteadyScheduler(Scheduler):
         kept = [item for item in last.items[:num] if not self._joins(item)]
         self._num_decoding, num_joined = len(kept), num - len(kept)
         if prompts := last.items[num:]:  # all of them, or none: first tokens are told in their order
-            requests = [self._requests.get(item.seq) for item in prompts]
+            requests = [self.requests.get(item.seq) for item in prompts]
             lefts = [0 if one is None else self._num_left(one) for one in requests]
             if min(lefts) > 0 and all(one and one.epoch == item.epoch for one, item in zip(requests, prompts, strict=True)):
                 for request, left in zip(requests, lefts, strict=True):
@@ -122,7 +122,7 @@ class SteadyScheduler(Scheduler):
         last.items = kept
 
     def _joins(self, item: StepItem) -> bool:
-        request = self._requests.get(item.seq)
+        request = self.requests.get(item.seq)
         if request is None or request.epoch != item.epoch or request.first_token_s is None:
             return False
         if (left := self._num_left(request)) <= 0:
@@ -241,7 +241,7 @@ class SteadyScheduler(Scheduler):
             self._num_decoding = len(items)
 
     def _rank_of(self, item: StepItem) -> tuple[Any, ...]:
-        request = self._requests.get(item.seq)
+        request = self.requests.get(item.seq)
         return () if request is None else request.rank  # what is gone is not looked at
 
     def preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
@@ -396,7 +396,7 @@ class SteadyScheduler(Scheduler):
         num_prefilling = 0
         for item in plan.items:
             num_prefilling += item.count > 1 or not item.samples
-            tokens_of[self._requests[item.seq].request_id] = item.count
+            tokens_of[self.requests[item.seq].request_id] = item.count
         nums = len(self.running), len(self.waiting.requests), self.kv.num_free_pages
         num_decoding = len(plan.items) + plan.num_steady - num_prefilling
         return events.StepPlanned(
@@ -452,7 +452,7 @@ class SteadyScheduler(Scheduler):
     def _all_end(self, items: Iterable[StepItem]) -> bool:
         """The last token of each is under way."""
         for item in items:
-            request = self._requests.get(item.seq)
+            request = self.requests.get(item.seq)
             if request is None or request.epoch != item.epoch or not request.num_in_flight:
                 return False
             if request.holds or request.children:
@@ -474,7 +474,7 @@ class SteadyScheduler(Scheduler):
 
     def _num_chunks(self, item: StepItem) -> int:
         """Of a prompt: steps that compute as much of it as this one, and none of them the last."""
-        request = self._requests.get(item.seq)
+        request = self.requests.get(item.seq)
         if request is None or request.epoch != item.epoch or item.samples or self.kv.has_windows:
             return 0
         if request.cache is not None or request.in_background or item.count + len(self._members) != self.token_budget:
@@ -492,7 +492,7 @@ class SteadyScheduler(Scheduler):
         request = self._next_waiting()
         if request is None or not request.deferred_because:
             return unknown
-        if prompt is not None and self._requests[prompt.seq].account is not alone:
+        if prompt is not None and self.requests[prompt.seq].account is not alone:
             return unknown
         if self._may_find():
             self.record_all()
@@ -545,7 +545,7 @@ class SteadyScheduler(Scheduler):
         if self._members:
             self.num_made += num
         if prompt is not None:
-            request = self._requests[prompt.seq]
+            request = self.requests[prompt.seq]
             request.num_computed += num * prompt.count
             request.account.num_served += num * prompt.count
             self.kv.record(request.seq, request.tokens, request.num_computed)

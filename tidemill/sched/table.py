@@ -41,7 +41,7 @@ class RequestTable:
         self.running: list[Request] = []  # by rank
         self._clock = clock
         self._emit = emit
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._pages = Pages(kv, clock, emit)
         self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
@@ -104,7 +104,7 @@ class RequestTable:
                 hands_over=goes_on,
             )
             self._next_seq += 1
-            self._requests[request.seq] = request
+            self.requests[request.seq] = request
             if made and resumed is None:
                 made[0].children.append(request)
             if resumed is None:
@@ -128,7 +128,7 @@ class RequestTable:
         now, tokens = self._clock.now(), request.tokens
         child = request.fork(request_id, self._next_seq, params or request.params)
         self._next_seq += 1
-        self._requests[child.seq] = child
+        self.requests[child.seq] = child
         self.waiting.join(child)
         if child.parent is not None:
             child.parent.children.append(child)
@@ -215,7 +215,7 @@ class RequestTable:
 
     def holders(self) -> list[Request]:
         """Requests that hold pages, in the order in which they came."""
-        return [request for request in self._requests.values() if self.kv.holds(request.seq)]
+        return [request for request in self.requests.values() if self.kv.holds(request.seq)]
 
     def _take_row(self, request: Request) -> None:
         if self.running and self.running[-1].rank > request.rank:
@@ -279,7 +279,7 @@ class RequestTable:
     def moved(self, done: Sequence[Moved]) -> None:
         """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
         for seq, why in self._pages.moved(done):
-            self.preempt(self._requests[seq], f"a page could not be loaded: {why}")
+            self.preempt(self.requests[seq], f"a page could not be loaded: {why}")
         if any(one.error for one in done):
             self.retention.loads_failed()
 
@@ -306,7 +306,7 @@ class RequestTable:
             self.waiting.make_ready(heir, self._clock.now())
         request.status = Status.FINISHED
         self.waiting.leave(request)
-        del self._requests[request.seq]
+        del self.requests[request.seq]
 
     def _emit_what_is_left(self, now: float) -> None:
         self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting.requests), self.kv.num_free_pages))
@@ -317,7 +317,7 @@ class RequestTable:
         assert self.running == sorted(self.running, key=_rank)
         self.waiting.check_integrity()
         assert self._forked == [r for r in self.waiting if self.kv.holds(r.seq)]
-        assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self._requests)
+        assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self.requests)
         rows = [r.row for r in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
         self._pages.unsent.check_integrity(rows)
@@ -328,7 +328,7 @@ class RequestTable:
                 num_slots = request.num_computed if request.cache is None else request.cache.num_slots(request.num_computed)
                 assert group.num_pages_for(num_slots) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
-        assert self.kv.sequences <= self._requests.keys(), "pages leaked"
+        assert self.kv.sequences <= self.requests.keys(), "pages leaked"
 
 
 def _rank(request: Request) -> tuple[bool, bool, int, int, int]:

@@ -34,7 +34,7 @@ class SimCore(EngineCore):
 
     def submit_checked(self, request: Submit) -> None:
         """Queue a request whose tokens are known to be right: looking at each of a long prompt takes longer than all else."""
-        if request.request_id in self._live:
+        if request.request_id in self.live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         num, context = len(request.prompt_ids), self.config.max_context
         if not num or num + (request.params.max_tokens or 1) > context:
@@ -51,13 +51,13 @@ class SimCore(EngineCore):
         return []
 
     def is_live(self, request_id: str) -> bool:
-        return request_id in self._live
+        return request_id in self.live
 
     def jump(self, until_s: float) -> list[float]:
         """Steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
         had been made. Returns when the tokens of each came; `produced` came with the first."""
         scheduler, runner = self.steady, self._simulated
-        if not self._can_jump or len(self._in_flight) != runner.steps_ahead or self.structured:
+        if not self._can_jump or len(self.in_flight) != runner.steps_ahead or self.structured:
             return []
         scheduler.join()
         if scheduler.has_new:
@@ -70,7 +70,7 @@ class SimCore(EngineCore):
         if not times_s:
             return []
         last, num = scheduler.last_plan, len(times_s)
-        if self._in_flight and scheduler.has_results(prompt):
+        if self.in_flight and scheduler.has_results(prompt):
             done, last = last, scheduler.advance(1, prompt)
             self._clock.advance_to(times_s[0])
             if done.items:
@@ -82,8 +82,8 @@ class SimCore(EngineCore):
         if num:
             last = scheduler.advance(num, prompt)
         self._clock.advance_to(times_s[-1])
-        if self._in_flight:
-            self._in_flight[0] = InFlight(last, (last, runner.device.free_s), planned_s, is_ahead=True)
+        if self.in_flight:
+            self.in_flight[0] = InFlight(last, (last, runner.device.free_s), planned_s, is_ahead=True)
         return times_s
 
 

@@ -102,7 +102,7 @@ class Exporter:
     def __init__(self, source: Source, door: Door, identity: Identity, on_close: Callable[[], None] = lambda: None) -> None:
         """`door`: where importers come. `on_close`: called last."""
         self._source, self._door, self._identity, self._on_close = source, door, dict(identity), on_close
-        self._journal = Journal()
+        self.journal = Journal()
         self._readers: set[socket.socket] = set()
         self._unproven: Counter[str] = Counter()  # by host: connections that have not shown yet that they know the key
         self._lock = threading.Lock()
@@ -116,18 +116,18 @@ class Exporter:
     def write(self, slot: int, key: bytes, page: np.ndarray) -> int:
         """The page's content goes into the slot, and is announced. Until then, the sum of what was there before is wrong.
         Returns a number for `is_known`."""
-        return self._journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
+        return self.journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
 
     def erase(self, slot: int, key: bytes) -> None:
         """What is in it is worthless, also to those who have fetched it."""
-        self._journal.put(slot, b"", b"", erased=key)
+        self.journal.put(slot, b"", b"", erased=key)
 
     def is_known(self, number: int) -> bool:
         """Importers know of what `write` gave this number, unless they are slow."""
-        return self._journal.is_known(number)
+        return self.journal.is_known(number)
 
     def close(self) -> None:
-        self._journal.close()
+        self.journal.close()
         self._door.close()
         self._acceptor.join()
         with self._lock:
@@ -140,7 +140,7 @@ class Exporter:
     # ---- threads
 
     def _accept(self) -> None:
-        while not self._journal.is_closed:
+        while not self.journal.is_closed:
             reader = self._door.answer(_LOOK_S)
             if reader is None:
                 continue
@@ -189,13 +189,13 @@ class Exporter:
         finally:
             channel.abort()
             channel.close()
-            self._journal.knows(channel, None)
+            self.journal.knows(channel, None)
 
     def _tell(self, channel: Channel) -> None:
-        while not self._journal.is_closed:
+        while not self.journal.is_closed:
             ask = msgspec.msgpack.decode(channel.receive(64), type=Ask)
-            self._journal.knows(channel, ask.since)
-            channel.send_now(msgspec.msgpack.encode(self._journal.after(ask.since, _QUIET_S)))
+            self.journal.knows(channel, ask.since)
+            channel.send_now(msgspec.msgpack.encode(self.journal.after(ask.since, _QUIET_S)))
 
 
 def _host(reader: socket.socket) -> str:

@@ -36,15 +36,15 @@ RANKS: Final = 16  # of a block
 _STRETCH, _MOST_STRETCHES, _INS = 512, 4, 128
 _STAGES = {16: 8, 32: 6}  # by columns, so that about 60 KB are on their way to a program
 _RUNS = 128, 512  # columns that a program of the second kernel has: in steps of a few tokens, and of more
-_FEW = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
+SMALL_TILES_UP_TO = 256  # tokens of a step with small tiles. One of `gemm.CHOICES`, at which kernels may change
 _GATED_RUN = 256  # columns that a program behind gate and up has, at all sizes of steps: so sums end at the same places
-_GATED = {16: 64, 64: 32}  # by the rows of a tile: columns at a time. GPUs add 16 products at a time anyway
+GATED = {16: 64, 64: 32}  # by the rows of a tile: columns at a time. GPUs add 16 products at a time anyway
 _MOST_BEHIND = 64  # ranks of the linear behind it, for which a program has sums
 
 
 def rows_of_tile(num_tokens: int) -> int:
     """In a step of so many: a step of many is mostly prompts, which fill larger ones."""
-    return 16 if num_tokens <= _FEW else 64
+    return 16 if num_tokens <= SMALL_TILES_UP_TO else 64
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -242,7 +242,7 @@ class CudaLora(LinearLora):
         self, num_in: int, outs: Mapping[str, int], lists: Lists, num_slots: int, max_rank: int, act: str,
         device: torch.device, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self._lists, self._outs, self._act = lists, dict(outs), act
+        self.lists, self._outs, self._act = lists, dict(outs), act
         self._max_rank = triton.cdiv(max_rank, RANKS) * RANKS
         self._stretch = triton.cdiv(num_in, _STRETCH * _MOST_STRETCHES) * _STRETCH
         ends = list(accumulate(outs.values()))
@@ -284,7 +284,7 @@ class CudaLora(LinearLora):
         self._scales[slot].copy_(torch.tensor(scales, dtype=torch.float32, device="cpu"))
 
     def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
-        side, partial_low, leave = self._lists.side, PARTIAL.take(x_TK), leave and not self._act
+        side, partial_low, leave = self.lists.side, PARTIAL.take(x_TK), leave and not self._act
         # Memory that is taken on another stream is used again on that one only: so it is free by then, as the step's stream waits
         # before it goes on, and that one for the step's. Steps with adapters are not halved, so no other lane uses it.
         if side is not None:
@@ -306,7 +306,7 @@ class CudaLora(LinearLora):
 
     def _shrink(self, x_TK: torch.Tensor) -> torch.Tensor:
         (num_tokens, num_in), num_parts = x_TK.shape, len(self._outs)
-        order, tiles, done = self._lists.lists(num_tokens)
+        order, tiles, done = self.lists.lists(num_tokens)
         rows, columns = rows_of_tile(num_tokens), triton.next_power_of_2(num_parts) * RANKS
         num_stretches = triton.cdiv(num_in, self._stretch)
         low = x_TK.new_empty(num_tokens, num_parts, self._max_rank)
@@ -331,7 +331,7 @@ class CudaLora(LinearLora):
     def _expand(self, low: torch.Tensor, y_TN: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """`y_TN`: to which it is added."""
         num_tokens = low.shape[0]
-        order, tiles, _ = self._lists.lists(num_tokens)
+        order, tiles, _ = self.lists.lists(num_tokens)
         columns = self._columns[_RUNS[num_tokens > FEW]]
         launch(
             _expand, (tiles.numel() // 3, columns.shape[0]),
@@ -343,7 +343,7 @@ class CudaLora(LinearLora):
 
     def _expand_gated(self, low: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor:
         num_tokens, num_out = y_TN.shape[0], y_TN.shape[1] // 2
-        order, tiles, _ = self._lists.lists(num_tokens)
+        order, tiles, _ = self.lists.lists(num_tokens)
         num_runs = triton.cdiv(num_out, _GATED_RUN)
         made = out = y_TN.new_empty(num_tokens, num_out)
         behind, num_behind = self, 0
@@ -354,7 +354,7 @@ class CudaLora(LinearLora):
             _expand_gated, (tiles.numel() // 3, num_runs),
             low, self._up, self._blocks, order, tiles, y_TN, out, num_out,
             behind._down, behind._blocks, behind._scales, made, num_tokens,
-            RUN=_GATED_RUN, OUTS=_GATED[rows_of_tile(num_tokens)], BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
+            RUN=_GATED_RUN, OUTS=GATED[rows_of_tile(num_tokens)], BEHIND=num_behind, WIDTH=triton.next_power_of_2(num_behind),
             ACT=self._act, num_warps=4, **self._options(num_tokens), **how(num_tokens),
         )  # fmt: skip
         if num_behind:

@@ -100,7 +100,7 @@ _STRUCTS: Final = (
 )  # fmt: skip
 
 
-def _check_build(lib: ctypes.CDLL, sources: str) -> None:
+def check_build(lib: ctypes.CDLL, sources: str) -> None:
     """Raises OSError unless the library was built from these sources (empty: they are not there) and has these structs."""
     fix = "install again, or run: python setup.py build_ext --inplace"
     if not hasattr(lib, "tm_sources") or not hasattr(lib, "tm_layout"):
@@ -125,7 +125,7 @@ class Library(StreamCalls, ExchangeCalls):
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
-        _check_build(lib, source_hash(Path(__file__).parent))
+        check_build(lib, source_hash(Path(__file__).parent))
         self._set_threads = lib.tm_set_threads
         self._set_threads.argtypes = [_INT]
         self.num_threads = 1

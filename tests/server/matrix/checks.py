@@ -177,10 +177,11 @@ def _(api: API) -> None:
     assert reply.num_reasoning in (len(REASONING.split()), None)
 
 
-@row("no reasoning")
+@row("reasoning on or off")
 def _(api: API) -> None:
-    answer = api.ask(said("think"), thinking=False).answer
-    assert (answer.reasoning, answer.text) == ("", ANSWER)
+    for thinks, reasoning in ((True, REASONING), (False, "")):
+        answer = api.ask(said("think"), thinking=thinks).answer
+        assert (answer.reasoning, answer.text) == (reasoning, ANSWER)
 
 
 @row("reasoning budget")
@@ -284,6 +285,13 @@ def _(api: API) -> None:
     assert (answer.reasoning, answer.text) == ("It", ANSWER)
 
 
+@row("own budget", server="limited", needs="reasoning budget")
+def _(api: API) -> None:
+    """A request's budget goes over the server's."""
+    answer = api.ask(said("think"), thinking_token_budget=2).answer
+    assert (answer.reasoning, answer.text) == ("It depends", ANSWER)
+
+
 @row("drain", server="draining")
 def _(api: API) -> None:
     refusal = api.refused(said("text"))
@@ -304,7 +312,7 @@ ASKED: dict[str, Body] = {  # what a client would send to have it
     "one tool": {"tools": TOOLS, "parallel_tool_calls": False},
     "forced tool": {"tools": TOOLS, "tool_choice": "required"},
     "reasoning": {"prompt": said("think")},
-    "no reasoning": {"chat_template_kwargs": {"enable_thinking": False}},
+    "reasoning on or off": {"chat_template_kwargs": {"enable_thinking": False}},
     "reasoning budget": {"thinking_token_budget": 2},
     "cache salt": {"cache_salt": "a"},
     "prompt cache": {"prompt_cache": "nonesuch"},

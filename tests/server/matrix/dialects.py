@@ -160,7 +160,7 @@ NO_CHAT: dict[str, Lack] = {
     "one tool": Refused("tools"),
     "forced tool": Refused("tools"),
     "reasoning": AsText(),
-    "no reasoning": Refused("chat_template_kwargs"),
+    "reasoning on or off": Refused("chat_template_kwargs"),
     "reasoning budget": Refused("thinking_token_budget"),
 }
 OPENAI_REASONS = {"stop": "stop", "length": "length", "tool_calls": "calls", None: None}
@@ -206,6 +206,7 @@ class OpenAIChat(Dialect):
             for call in message.get("tool_calls") or ()
         ]
         entries = (choice.get("logprobs") or {}).get("content") or []
+        assert message.get("reasoning") == message.get("reasoning_content")  # vLLM's name of it
         return Answer(
             message.get("content") or "",
             message.get("reasoning_content") or "",
@@ -230,7 +231,7 @@ class OpenAIChat(Dialect):
         return openai_usage(Reply(answers), events[-1]["usage"])
 
     def _add(self, message: Body, delta: Body) -> None:
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning", "reasoning_content"):
             message[name] = message.get(name, "") + (delta.get(name) or "")
         calls = message.setdefault("tool_calls", [])
         for part in delta.get("tool_calls") or ():
@@ -420,6 +421,7 @@ class AnthropicMessages(Dialect):
 
     def whole(self, body: Any) -> Reply:
         answer = Answer(reason=self._REASONS[body["stop_reason"]])
+        assert bool(body["stop_sequence"]) == (body["stop_reason"] == "stop_sequence")
         for block in body["content"]:
             if block["type"] == "text":
                 answer.text += block["text"]
@@ -440,7 +442,7 @@ class AnthropicMessages(Dialect):
     def streamed(self, events: list[Any]) -> Reply:
         blocks: list[Body] = []
         usage = dict(events[0]["message"]["usage"])
-        reason = None
+        ending: Body = {}
         for event in events:
             if event["type"] == "content_block_start":
                 blocks.append(event["content_block"] | {"partial": ""})
@@ -450,12 +452,12 @@ class AnthropicMessages(Dialect):
                     block[name] = block.get(name, "") + delta.get(name, "")
                 block["partial"] += delta.get("partial_json", "")
             elif event["type"] == "message_delta":
-                reason = event["delta"]["stop_reason"]
+                ending = event["delta"]
                 usage |= event["usage"]
         for block in blocks:
             if block["type"] == "tool_use":
                 block["input"] = json.loads(block["partial"] or "{}")
-        return self.whole({"content": blocks, "stop_reason": reason, "usage": usage})
+        return self.whole({"content": blocks, "usage": usage, **ending})
 
     def refusal(self, body: Any) -> str:
         assert body["type"] == "error"

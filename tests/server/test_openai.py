@@ -50,24 +50,6 @@ def test_chat_completion_equals_the_offline_engine(client, llm):
     assert reply.usage.completion_tokens == len(offline.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_streamed_chat_equals_the_whole(client, n):
-    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 15, "seed": 7, "n": n, "temperature": 0.9}
-    whole = client.chat.completions.create(**settings)
-    texts, reasons, usage, roles = [""] * n, [None] * n, None, [None] * n
-    for chunk in client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            roles[choice.index] = choice.delta.role or roles[choice.index]
-            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert reasons == [choice.finish_reason for choice in whole.choices]
-    assert roles == ["assistant"] * n
-    assert usage.completion_tokens == whole.usage.completion_tokens
-    assert usage.prompt_tokens == whole.usage.prompt_tokens
-
-
 def test_completions_of_many_prompts(client, llm):
     prompts = ["abc", "Hello world", [70, 71, 72]]
     reply = client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, temperature=0, n=1, logprobs=2)
@@ -82,24 +64,6 @@ def test_completions_of_many_prompts(client, llm):
             streamed[choice.index] += choice.text
     whole = client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, n=2, seed=3)
     assert streamed == [choice.text for choice in whole.choices]
-
-
-def test_stop_strings(client):
-    settings = {"model": "tiny", "prompt": "xyz", "max_tokens": 30, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    free = client.completions.create(**settings).choices[0].text
-    stop = free[5:7]
-    reply = client.completions.create(**settings, stop=[stop]).choices[0]
-    assert reply.text == free[: free.index(stop)]
-    assert reply.finish_reason == "stop"
-    pieces = client.completions.create(**settings, stop=[stop], stream=True)
-    assert "".join(chunk.choices[0].text for chunk in pieces if chunk.choices) == reply.text
-
-
-def test_the_prefix_cache_shows_in_usage(client):
-    prompt = "a long prompt that is asked twice " * 4
-    client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
-    again = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
-    assert again.usage.prompt_tokens_details.cached_tokens >= 112
 
 
 def test_a_client_that_leaves_frees_its_pages(server, client):
@@ -223,17 +187,6 @@ def test_only_json_of_bounded_size_is_read(server):
     assert "524288 items. Send less at once; a longer prompt as text" in ids.json()["error"]["message"]
 
 
-def test_salts_keep_prefixes_apart(client):
-    def cached(salt: str) -> int:
-        body = {"cache_salt": salt}
-        reply = client.completions.create(model="tiny", prompt="salted " * 20, max_tokens=1, extra_body=body)
-        return reply.usage.prompt_tokens_details.cached_tokens
-
-    assert cached("a") == 0
-    assert cached("a") > 0
-    assert cached("b") == 0
-
-
 def test_error_codes_that_clients_look_for(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x" * 600)
@@ -313,24 +266,6 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
-def test_response_format(client, stream, n):
-    wanted = {"type": "json_schema", "json_schema": {"name": "mill", "schema": SHAPE, "strict": True}}
-    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "seed": 3, "n": n, "response_format": wanted}
-    if stream:
-        texts = [""] * n
-        for chunk in client.chat.completions.create(**settings, stream=True):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-    else:
-        texts = [choice.message.content for choice in client.chat.completions.create(**settings).choices]
-    for text in texts:
-        told = json.loads(text)
-        assert told["mill"] in ("tide", "wind")
-        assert 0 <= told["wheels"] <= 99
-
-
 @pytest.mark.parametrize(
     ("grammar", "fits"),
     [
@@ -386,41 +321,6 @@ TOOLS = [
 
 def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def check_call(call, names=("high_water", "low_water")):
-    assert call.type == "function"
-    assert call.function.name in names
-    told = json.loads(call.function.arguments)
-    assert told["port"] in ("Brest", "Hull")
-    assert 1 <= told["day"] <= 31
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "low_water"}}])
-@pytest.mark.parametrize("several", [True, False])
-def test_a_tool_that_must_be_called(roomy, choice, several):
-    client = client_of(roomy)
-    settings = {
-        "model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "seed": 4,
-        "parallel_tool_calls": several,
-    }  # fmt: skip
-    whole = client.chat.completions.create(**settings).choices[0]
-    names = ("high_water", "low_water") if choice == "required" else ("low_water",)
-    streamed, reason = [], None
-    for chunk in client.chat.completions.create(**settings, stream=True):
-        reason = chunk.choices[0].finish_reason or reason
-        for piece in chunk.choices[0].delta.tool_calls or []:
-            if piece.index == len(streamed):
-                assert piece.id
-                streamed.append([piece.function.name, ""])
-            streamed[piece.index][1] += piece.function.arguments
-    assert reason == whole.finish_reason
-    assert streamed == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
-    if reason == "tool_calls":
-        for call in whole.message.tool_calls:
-            check_call(call, names)
-        assert several or len(streamed) == 1
-    assert whole.message.content is None
 
 
 def test_tools_go_into_the_prompt_and_back(roomy):

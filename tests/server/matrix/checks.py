@@ -162,8 +162,12 @@ def _(api: API) -> None:
 @row("forced tool")
 def _(api: API) -> None:
     """Any tool, or the one that is named. Left alone, the model writes text."""
-    for name in ("", "wind"):
-        answer = api.ask(said("text"), tools=TOOLS, forced_tool=name).answer
+    for how in (
+        {"forced_tool": ""},
+        {"forced_tool": "wind"},
+        {"one_tool": True, "forced_tool": ""},
+    ):
+        answer = api.ask(said("text"), tools=TOOLS, **how).answer
         assert (answer.calls, answer.text, answer.reason) == ([WIND], "", "calls")
 
 

@@ -266,7 +266,7 @@ async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path
     await first.do(first.add_result, "batch_1", 1, False, b"{}")
     ready = SimpleNamespace(config=SimpleNamespace(max_requests=1))
     models = Models([SimpleNamespace(ready=ready, model_name="tiny", aliases=(), live=SimpleNamespace(), is_draining=False)])
-    running = Batches(models, second, Access().caller_of, None)
+    running = Batches(models, ENDPOINTS, second, Access().caller_of, None)
     tries, resume = 0, running._resume
 
     async def counted() -> None:

@@ -75,7 +75,7 @@ async def service(roomy_folder):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service, tmp_path_factory):
     storage, access, models = Storage(tmp_path_factory.mktemp("data"), 2**20), Access(), Models([service])
-    yield create_app(models, access, storage, Batches(models, storage, access.caller_of, None), None)
+    yield create_app(models, access, storage, Batches(models, ENDPOINTS, storage, access.caller_of, None), None)
     storage.close()
 
 

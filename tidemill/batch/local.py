@@ -9,11 +9,7 @@ from tidemill.batch.lines import Request
 from tidemill.engine.client import STALL_S
 from tidemill.engine.link import START_S
 from tidemill.errors import TidemillError
-from tidemill.server.api.anthropic import routes as anthropic
-from tidemill.server.api.openai import embeddings
-from tidemill.server.api.openai import routes as openai
-from tidemill.server.api.responses import routes as responses
-from tidemill.server.api.vllm import rerank
+from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.generation.models import Models, Served
 from tidemill.server.http.access import Caller, NotFound
 from tidemill.server.http.context import Call
@@ -45,19 +41,18 @@ class Local:
         finally:
             starting.cancel()
             await asyncio.wait([starting])
-        for routes in (openai, embeddings, rerank, responses, anthropic):
-            routes.make_router(self._models)
         config = self._models.default.ready.config
         self.num_at_once = self._given or min(_PER_SLOT * config.max_requests, config.max_waiting)
 
     async def respond(self, request: Request) -> tuple[int, bytes]:
         assert self._models is not None
-        if request.url not in self._models.whole_responses:
-            known = ", ".join(self._models.whole_responses)
+        endpoint = ENDPOINTS.get(request.url)
+        if endpoint is None:
+            known = ", ".join(ENDPOINTS)
             error: TidemillError = NotFound(f"The url is {request.url[:100]!r}.", fix=f"It may be {known}.", param="url")
             return error.status, batch_lines.encode(error_body(error))
         call = Call(request.result_id, path=request.url)
-        return await respond_to_line(self._models, Caller(is_admin=True, call=call), request.url, request.body)
+        return await respond_to_line(self._models, Caller(is_admin=True, call=call), endpoint, request.body)
 
     async def close(self) -> None:
         if self._models is not None:

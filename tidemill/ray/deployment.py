@@ -21,6 +21,7 @@ from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError, EngineDead
 from tidemill.ray import entry
 from tidemill.ray.entry import Entry
+from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.app import create_app
 from tidemill.server.generation.models import Models, Served
 from tidemill.server.generation.service import Manner
@@ -65,7 +66,7 @@ class Tidemill:
         access = Access.of(api_keys, None, [], allowed_hosts, [])
         access.check_keys_are_long("where Ray Serve listens")
         self._data = Storage(Path(tempfile.mkdtemp(prefix="tidemill-serve-")), DATA_QUOTA_BYTES)
-        batches = Batches(models, self._data, access.caller_of, None)
+        batches = Batches(models, ENDPOINTS, self._data, access.caller_of, None)
         entry.Entry.app = create_app(models, access, self._data, batches, None)
 
     async def check_health(self) -> None:

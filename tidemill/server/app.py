@@ -18,12 +18,11 @@ from tidemill.server.api.anthropic import routes as anthropic
 from tidemill.server.api.cohere import embed as cohere
 from tidemill.server.api.llamacpp import routes as llamacpp
 from tidemill.server.api.ollama import routes as ollama
-from tidemill.server.api.openai import chat_batch, embeddings
 from tidemill.server.api.openai import routes as openai
 from tidemill.server.api.responses import routes as responses
 from tidemill.server.api.sglang import routes as sglang
-from tidemill.server.api.vllm import adapters as lora
-from tidemill.server.api.vllm import label_scores, rerank, tokens
+from tidemill.server.api.tidemill import prompt_caches
+from tidemill.server.api.vllm import adapters, label_scores, rerank, tokens
 from tidemill.server.generation.models import Models
 from tidemill.server.http import errors
 from tidemill.server.http.access import Access, Guard
@@ -32,7 +31,6 @@ from tidemill.server.http.context import Called, RequestLog
 from tidemill.server.http.listen import UnderPath
 from tidemill.server.http.responses import EventStream
 from tidemill.server.store import batches, files
-from tidemill.server.store import prompt_caches as prompt_cache
 from tidemill.server.store.storage import Storage
 from tidemill.version import __version__
 
@@ -53,20 +51,21 @@ def create_app(
     errors.install(app)
     for service in models:
         service.allows_templates = access.request_templates
-    app.include_router(openai.make_router(models))
-    app.include_router(chat_batch.make_router(models))
-    app.include_router(embeddings.make_router(models))
-    app.include_router(rerank.make_router(models))
-    app.include_router(cohere.make_router(models))
-    app.include_router(label_scores.make_router(models))
-    app.include_router(responses.make_router(models))
-    app.include_router(anthropic.make_router(models))
-    app.include_router(tokens.make_router(models))
-    app.include_router(llamacpp.make_router(models))
-    app.include_router(sglang.make_router(models))
-    app.include_router(ollama.make_router(models))
-    app.include_router(lora.make_router(models))
-    app.include_router(prompt_cache.make_router(models))
+    for api in (
+        openai,
+        rerank,
+        cohere,
+        label_scores,
+        responses,
+        anthropic,
+        tokens,
+        llamacpp,
+        sglang,
+        ollama,
+        adapters,
+        prompt_caches,
+    ):
+        app.include_router(api.make_router(models))
     app.include_router(page.make_router(models.default.manner.shows_page))
     app.include_router(refused.make_router())
     app.include_router(files.make_router(storage))
@@ -122,7 +121,7 @@ def create_app(
         caller = request.state.caller
         chosen = models.of(request.query_params.get("model"))
         watcher = chosen.live.watch(lambda: models.is_draining, None if caller.is_admin else caller.tenant)
-        return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
+        return EventStream(watcher.frames(), also_close=watcher)
 
     called = Called(Guard(app, access), log)
     return UnderPath(called, root_path) if root_path else called

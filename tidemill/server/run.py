@@ -31,6 +31,7 @@ from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, read_source, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.app import create_app
 from tidemill.server.generation.models import Models, Served
 from tidemill.server.generation.retention import Pins
@@ -260,7 +261,7 @@ async def serve(
             await asyncio.wait([starting])
         for service in models:
             service.manner = manner
-        batches = Batches(models, data, access.caller_of, log)
+        batches = Batches(models, ENDPOINTS, data, access.caller_of, log)
         server = _http_server(create_app(models, access, data, batches, log, listen.root_path), tls)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():

@@ -108,9 +108,14 @@ class Reading:
         return frozenset((*reasoning, *calls))
 
     @property
+    def can_end(self) -> bool:
+        """Its reasoning, if there is any, is between marks, so that it can be ended."""
+        return self.markers is not None and not self.markers.is_repeated
+
+    @property
     def takes_budget(self) -> bool:
-        """The model reasons, and between marks: its reasoning can be ended."""
-        return self.markers is not None and self.is_expected and not self.markers.is_repeated
+        """The model reasons, and its reasoning can be ended."""
+        return self.is_expected and self.can_end
 
     def drops_budget(self, params: SamplingParams) -> bool:
         """Nothing is there that a budget could end: the model does not reason, or not before this grammar."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tidemill.server import app as app  # every route, and so every body
-from tidemill.server.api.openai.types import NEUTRAL
+from tidemill.server.generation.sampling import NEUTRAL
 from tidemill.server.http.body import Body
 
 BEGIN, END = "<!-- Made by `python -m tidemill.server.api.fields_doc`. -->", "<!-- End of the table. -->"

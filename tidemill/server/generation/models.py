@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-
-from pydantic import BaseModel
 
 from tidemill.config import EngineOptions
 from tidemill.engine.metrics import render_by_model
 from tidemill.engine.replicas import Replicas
 from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.server.generation.service import Service
-from tidemill.server.http.access import Caller
+from tidemill.server.store.responses import Store
 from tidemill.wire import AdapterInfo
 
 _MAX_NAMED = 100  # models in an error
-WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,7 @@ class Models:
         for service in services:
             service.live.states = self.states
         self.default = self._services[0]
-        # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
-        self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
+        self.responses = Store()
 
     def __iter__(self) -> Iterator[Service]:
         return iter(self._services)

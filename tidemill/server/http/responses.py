@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 KEEP_ALIVE_S = 10.0  # without an event, after which a comment is sent
 _KEEP_ALIVE = b": keep-alive\n\n"
+_json = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
@@ -43,20 +44,35 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def json_response(body: Any) -> Response:
+    """A response that is encoded at once: FastAPI would look at each item of a list of token ids."""
+    return Response(_json(body), media_type="application/json")
+
+
+DONE = b"data: [DONE]\n\n"  # the last event of a stream of OpenAI's
+
+
+def data_event(body: Any) -> bytes:
+    """An event in wire format, without a name."""
+    return b"data: " + _json(body) + b"\n\n"
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """An event in wire format, named by its type."""
+    return b"event: " + event["type"].encode() + b"\ndata: " + _json(event) + b"\n\n"
+
+
 class EventStream(Response):
-    """`data:` lines from an iterator of JSON texts, ended by [DONE]. While there is no event for a time, comments keep the
-    connection open."""
+    """Server-sent events in wire format. While there is none for a time, comments keep the connection open."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], also_close: Any, is_framed: bool = False) -> None:
-        """`also_close`: what the chunks are made from; closed even if no chunk was requested. `is_framed`: the chunks are whole
-        events, and there is no [DONE]."""
+    def __init__(self, chunks: AsyncGenerator[bytes, None], also_close: Any) -> None:
+        """`also_close`: what the chunks are made from; closed even if no chunk was requested."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._source = also_close
-        self._is_framed = is_framed
         self._num_sent = 0
         self._is_sending = True  # or has not begun, or has ended
 
@@ -79,13 +95,12 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._is_sending = False
             async for chunk in chunks:
-                body = chunk if self._is_framed else b"data: " + chunk + b"\n\n"
                 self._is_sending = True
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 self._is_sending = False
                 self._num_sent += 1
             self._is_sending = True
-        await send({"type": "http.response.body", "body": b"" if self._is_framed else b"data: [DONE]\n\n", "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -95,6 +110,10 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
 
 
-def named_event(event: dict[str, Any]) -> bytes:
-    """An event in wire format, named by its type."""
-    return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+class JSONLines(EventStream):
+    """Objects of JSON, a line each. They have no comments, so that nothing keeps the connection open."""
+
+    media_type = "application/x-ndjson"
+
+    async def _keep_alive(self, send: Send) -> None:
+        pass

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ from pydantic import Field, StringConstraints
 
 from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, TidemillError
 from tidemill.server.generation.models import Models
+from tidemill.server.generation.pipeline import Endpoint
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body, body_of, parsed, schema_of
 from tidemill.server.http.context import Call, RequestLog, new_id
@@ -73,11 +74,19 @@ class TooManyBatches(TidemillError):
 
 
 class Batches:
-    """`caller_of`: the caller behind a tenant's name, or None if its key is no longer accepted."""
+    """Runs the batches of all tenants."""
 
     def __init__(
-        self, models: Models, storage: Storage, caller_of: Callable[[str], Caller | None], log: RequestLog | None
+        self,
+        models: Models,
+        endpoints: Mapping[str, type[Endpoint]],
+        storage: Storage,
+        caller_of: Callable[[str], Caller | None],
+        log: RequestLog | None,
     ) -> None:
+        """`endpoints`: by their routes. `caller_of`: the caller behind a tenant's name, or None if its key is no longer
+        accepted."""
+        self._endpoints = endpoints
         self._models, self._storage, self._caller_of, self._log = models, storage, caller_of, log
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._resuming: asyncio.Task[None] | None = None
@@ -127,8 +136,8 @@ class Batches:
         """`num_lines`: of the file, if they are known already."""
         if self._models.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
-        if body.endpoint not in self._models.whole_responses:
-            known = ", ".join(self._models.whole_responses)
+        if body.endpoint not in self._endpoints:
+            known = ", ".join(self._endpoints)
             raise InvalidRequest(f"The endpoint is {body.endpoint[:100]!r}.", fix=f"It may be {known}.", param="endpoint")
         window_s, storage = body.window_s(), self._storage
         if body.output_expires_after is not None:
@@ -244,7 +253,7 @@ class Batches:
             known = self._caller_of(tenant)
             assert known is not None, "batches are begun for accepted keys only"
             caller = replace(known, in_background=True, call=call)
-            call.status, body = await respond_to_line(self._models, caller, batch["endpoint"], bytes(line.body))
+            call.status, body = await respond_to_line(self._models, caller, self._endpoints[batch["endpoint"]], bytes(line.body))
             written = batch_lines.response_line(call.request_id, line.custom_id, call.status, body)
             await self._store(batch["id"], number, call.status >= 400, written)
             if self._log is not None:
@@ -260,25 +269,28 @@ class Batches:
                 await asyncio.sleep(_TRY_AGAIN_S)
 
 
-async def respond_to_line(models: Models, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
-    """As the route would: a mistake in the line is its response; a fault of the server is not."""
-    model, respond = models.whole_responses[endpoint]
+async def respond_to_line(
+    models: Models, caller: Caller, endpoint: type[Endpoint], body: bytes
+) -> tuple[int, bytes]:
+    """Status and body as the route would have them: a mistake in the line is its response; a fault of the server is not."""
+    call = caller.call
     while True:
         try:
-            return 200, await respond(await parsed(model, body), caller)
+            request = await parsed(endpoint.body_type, body)
+            return 200, await endpoint(models, request, caller).answer()
         except QueueFull:
-            caller.call.error, caller.call.num_prompt = "", 0
+            call.error, call.num_prompt = "", 0
             await asyncio.sleep(_QUEUE_AGAIN_S)
         except Draining:
             raise
         except TidemillError as error:
             if isinstance(error, EngineDead) and not models.alive:
                 raise
-            caller.call.error = error.kind
-            return error.status, batch_lines.encode(shaped(endpoint, error_body(error), error.status, caller.call.name))
+            call.error = error.kind
+            return error.status, batch_lines.encode(shaped(call.path, error_body(error), error.status, call.name))
         except Exception:
-            _log.exception("unexpected error in a line for %s", endpoint)
-            return 500, batch_lines.encode(shaped(endpoint, internal_error(), 500, caller.call.name))
+            _log.exception("unexpected error in a line for %s", call.path)
+            return 500, batch_lines.encode(shaped(call.path, internal_error(), 500, call.name))
 
 
 def _parse(text: bytes) -> batch_lines.Line:

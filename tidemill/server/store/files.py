@@ -11,8 +11,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import FileResponse, Response
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.api.openai.routes import json_response
 from tidemill.server.http.body import MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S, NotJSON, parts_of
+from tidemill.server.http.responses import json_response
 from tidemill.server.store.storage import Storage, Upload, file_object
 
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86400  # of files that are to expire

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from tidemill.errors import InvalidRequest
+from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.http.aside import LARGE_BYTES, encoded
 
 _json = msgspec.json.Encoder().encode
@@ -115,6 +118,8 @@ class Store:
 
     def __init__(self) -> None:
         self._shelves: dict[str, _Shelf] = {}
+        # Responses that are being generated, by tenant and id. They are held by those who run them.
+        self.running: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
 
     def put(self, tenant: str, name: str, made: Stored) -> None:
         shelf = self._shelves.setdefault(tenant, _Shelf())
@@ -141,6 +146,13 @@ class Store:
             what = f"The {kind} {name[:100]!r} has more than {MAX_CONTINUED_BYTES} bytes."
             raise InvalidRequest(what, fix="Begin a new one.", param=f"{kind}_id")
         return found
+
+    def append_to_conversation(self, tenant: str, name: str, items: Sequence[Item]) -> None:
+        """Unless the conversation is gone, or full."""
+        with suppress(InvalidRequest):
+            before = self.get_to_continue(tenant, name, "conversation")
+            if len(before.items) + len(items) <= MAX_MESSAGES:
+                self.put(tenant, name, replace(before, items=(*before.items, *items)))
 
     def drop(self, tenant: str, name: str) -> None:
         if tenant in self._shelves:

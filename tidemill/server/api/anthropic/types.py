@@ -10,8 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import Grammar, SamplingParams, closed
-from tidemill.server.api.openai.messages import MAX_MESSAGES
-from tidemill.server.generation.conversation import with_one_system
+from tidemill.server.generation.conversation import MAX_MESSAGES, template_tools, with_one_system
 from tidemill.server.generation.retention import ANY_MESSAGE, CacheControl
 from tidemill.server.http.body import Body
 
@@ -341,8 +340,9 @@ class Prompt(Body):
     def functions(self) -> list[dict[str, Any]]:
         return [tool.function() for tool in self.tools or [] if isinstance(tool, CustomTool)]
 
-    def how(self, conversation: list[dict[str, Any]]) -> dict[str, Any]:
-        tools = [{"type": "function", "function": one} for one in self.functions()] if self.looks_for_calls else None
+    def template_options(self, conversation: list[dict[str, Any]]) -> dict[str, Any]:
+        """Arguments of `Service.encode_chat`."""
+        tools = template_tools(self.functions()) if self.looks_for_calls else None
         return {"tools": tools, "continue_final_message": bool(_continued(conversation))}
 
     def continued(self) -> str:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import base64
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from pydantic import Field
-from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.api.openai.embeddings import Input, check_dimensions, num_kept, pooled, pooling_of, shortened
-from tidemill.server.api.openai.types import MAX_INPUTS
 from tidemill.server.generation.models import Models
+from tidemill.server.generation.pipeline import add_endpoint
+from tidemill.server.generation.pooled import (
+    Input,
+    PooledEndpoint,
+    Pooling,
+    check_dimensions,
+    embedding_pooling,
+    num_kept,
+    shortened,
+)
+from tidemill.server.generation.prompts import MAX_INPUTS
 from tidemill.server.generation.vectors import packed
-from tidemill.server.http.access import Caller
-from tidemill.server.http.body import Body, body_of, schema_of
-from tidemill.server.http.responses import until_disconnect
+from tidemill.server.http.body import Body
 
 _json = msgspec.json.Encoder().encode
 
@@ -38,42 +43,50 @@ class EmbedRequest(Body):
 
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
-
-    @router.post("/v2/embed", openapi_extra=schema_of(EmbedRequest))
-    async def embed(request: Request, body: EmbedRequest = Depends(body_of(EmbedRequest))) -> Response:
-        made = await until_disconnect(request, _embedded(models, body, request.state.caller))
-        return Response(made, media_type="application/json")
-
+    add_endpoint(router, models, "/v2/embed", CohereEmbeddings)
     return router
 
 
-async def _embedded(models: Models, body: EmbedRequest, caller: Caller) -> bytes:
-    service = models.of(body.model)
-    if body.input_type is not None:
-        what = f"Unsupported input_type {body.input_type[:40]!r}: the model has no prompts for kinds of input."
-        raise InvalidRequest(what, fix="Leave it out, and write the prompt into the texts.", param="input_type")
-    size, pooling = service.ready.model.hidden_size, pooling_of(service)
-    service.ready.model.check_pooling("mean" if pooling == "score" else pooling)
-    if body.output_dimension is not None:
-        check_dimensions(service, body.output_dimension, "output_dimension")
-    kinds = dict.fromkeys(body.embedding_types or ["float"])
-    if (body.output_dimension or size) % 8 and kinds.keys() & {"binary", "ubinary"}:
-        raise InvalidRequest("Binary embeddings need a multiple of 8 dimensions.", param="embedding_types")
-    prompts = []
-    for text in body.texts:
-        most = num_kept(service, body.max_tokens or -1)
-        side = _SIDES.get(body.truncate)
-        prompts.append(await (service.encode(text) if side is None else service.encode_cut(text, most, side)))
-    embeddings: dict[str, list[Any]] = {kind: [None] * len(prompts) for kind in kinds}
-    async with aclosing(pooled(service, caller, [Input(ids) for ids in prompts], pooling)) as made:
-        async for i, vector in made:
-            short = shortened(vector, body.output_dimension, is_normalized=True)
-            for kind in kinds:  # encoded one by one, as they come: all of them at the end would hold up everybody
-                embeddings[kind][i] = msgspec.Raw(_json(_as_kind(short, kind)))
-    units = {"input_tokens": sum(map(len, prompts)), "image_tokens": 0}
-    meta = {"api_version": {"version": "2"}, "billed_units": units}
-    head = {"id": caller.call.request_id, "response_type": "embeddings_by_type", "texts": body.texts}
-    return _json(head | {"embeddings": embeddings, "meta": meta})
+class CohereEmbeddings(PooledEndpoint):
+    body_type = EmbedRequest
+    body: EmbedRequest
+
+    async def read(self) -> Pooling:
+        body, service = self.body, self.service
+        if body.input_type is not None:
+            what = f"Unsupported input_type {body.input_type[:40]!r}: the model has no prompts for kinds of input."
+            fix = "Leave it out, and write the prompt into the texts."
+            raise InvalidRequest(what, fix=fix, param="input_type")
+        kind = embedding_pooling(service)
+        if body.output_dimension is not None:
+            check_dimensions(service, body.output_dimension, "output_dimension")
+        kinds = dict.fromkeys(body.embedding_types or ["float"])
+        width = body.output_dimension or service.ready.model.hidden_size
+        if width % 8 and kinds.keys() & {"binary", "ubinary"}:
+            what = "Binary embeddings need a multiple of 8 dimensions."
+            raise InvalidRequest(what, param="embedding_types")
+        most, side = num_kept(service, body.max_tokens or -1), _SIDES.get(body.truncate)
+        inputs = [
+            Input(await (service.encode_cut(text, most, side) if side else service.encode(text)))
+            for text in body.texts
+        ]
+        self._embeddings: dict[str, list[Any]] = {kind: [None] * len(inputs) for kind in kinds}
+        return Pooling(inputs, kind)
+
+    async def take(self, number: int, vector: list[float]) -> None:
+        short = shortened(vector, self.body.output_dimension, is_normalized=True)
+        for kind, embeddings in self._embeddings.items():
+            embeddings[number] = msgspec.Raw(_json(_as_kind(short, kind)))
+
+    def whole(self) -> dict[str, Any]:
+        units = {"input_tokens": self.pooling.num_tokens, "image_tokens": 0}
+        return {
+            "id": self.caller.call.request_id,
+            "response_type": "embeddings_by_type",
+            "texts": self.body.texts,
+            "embeddings": self._embeddings,
+            "meta": {"api_version": {"version": "2"}, "billed_units": units},
+        }
 
 
 def _as_kind(vector: list[float], kind: str) -> Any:

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import MAX_LOGPROBS
-from tidemill.server.api.openai.messages import MAX_MESSAGES
 from tidemill.server.generation import sampling_aliases
+from tidemill.server.generation.conversation import MAX_MESSAGES
+from tidemill.server.generation.sampling import grammar_of
 from tidemill.server.http.body import Body
 
 _MAX_CONTEXT_IDS = 2**20
@@ -60,14 +61,11 @@ class Asked(ModelBody):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
 
-    def values(self) -> dict[str, Any]:
-        """As parameters of the OpenAI API."""
-        made = self.options.sampling()
-        if self.format == "json":
-            made["response_format"] = {"type": "json_object"}
-        elif self.format:
-            made["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
-        return made
+    def sampling(self) -> dict[str, Any]:
+        """The options that are given, as arguments of SamplingParams."""
+        schema = {"type": "object"} if self.format == "json" else self.format
+        grammar = {"grammar": grammar_of("json_schema", schema)} if schema else {}
+        return self.options.sampling() | grammar
 
 
 class CalledFunction(OllamaBody):
@@ -103,6 +101,9 @@ class Function(OllamaBody):
 class Tool(OllamaBody):
     type: Literal["function"] = "function"
     function: Function
+
+    def as_function(self) -> dict[str, Any]:
+        return self.function.model_dump(exclude_none=True)
 
 
 class Chat(Asked):

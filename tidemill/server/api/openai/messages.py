@@ -9,11 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tidemill.errors import InvalidRequest
+from tidemill.server.generation.conversation import MAX_MESSAGES, template_tools
 from tidemill.server.generation.custom_tools import custom_function
 from tidemill.server.generation.retention import ANY_MESSAGE, CacheControl, read_mark
 from tidemill.server.http.body import Body
-
-MAX_MESSAGES = 2**14
 
 
 class CalledFunction(Body):
@@ -271,10 +270,10 @@ class ChatMessages(Body):
             made["enable_thinking"] = False
         return made | (self.chat_template_kwargs or {})
 
-    def how(self) -> dict[str, Any]:
-        """For the template."""
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of `Service.encode_chat`."""
         return {
-            "tools": [{"type": "function", "function": function} for function in self.called()] or None,
+            "tools": template_tools(self.called()),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "variables": self.variables() or None,

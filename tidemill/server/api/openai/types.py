@@ -5,7 +5,7 @@ from __future__ import annotations
 from json import dumps
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
@@ -25,22 +25,18 @@ from tidemill.sampling import (
     SamplingParams,
     closed,
 )
-from tidemill.server.api.openai.messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool, check_ends
+from tidemill.server.api.openai.messages import ChatMessages, Message, NamedTool, Tool, check_ends
+from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.custom_tools import check_forced
+from tidemill.server.generation.prompts import MAX_INPUTS, PromptField, one_kind
 from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
+from tidemill.server.generation.sampling import NEUTRAL, as_tuple, biases, grammar_of
 from tidemill.server.generation.vectors import EmbedDType, Endianness
 from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
 from tidemill.server.http.body import Body
 from tidemill.server.http.context import ID_PATTERN
 
-MAX_CHOICES = 256  # prompts times samples of one request
-MAX_INPUTS = 2048  # texts to embed
-_MAX_TEXTS = 1024  # between token ids: each is tokenized by itself
-Mixed = str | list[int | str]  # a prompt of text, token ids or both
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_TEXTS = {"type": "array", "items": {"type": "string"}}
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
-PromptField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]})]
 
 
 class StreamOptions(Body):
@@ -67,11 +63,7 @@ class StructuredOutputs(Body):
                 param="structured_outputs",
             )
         ((kind, value),) = given
-        return _grammar("json_schema" if kind == "json_" else kind, value)
-
-
-def _grammar(kind: str, value: Any) -> Grammar:
-    return Grammar(kind, value if isinstance(value, str) else dumps(value))
+        return grammar_of("json_schema" if kind == "json_" else kind, value)
 
 
 class JSONSchemaFormat(Body):
@@ -94,7 +86,7 @@ class ResponseFormat(Body):
             return None
         if self.type == "structural_tag":
             names = ("type", "format", "structures", "triggers")
-            return _grammar("structural_tag", {name: value for name in names if (value := getattr(self, name)) is not None})
+            return grammar_of("structural_tag", {name: value for name in names if (value := getattr(self, name)) is not None})
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
         if self.json_schema is not None and self.json_schema.strict:
             schema = closed(schema)
@@ -114,27 +106,6 @@ _GRAMMARS = {
     "ebnf": "grammar",
     "grammar": "grammar",
 }
-_OFF = 0, -1
-# Parameters of other engines that are not supported, and the values at which they do nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # llama.cpp
-    "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
-    "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "lora": ([],),
-    "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,), "adaptive_target": (-1,),
-    "t_max_prompt_ms": _OFF, "grammar_lazy": (False,), "grammar_triggers": ([],), "reasoning_budget_tokens": (-1,),
-    "thinking_budget_tokens": (-1,),
-    # vLLM
-    "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
-    "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},), "ec_transfer_params": ({},),
-    "media_io_kwargs": ({},), "vllm_xargs": ({},), "return_assistant_tokens_mask": (False,), "return_token_offsets": (False,),
-    "return_prompt_text": (False,), "thinking_token_budget": (-1,),
-    # SGLang
-    "separate_reasoning": (True,), "stream_reasoning": (True,), "no_stop_trim": (False,), "return_hidden_states": (False,),
-    "tfs_z": (1,), "return_meta_info": (False,), "return_prompt_token_ids": (False,), "return_cached_tokens_details": (False,),
-    "return_routed_experts": (False,), "return_spec_tokens_details": (False,), "return_sampling_mask": (False,),
-    "session_params": ({},),
-}  # fmt: skip
 _BUDGETS = {"thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"}  # a chat's may lift the server's limit
 # The same parameter under names of SGLang and llama.cpp.
 _ALIASES = {"rid": "request_id", "extra_key": "cache_salt", "n_cmpl": "n"}
@@ -264,10 +235,10 @@ class SamplingRequest(Body):
         if self.repeat_penalty is not None and given.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty:
             raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
         if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            given["stop"] = as_tuple(self.stop)
         for name in ("stop_regex", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
-                given[name] = (value,) if isinstance(value, str) else tuple(value)
+                given[name] = as_tuple(value)
         if self.repeat_last_n is not None:
             given["penalty_window"] = self.repeat_last_n
         if self.logprob_token_ids is not None and more.get("logprobs") is None:
@@ -309,18 +280,7 @@ class SamplingRequest(Body):
         value = getattr(self, names[0])
         if isinstance(value, StructuredOutputs | ResponseFormat):
             return value.to_grammar()
-        return _grammar(_GRAMMARS[names[0]], value)
-
-
-def biases(given: dict[str, float]) -> dict[int, float]:
-    """A logit_bias by token id."""
-    if wrong := [token[:40] for token in given if not _is_token_id(token)]:
-        raise InvalidRequest(f"logit_bias is keyed by token ids; got {', '.join(map(repr, wrong[:10]))}.", param="logit_bias")
-    return {int(token): bias for token, bias in given.items()}
-
-
-def _is_token_id(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 10
+        return grammar_of(_GRAMMARS[names[0]], value)
 
 
 class CompletionRequest(SamplingRequest):
@@ -352,35 +312,6 @@ class CompletionRequest(SamplingRequest):
     @classmethod
     def _of_one_kind(cls, prompt: Any) -> Any:
         return one_kind(prompt)
-
-
-def one_kind(prompt: Any, most: int = MAX_CHOICES) -> Any:
-    """A text, token ids, or token ids and texts; or a list of these. The engine checks that the model has the tokens."""
-    if isinstance(prompt, str) or prompt == []:
-        return prompt
-    if is_mixed(prompt):
-        few_texts([prompt])
-        return prompt
-    if isinstance(prompt, list) and len(prompt) > most:
-        raise ValueError(f"{len(prompt)} prompts in one request; at most {most}")
-    if isinstance(prompt, list) and all(isinstance(one, str) or one == [] or is_mixed(one) for one in prompt):
-        return few_texts(prompt)
-    raise ValueError("it must be a text, a list of token ids, or a list of texts and such lists")
-
-
-def is_mixed(value: Any) -> bool:
-    """Token ids, at least one, and texts. There may be millions, so without a Python loop."""
-    if not isinstance(value, list) or int not in (kinds := set(map(type, value))) or not kinds <= {int, str}:
-        return False
-    ids = value if kinds == {int} else [one for one in value if type(one) is int]
-    return min(ids) >= -(2**63) and max(ids) < 2**63
-
-
-def few_texts(prompts: list[Mixed]) -> list[Mixed]:
-    """Checks that there are not too many texts between token ids."""
-    if sum(list(map(type, one)).count(str) for one in prompts if isinstance(one, list)) > _MAX_TEXTS:
-        raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
-    return prompts
 
 
 class ChatRequest(SamplingRequest, ChatMessages):

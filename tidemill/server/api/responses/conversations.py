@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +13,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.api.openai.messages import MAX_MESSAGES
-from tidemill.server.api.openai.routes import json_response
 from tidemill.server.api.responses.types import Items, Metadata, make_id, messages_of, stored_item
+from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.http.aside import aside
 from tidemill.server.http.body import Body, body_of, schema_of
+from tidemill.server.http.responses import json_response
 from tidemill.server.store.files import read_limit
 from tidemill.server.store.responses import Item, Store, Stored, Unknown, page_of
 
@@ -35,14 +33,6 @@ class ConversationChange(Body):
 
 class NewItems(Body):
     items: Items
-
-
-def append(store: Store, tenant: str, conversation_id: str, items: Sequence[Item]) -> None:
-    """Unless the conversation is gone, or full."""
-    with suppress(InvalidRequest):
-        before = store.get_to_continue(tenant, conversation_id, "conversation")
-        if len(before.items) + len(items) <= MAX_MESSAGES:
-            store.put(tenant, conversation_id, replace(before, items=(*before.items, *items)))
 
 
 def make_router(store: Store) -> APIRouter:

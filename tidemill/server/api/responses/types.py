@@ -13,10 +13,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
-from tidemill.server.api.openai.messages import MAX_MESSAGES
-from tidemill.server.api.openai.types import biases
+from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.custom_tools import check_forced, custom_function
 from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
+from tidemill.server.generation.sampling import biases
 from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
 from tidemill.server.http.body import Body
 from tidemill.server.http.context import ID_PATTERN

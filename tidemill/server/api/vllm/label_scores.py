@@ -5,27 +5,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from pydantic import Field
-from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.scoring import MAX_PAIRS
 from tidemill.sampling import MAX_LOGPROB_IDS, SamplingParams
-from tidemill.server.api.openai.routes import merge
 from tidemill.server.generation.models import Models
+from tidemill.server.generation.pipeline import Endpoint, add_endpoint
+from tidemill.server.generation.pooled import run_each
 from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
-from tidemill.server.http.body import Body, body_of, schema_of
-from tidemill.server.http.responses import until_disconnect
-
-_json = msgspec.json.Encoder().encode
+from tidemill.server.http.body import Body
+from tidemill.wire import Delta
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Items = (
@@ -55,22 +53,30 @@ class LabelScores:
 
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
-
-    @router.post("/generative_scoring", openapi_extra=schema_of(LabelScoreRequest))
-    async def scoring(request: Request, body: LabelScoreRequest = Depends(body_of(LabelScoreRequest))) -> Response:
-        made = await until_disconnect(request, _scoring(models, body, request.state.caller))
-        return Response(made, media_type="application/json")
-
+    add_endpoint(router, models, "/generative_scoring", GenerativeScoring)
     return router
 
 
-async def _scoring(models: Models, body: LabelScoreRequest, caller: Caller) -> bytes:
-    service = models.of(body.model)
-    made = await label_scores(service, body, caller)
-    data = [{"index": i, "object": "score", "score": scores[0]} for i, scores in enumerate(made.by_item)]
-    usage = {"prompt_tokens": made.num_tokens, "completion_tokens": len(data), "total_tokens": made.num_tokens + len(data)}
-    head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
-    return _json(head | {"data": data, "usage": usage})
+class GenerativeScoring(Endpoint):
+    body_type = LabelScoreRequest
+    body: LabelScoreRequest
+
+    async def answer(self) -> bytes:
+        scores = await label_scores(self.service, self.body, self.caller)
+        data = [{"index": i, "object": "score", "score": each[0]} for i, each in enumerate(scores.by_item)]
+        usage = {
+            "prompt_tokens": scores.num_tokens,
+            "completion_tokens": len(data),
+            "total_tokens": scores.num_tokens + len(data),
+        }
+        return msgspec.json.encode({
+            "id": self.caller.call.request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.service.model_name,
+            "data": data,
+            "usage": usage,
+        })
 
 
 async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller) -> LabelScores:
@@ -84,16 +90,27 @@ async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller
     query = await service.encode(body.query) if isinstance(body.query, str) and not isinstance(items[0], str) else body.query
     _check_lengths(service, query, items)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(body.label_token_ids))
-    by_item, num_tokens = [list[float]()] * len(items), 0
-    left, num = enumerate(items), min(service.num_at_once, len(items))
-    streams = [_in_turn(service, caller, query, left, body.item_first, params) for _ in range(num)]
-    async with aclosing(merge(streams)) as merged:
-        async for _, (i, num, logprobs) in merged:
-            num_tokens += num
+    num_tokens = 0
+
+    async def request(item: Any) -> tuple[list[int], SamplingParams]:
+        nonlocal num_tokens
+        whole = item + query if body.item_first else query + item
+        prompt = await service.encode(whole) if isinstance(whole, str) else whole
+        num_tokens += len(prompt)
+        return prompt, params
+
+    by_item = [list[float]()] * len(items)
+    async with aclosing(run_each(service, caller, items, request, _top)) as results:
+        async for number, logprobs in results:
             values = [math.exp(logprobs[label]) for label in body.label_token_ids]
             total = sum(values) if body.apply_softmax else 1.0
-            by_item[i] = [value / total if total else 1.0 / len(values) for value in values]
+            by_item[number] = [value / total if total else 1.0 / len(values) for value in values]
     return LabelScores(by_item, num_tokens)
+
+
+def _top(delta: Delta) -> dict[int, float] | None:
+    """The labels' log-probabilities, which come with the only token."""
+    return dict(delta.logprobs[0].top) if delta.logprobs else None
 
 
 def _check_lengths(service: Service, query: str | list[int], items: Sequence[str | list[int]]) -> None:
@@ -107,17 +124,3 @@ def _check_lengths(service: Service, query: str | list[int], items: Sequence[str
                 fix="Shorten the query or the item.",
                 param="items",
             )
-
-
-async def _in_turn(
-    service: Service, caller: Caller, query: Any, left: Iterator[tuple[int, Any]], item_first: bool, params: SamplingParams
-) -> AsyncGenerator[tuple[int, int, dict[int, float]], None]:
-    """The number of tokens and the labels' logprobs of one prompt after another, while there are any left. `query` and items are
-    both texts, or both ids."""
-    for i, item in left:
-        whole = item + query if item_first else query + item
-        prompt = await service.encode(whole) if isinstance(whole, str) else whole
-        async with aclosing(service.stream(caller, prompt, params, i)) as outputs:
-            async for delta, _ in outputs:
-                for made in delta.logprobs or ():
-                    yield i, len(prompt), dict(made.top)

@@ -4,27 +4,25 @@ or by the cosine of embeddings of any other model."""
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
-from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from pydantic import Field
-from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.scoring import MAX_PAIRS, check_scores, cosine, pairs_of, without_activation
-from tidemill.server.api.openai.embeddings import Input, num_kept, pooled, pooling_of
-from tidemill.server.api.vllm.label_scores import Id, Items, Labels, LabelScoreRequest, label_scores
+from tidemill.server.api.vllm.label_scores import (
+    Id,
+    Items,
+    Labels,
+    LabelScoreRequest,
+    label_scores,
+)
 from tidemill.server.generation.models import Models
-from tidemill.server.generation.service import Service
-from tidemill.server.http.access import Caller
-from tidemill.server.http.body import Body, body_of, schema_of
-from tidemill.server.http.responses import until_disconnect
-
-_json = msgspec.json.Encoder().encode
+from tidemill.server.generation.pipeline import add_endpoint
+from tidemill.server.generation.pooled import Input, PooledEndpoint, Pooling, num_kept, pooling_kind
+from tidemill.server.http.body import Body
 
 _OF_LABELS = ("query", "items", "label_token_ids", "apply_softmax", "item_first")
 Texts = str | Annotated[list[str], Field(max_length=MAX_PAIRS)]
@@ -96,109 +94,125 @@ class ScoreRequest(Body):
         return given[0], texts
 
 
+class PairScores(PooledEndpoint):
+    """Scores of pairs: by a cross-encoder, or by the cosine of the embeddings of their texts."""
+
+    body: RerankRequest | ScoreRequest
+
+    async def read_pairs(
+        self,
+        first: list[str],
+        second: list[str],
+        names: tuple[str, str],
+        max_second: int | None = None,
+    ) -> Pooling:
+        """`names`: of the fields with the texts. `max_second`: tokens of each second text."""
+        service, num = self.service, self.body.truncate_prompt_tokens
+        self._pairs, self._num_first = pairs_of(first, second, names), len(first)
+        most = None if num is None else num_kept(service, num)
+        self._is_cross_encoder = check_scores(service.ready.model)
+        if self._is_cross_encoder:
+            inputs = [
+                Input(*await service.encode_pair(first[i], second[j], most, max_second))
+                for i, j in self._pairs
+            ]
+        else:
+            of_second = most if max_second is None else min(max_second, most or max_second)
+            texts = [*((text, most) for text in first), *((text, of_second) for text in second)]
+            inputs = [Input(await self._encoded(text, limit)) for text, limit in texts]
+            for i, one in enumerate(inputs):
+                if not one.ids:
+                    name = names[0 if i < len(first) else 1]
+                    raise InvalidRequest("A text is empty.", fix="Give texts.", param=name)
+        self._vectors: list[list[float]] = [[]] * len(inputs)
+        return Pooling(inputs, pooling_kind(service))
+
+    async def _encoded(self, text: str, limit: int | None) -> list[int]:
+        if limit is None:
+            return await self.service.encode(text, must_fit=True)
+        return await self.service.encode_cut(text, limit)
+
+    async def take(self, number: int, vector: list[float]) -> None:
+        self._vectors[number] = vector
+
+    def scores(self) -> list[float]:
+        if not self._is_cross_encoder:
+            vectors, num = self._vectors, self._num_first
+            return [cosine(vectors[i], vectors[num + j]) for i, j in self._pairs]
+        scores = [vector[0] for vector in self._vectors]
+        if self.body.use_activation is not False:
+            return scores
+        return [without_activation(score, self.service.ready.model) for score in scores]
+
+
+class Rerank(PairScores):
+    body_type = RerankRequest
+    body: RerankRequest
+
+    async def read(self) -> Pooling:
+        body = self.body
+        if (body.documents is None) == (body.texts is None):
+            raise InvalidRequest("Give one of documents and texts.", param="documents")
+        most = body.max_tokens_per_doc
+        if most is not None and most < 0:
+            what = "max_tokens_per_doc must be a non-negative integer."
+            raise InvalidRequest(what, param="max_tokens_per_doc")
+        documents = body.documents or ()
+        self._texts = body.texts or [one if isinstance(one, str) else one.text for one in documents]
+        return await self.read_pairs([body.query], self._texts, ("query", "documents"), most or None)
+
+    def whole(self) -> Any:
+        body, texts, scores = self.body, self._texts, self.scores()
+        best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
+        if body.texts is not None:
+            shown = [{"text": texts[i]} if body.return_text else {} for i in best]
+            return [{"index": i, "score": scores[i]} | more for i, more in zip(best, shown, strict=True)]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        if body.return_documents:
+            results = [one | {"document": {"text": texts[one["index"]]}} for one in results]
+        request_id = self.caller.call.request_id
+        head = {"id": request_id, "object": "list", "model": self.service.model_name}
+        return head | {"results": results, "usage": self.usage()}
+
+
+class Score(PairScores):
+    body_type = ScoreRequest
+    body: ScoreRequest
+
+    async def read(self) -> Pooling:
+        (name, first), (other, second) = self.body.texts(_FIRST), self.body.texts(_SECOND)
+        return await self.read_pairs(first, second, (name, other))
+
+    async def answer(self) -> bytes:
+        of_labels = self.body.of_labels
+        if of_labels is None:
+            return await super().answer()
+        scores = await label_scores(self.service, of_labels, self.caller)
+        num = scores.num_tokens
+        usage = {"prompt_tokens": num, "total_tokens": num, "completion_tokens": 0}
+        head = {"object": "scoring", "model": self.service.model_name}
+        return msgspec.json.encode(head | {"scores": scores.by_item, "usage": usage})
+
+    def whole(self) -> dict[str, Any]:
+        return {
+            "id": self.caller.call.request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.service.model_name,
+            "data": [
+                {"index": i, "object": "score", "score": score}
+                for i, score in enumerate(self.scores())
+            ],
+            "usage": self.usage(),
+        }
+
+
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
-
-    async def rerank(request: Request, body: RerankRequest = Depends(body_of(RerankRequest))) -> Response:
-        made = await until_disconnect(request, _rerank(models, body, request.state.caller))
-        return Response(made, media_type="application/json")
-
-    async def score(request: Request, body: ScoreRequest = Depends(body_of(ScoreRequest))) -> Response:
-        made = await until_disconnect(request, _score(models, body, request.state.caller))
-        return Response(made, media_type="application/json")
-
-    for name, route, model in (("rerank", rerank, RerankRequest), ("score", score, ScoreRequest)):
-        router.add_api_route(f"/v1/{name}", route, methods=["POST"], openapi_extra=schema_of(model))
-    for path in ("/rerank", "/v2/rerank", "/reranking", "/v1/reranking"):
-        router.add_api_route(path, rerank, methods=["POST"], include_in_schema=False)
-    router.add_api_route("/score", score, methods=["POST"], include_in_schema=False)
-    models.whole_responses |= {
-        "/v1/rerank": (RerankRequest, partial(_rerank, models)),
-        "/v1/score": (ScoreRequest, partial(_score, models)),
-    }
+    for endpoint, paths in (
+        (Rerank, ("/v1/rerank", "/rerank", "/v2/rerank", "/reranking", "/v1/reranking")),
+        (Score, ("/v1/score", "/score")),
+    ):
+        for path in paths:
+            add_endpoint(router, models, path, endpoint, include_in_schema=path == paths[0])
     return router
-
-
-async def _rerank(models: Models, body: RerankRequest, caller: Caller) -> bytes:
-    service = models.of(body.model)
-    if (body.documents is None) == (body.texts is None):
-        raise InvalidRequest("Give one of documents and texts.", param="documents")
-    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < 0:
-        raise InvalidRequest("max_tokens_per_doc must be a non-negative integer.", param="max_tokens_per_doc")
-    texts = body.texts or [one if isinstance(one, str) else one.text for one in body.documents or ()]
-    how = _How(body.truncate_prompt_tokens, body.max_tokens_per_doc or None, body.use_activation is not False)
-    scored = await _scored(service, caller, [body.query], texts, ("query", "documents"), how)
-    best = sorted(range(len(texts)), key=lambda i: -scored.scores[i])[: body.top_n or None]
-    if body.texts is not None:
-        return _json([{"index": i, "score": scored.scores[i]} | ({"text": texts[i]} if body.return_text else {}) for i in best])
-    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scored.scores[i]} for i in best]
-    if body.return_documents:
-        results = [one | {"document": {"text": texts[one["index"]]}} for one in results]
-    head = {"id": caller.call.request_id, "object": "list", "model": service.model_name}
-    return _json(head | {"results": results, "usage": scored.usage})
-
-
-async def _score(models: Models, body: ScoreRequest, caller: Caller) -> bytes:
-    service = models.of(body.model)
-    if (of_labels := body.of_labels) is not None:
-        made = await label_scores(service, of_labels, caller)
-        usage = {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens, "completion_tokens": 0}
-        return _json({"object": "scoring", "model": service.model_name, "scores": made.by_item, "usage": usage})
-    (name, first), (other, second) = body.texts(_FIRST), body.texts(_SECOND)
-    how = _How(body.truncate_prompt_tokens, is_activated=body.use_activation is not False)
-    scored = await _scored(service, caller, first, second, (name, other), how)
-    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scored.scores)]
-    head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
-    return _json(head | {"data": data, "usage": scored.usage})
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """`truncate`: a pair, or a text, to so many tokens. `max_second`: tokens of each second text."""
-
-    truncate: int | None = None
-    max_second: int | None = None
-    is_activated: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    scores: list[float]
-    num_tokens: int
-
-    @property
-    def usage(self) -> dict[str, int]:
-        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
-
-
-async def _scored(
-    service: Service, caller: Caller, first: list[str], second: list[str], names: tuple[str, str], how: _How
-) -> _Scored:
-    pairs = pairs_of(first, second, names)
-    most = None if how.truncate is None else num_kept(service, how.truncate)
-    model = service.ready.model
-    if check_scores(model):
-        inputs = [Input(*await service.encode_pair(first[i], second[j], most, how.max_second)) for i, j in pairs]
-        made = [scores[0] for scores in await _all(service, caller, inputs)]
-        made = made if how.is_activated else [without_activation(score, model) for score in made]
-        return _Scored(made, sum(len(one.ids) for one in inputs))
-    of_second = most if how.max_second is None else min(how.max_second, most or how.max_second)
-    texts = [*((text, most) for text in first), *((text, of_second) for text in second)]
-    inputs = [
-        Input(await service.encode(text, must_fit=True) if num is None else await service.encode_cut(text, num))
-        for text, num in texts
-    ]
-    for i, one in enumerate(inputs):
-        if not one.ids:
-            raise InvalidRequest("A text is empty.", fix="Give texts.", param=names[0 if i < len(first) else 1])
-    vectors = await _all(service, caller, inputs)
-    scores = [cosine(vectors[i], vectors[len(first) + j]) for i, j in pairs]
-    return _Scored(scores, sum(len(one.ids) for one in inputs))
-
-
-async def _all(service: Service, caller: Caller, inputs: list[Input]) -> list[list[float]]:
-    vectors: list[list[float]] = [[]] * len(inputs)
-    async with aclosing(pooled(service, caller, inputs, pooling_of(service))) as made:
-        async for i, vector in made:
-            vectors[i] = vector
-    return vectors

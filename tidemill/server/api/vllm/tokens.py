@@ -62,7 +62,7 @@ def _tokenizer_card(service: Service) -> dict[str, Any]:
 async def _tokenized(service: Service, body: TokenizeRequest) -> bytes:
     if body.messages is not None:
         chat = body.chat()
-        ids = await service.encode_chat(chat.conversation, **chat.how())
+        ids = await service.encode_chat(chat.conversation, **chat.template_options())
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
         given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special

@@ -14,7 +14,8 @@ from pydantic import Field, field_validator
 from tidemill.errors import InvalidRequest
 from tidemill.kv_policy import KVPolicy
 from tidemill.sampling import SamplingParams
-from tidemill.server.api.openai.messages import MAX_MESSAGES, ChatMessages, Message, Tool
+from tidemill.server.api.openai.messages import ChatMessages, Message, Tool
+from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.retention import NameTaken, NoRoomToPin, PromptCache, PromptCacheUnknown, check_room
 from tidemill.server.generation.service import Service
@@ -218,5 +219,5 @@ async def _tokens(service: Service, prompt: str | list[int], add_special: bool) 
 
 
 async def _chat_tokens(service: Service, messages: list[dict[str, Any]], tools: list[Tool] | None) -> list[int]:
-    how = ChatMessages.model_construct(messages=[], tools=tools, add_generation_prompt=False).how()
+    how = ChatMessages.model_construct(messages=[], tools=tools, add_generation_prompt=False).template_options()
     return await service.encode_chat(messages, **how)

@@ -1,0 +1,1 @@
+"""Tidemill's own API."""

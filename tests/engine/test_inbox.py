@@ -7,7 +7,7 @@ import pytest
 from tidemill.engine import inbox as inbox_module
 from tidemill.engine.inbox import Inbox, cells
 from tidemill.errors import EngineDead
-from tidemill.server.api.openai.writers import MAX_LOGPROB_CELLS
+from tidemill.server.generation.logprobs import MAX_LOGPROB_CELLS
 from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
 
 

@@ -6,16 +6,11 @@ from typing import Literal
 import anthropic
 import httpx
 import pytest
-from starlette.requests import Request
 
 from tests.server.conftest import behind_our_protocol
-from tidemill.frontend.output import TextDelta
-from tidemill.frontend.parsers import Dialect
-from tidemill.server.api.anthropic.routes import MessageWriter, _stream
+from tests.server.scripted_service import ScriptedService, app_of, endpoint_of, outputs_of
+from tidemill.server.api.anthropic.codec import MessagesCodec
 from tidemill.server.api.anthropic.types import MessagesRequest
-from tidemill.server.http.context import Call
-from tidemill.server.http.responses import EventStream
-from tidemill.wire import Delta
 
 ASK = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Hello there, how high is the water?"}]}
 GREEDY = {"temperature": 0}  # the newest clients have no parameter for it
@@ -90,16 +85,20 @@ INPUTS = [{"port": "Brest"}, {"port": "Hull"}, {}, {"port": "Brest", "deep": {"a
 
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 @pytest.mark.parametrize("is_forced", [True, False])
-def test_each_of_several_calls_keeps_its_input(step, is_forced):
+async def test_each_of_several_calls_keeps_its_input(step, is_forced):
     calls = [json.dumps({"name": "high_water", "arguments": one}) for one in INPUTS]
     text = f"[{', '.join(calls)}]" if is_forced else "So: " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     choice = {"type": "any"} if is_forced else None
-    asked = MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice)
-    writer = MessageWriter("m", "tiny", asked, 5, Dialect.of("").reading("", asked.functions(), asked.must_call))
     parts = [text[i : i + step] for i in range(0, len(text), step)]
-    events = [event for part in parts for event in writer.take(Delta("r", 0, [1]), TextDelta(part, 1, None))]
-    events += writer.take(Delta("r", 0, [], "stop"), TextDelta("", 0, "stop"))
-    whole = writer.whole()
+
+    def codec(stream):
+        body = MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice, stream=stream)
+        return endpoint_of(MessagesCodec, ScriptedService(outputs_of(parts)), body, "/v1/messages")
+
+    whole = json.loads(await codec(False).answer())
+    streamer = codec(True)
+    lines = [event async for event in streamer.stream([], await streamer.begin())]
+    events = [json.loads(line.partition(b"data: ")[2]) for line in lines]
     assert whole["stop_reason"] == "tool_use"
     assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == INPUTS
     streamed = {}
@@ -213,7 +212,7 @@ def test_more_tokens_than_fit_the_context(client):
 def prompt_of(**body):
     request = MessagesRequest(**ASK | body)
     conversation = request.conversation()
-    return conversation, request.how(conversation)["continue_final_message"]
+    return conversation, request.template_options(conversation)["continue_final_message"]
 
 
 def test_a_prefill_is_continued_as_text_or_as_blocks(client):
@@ -290,22 +289,15 @@ SCRIPT = [
 ]  # fmt: skip
 
 
-async def scripted():
-    """What a reasoning model's tokens look like."""
-    for token in SCRIPT:
-        yield Delta("r", 0, [1], num_cached=3), TextDelta(token, 1, None, num_reasoning=int(token in ("The tide", " turns.")))
-    yield Delta("r", 0, [1], "stop", num_cached=3), TextDelta("", 1, "stop")
-
-
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
 async def test_thinking_and_several_calls_streamed_to_the_client(display):
-    async def app(scope, receive, send):
-        body = MessagesRequest(**json.loads(await Request(scope, receive).body()))
-        outputs = scripted()
-        writer = MessageWriter("msg_1", "tiny", body, 5, Dialect.of("<think> <tool_call>").reading("", body.functions(), False))
-        stream = _stream(writer, await anext(outputs), outputs, Call(path="/v1/messages"))
-        await EventStream(stream, outputs, is_framed=True)(scope, receive, send)
+    """What a reasoning model's tokens look like."""
 
+    def service():
+        outputs = outputs_of(SCRIPT, num_cached=3, reasoning=("The tide", " turns."))
+        return ScriptedService(outputs, "<think> <tool_call>")
+
+    app = app_of(MessagesCodec, "/v1/messages", service)
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
     async with behind_our_protocol(app) as port:
         client = anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)

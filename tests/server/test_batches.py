@@ -14,6 +14,7 @@ import pytest
 
 from tests.server.conftest import Server
 from tests.waiting import until
+from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.generation.models import Models
 from tidemill.server.http.access import Access
 from tidemill.server.store import batch_lines, batches

@@ -13,7 +13,7 @@ from tests.server.conftest import Server
 from tidemill import LLM
 from tidemill.cli.main import app
 from tidemill.frontend.sampling_defaults import SamplingDefaults
-from tidemill.server.api.llamacpp.routes import CompletionOptions
+from tidemill.server.api.llamacpp.types import CompletionOptions
 from tidemill.server.api.openai.types import ChatRequest, CompletionRequest
 from tidemill.server.api.responses.types import ResponseRequest
 from tidemill.server.http.body import parse
@@ -89,12 +89,8 @@ def test_a_given_parameter_counts_and_the_others_stay(with_defaults, expected):
 def test_minus_one_is_any_seed_though_there_is_a_default_one(kind, body):
     def drawn(**more):
         asked = parse(kind, json.dumps(body | more).encode())
-        asked = (
-            parse(CompletionRequest, json.dumps({"prompt": "", **asked.sampling()}).encode())
-            if kind is CompletionOptions
-            else asked
-        )
-        return SamplingDefaults(seed=5).fill(asked.params(), 100).seed
+        params = SamplingParams(**asked.sampling()) if kind is CompletionOptions else asked.params()
+        return SamplingDefaults(seed=5).fill(params, 100).seed
 
     assert drawn() == drawn(seed=None) == 5
     assert drawn(seed=7) == 7

@@ -7,18 +7,13 @@ import time
 import httpx
 import openai
 import pytest
-from starlette.requests import Request
 
 from tests.server.conftest import behind_our_protocol
-from tidemill.frontend.output import TextDelta
-from tidemill.frontend.parsers import Dialect
-from tidemill.sampling import SamplingParams
-from tidemill.server.api.responses.types import ResponseRequest, messages_of
-from tidemill.server.api.responses.writer import ResponseWriter
-from tidemill.server.http.responses import EventStream, named_event
+from tests.server.scripted_service import ScriptedService, app_of, outputs_of
+from tidemill.server.api.responses.codec import ResponseCodec
+from tidemill.server.api.responses.types import messages_of
 from tidemill.server.store import responses
 from tidemill.server.store.responses import Item, Store, Stored, Unknown
-from tidemill.wire import Delta
 
 TOOL = {
     "type": "function",
@@ -465,25 +460,11 @@ OF_TEXT = ["content_part.added", "{}.delta", "{}.delta", "{}.done", "content_par
 async def test_reasoning_and_calls_streamed_to_the_client():
     """Every event in OpenAI's order, of what a reasoning model writes."""
 
-    async def app(scope, receive, send):
-        body = ResponseRequest(**json.loads(await Request(scope, receive).body()))
-        reading = Dialect.of("<think> <tool_call>").reading("", [one.function() for one in body.callees()], False)
-        params = SamplingParams(temperature=1.0, top_p=1.0)
-        writer = ResponseWriter("resp_1", "tiny", None, body, params, [1] * 5, reading)
+    def service():
+        outputs = outputs_of(SCRIPT, reasoning=("The tide", " turns."))
+        return ScriptedService(outputs, "<think> <tool_call>")
 
-        async def events():
-            for kind in ("response.created", "response.in_progress"):
-                yield named_event(writer.event(kind, response=writer.body()))
-            for i, token in enumerate(SCRIPT):
-                ending = "stop" if i == len(SCRIPT) - 1 else None
-                text = TextDelta(token, 1, ending, num_reasoning=int(token in ("The tide", " turns.")))
-                for event in writer.take(Delta("r", 0, [1], ending), text):
-                    yield named_event(event)
-            yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
-
-        made = events()
-        await EventStream(made, made, is_framed=True)(scope, receive, send)
-
+    app = app_of(ResponseCodec, "/v1/responses", service)
     async with behind_our_protocol(app) as port:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
         tools = [TOOL, {"type": "custom", "name": "note"}]

@@ -4,23 +4,27 @@ one response may hold is bounded. Counted in turns of the event loop, not in sec
 import asyncio
 import json
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import pytest_asyncio
 
+from tests.server.scripted_service import ScriptedService, endpoint_of
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.metrics import Metrics
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN, in_pieces, num_cells
-from tidemill.frontend.parsers import Dialect
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.server.api.openai.types import ChatRequest, CompletionRequest
-from tidemill.server.api.openai.writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter
+from tidemill.server.api.endpoints import ENDPOINTS
+from tidemill.server.api.openai.chat import ChatCodec
+from tidemill.server.api.openai.completions import CompletionCodec
 from tidemill.server.app import create_app
+from tidemill.server.generation.logprobs import MAX_LOGPROB_CELLS
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.service import MAX_DETOKENIZED, Service
+from tidemill.server.generation.streams import merge
 from tidemill.server.http.access import Access
 from tidemill.server.observe.explain import Explainer
 from tidemill.server.observe.live import Live
@@ -217,11 +221,16 @@ async def test_many_tokens_are_decoded_and_more_are_refused(app, service):
 # ---- without an engine
 
 
-def writer(tokenizer, prompts, **body):
-    kind, made = (CompletionWriter, CompletionRequest) if "messages" not in body else (ChatWriter, ChatRequest)
-    asked = made(**({"prompt": "x"} if kind is CompletionWriter else {}) | body)
-    more = [Dialect.of("").reading("")] if kind is ChatWriter else []
-    return kind(tokenizer, prompts, asked.params(), asked, *more)
+async def limit_of(num_prompts, context=4096, default=None, **body):
+    """The maximum of tokens that a request ends up with."""
+    service = ScriptedService([], num_prompt=len(PROMPT))
+    service.max_context, service.defaults = context, SimpleNamespace(limit=default)
+    service.with_defaults = lambda params, ids: params
+    codec, body = (ChatCodec, body) if "messages" in body else (CompletionCodec, {"prompt": [PROMPT] * num_prompts} | body)
+    asked = codec.body_type(**body)
+    codec = endpoint_of(codec, service, asked, "/")
+    await codec.begin()
+    return codec.generation.prompts[0].params.max_tokens
 
 
 @pytest.mark.parametrize(
@@ -242,26 +251,26 @@ def writer(tokenizer, prompts, **body):
         (1, CHAT | {"logprobs": True, "n": 25, "max_tokens": 1000}, "logprobs"),
     ],
 )
-def test_the_logprobs_of_a_response_are_bounded(service, num_prompts, body, param):
-    made = writer(service.tokenizer, [PROMPT] * num_prompts, **body)
+async def test_the_logprobs_of_a_response_are_bounded(num_prompts, body, param):
     if param is None:
-        made.bounded(4096, bool(body.get("stream")), None)
+        await limit_of(num_prompts, **body)
         return
     with pytest.raises(InvalidRequest, match=f"{MAX_LOGPROB_CELLS:,} fit one response") as caught:
-        made.bounded(4096, bool(body.get("stream")), None)
+        await limit_of(num_prompts, **body)
     assert caught.value.param == param
     assert caught.value.fix
 
 
-def test_without_max_tokens_the_output_ends_where_its_logprobs_no_longer_fit(service):
+async def test_without_max_tokens_the_output_ends_where_its_logprobs_no_longer_fit():
     body = CHAT | {"logprobs": True}
-    assert writer(service.tokenizer, [PROMPT], **body).bounded(4096, False, None).max_tokens is None
-    bounded = writer(service.tokenizer, [PROMPT], **body).bounded(131072, False, None)
-    assert 21 * bounded.max_tokens <= MAX_LOGPROB_CELLS < 21 * (bounded.max_tokens + 1)
-    assert writer(service.tokenizer, [PROMPT], **body | {"stream": True}).bounded(131072, True, None).max_tokens is None
-    assert writer(service.tokenizer, [PROMPT], **body).bounded(131072, False, 1024).max_tokens is None  # the default is less
+    assert await limit_of(1, **body) is None
+    limit = await limit_of(1, 131072, **body)
+    assert 21 * limit <= MAX_LOGPROB_CELLS < 21 * (limit + 1)
+    assert await limit_of(1, 131072, **body, stream=True) is None
+    assert await limit_of(1, 131072, 1024, **body) is None  # the default is less
+
     with pytest.raises(InvalidRequest, match="min_tokens"):  # and does not count if more is asked for
-        writer(service.tokenizer, [PROMPT], **body, min_tokens=50_000).bounded(131072, False, 1024)
+        await limit_of(1, 131072, 1024, **body, min_tokens=50_000)
 
 
 @pytest.mark.parametrize("top", [None, 0, 20, 3000])
@@ -282,8 +291,6 @@ def test_a_delta_in_pieces_adds_up(top):
 @in_the_loop
 async def test_several_prompts_are_merged_without_a_backlog():
     """What a slow reader has not taken stays where it is made."""
-    from tidemill.server.api.openai.routes import merge
-
     num_made = [0, 0, 0]
 
     async def stream(number):

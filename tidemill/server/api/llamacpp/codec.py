@@ -225,9 +225,9 @@ def settings(service: Service, params: SamplingParams, body: CompletionOptions |
     biases: list[dict[str, Any]] = [{"bias": bias, "token": token} for token, bias in params.logit_bias.items()]
     if params.ignore_eos:
         biases += [{"bias": None, "token": token} for token in service.tokenizer.eos_token_ids]  # null: minus infinity
-    limit = None if body is None or body.is_unlimited else params.max_tokens
-    if body is not None and body.limit == 0:
-        limit = 0
+    limit = None
+    if body is not None and not body.is_unlimited:
+        limit = params.max_tokens if body.limit is None else body.limit
     return _OFF | {
         "n_predict": -1 if limit is None else limit,
         "max_tokens": -1 if limit is None else limit,

@@ -166,7 +166,7 @@ class OpenAICodec(Codec):
         if usage or self.body.wants_usage_always:
             response["usage"] = figures.usage()
         times = figures.times() if is_last and self.body.timings else {}
-        if self.body.timings_per_token and figures.num_output:
+        if self.body.timings_per_token and (self._has_begun or is_last):
             times |= figures.llamacpp_timings()
         return response | {"timings": times} if times else response
 

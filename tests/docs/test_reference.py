@@ -11,8 +11,8 @@ from tidemill.cli import observability_doc
 from tidemill.engine import adapter_names, inbox
 from tidemill.events import Event
 from tidemill.frontend import structured
-from tidemill.server.api.openai import messages, types, writers
-from tidemill.server.generation import service
+from tidemill.server.api.openai import types
+from tidemill.server.generation import conversation, logprobs, prompts, service
 from tidemill.server.http import body, connections, context
 from tidemill.server.observe import live
 from tidemill.server.store import batch_lines
@@ -40,10 +40,10 @@ def test_every_event_has_an_occasion():
         ("file", f"{body.MAX_UPLOAD_BYTES >> 20} MiB"),
         ("objects, lists and members of a body", f"{body.MAX_PARTS:,}"),
         ("items of a body, such as token ids", f"{body.MAX_ITEMS:,}"),
-        ("messages", f"{messages.MAX_MESSAGES:,}"),
-        ("prompts times samples", f"{types.MAX_CHOICES}"),
-        ("texts of one embedding, rerank or score request", f"{types.MAX_INPUTS:,}"),
-        ("log-probabilities of one response", f"{writers.MAX_LOGPROB_CELLS:,}"),
+        ("messages", f"{conversation.MAX_MESSAGES:,}"),
+        ("prompts times samples", f"{prompts.MAX_CHOICES}"),
+        ("texts of one embedding, rerank or score request", f"{prompts.MAX_INPUTS:,}"),
+        ("log-probabilities of one response", f"{logprobs.MAX_LOGPROB_CELLS:,}"),
         ("`/detokenize`", f"{service.MAX_DETOKENIZED:,}"),
         ("backlog of a stream that is not read", f"{inbox.MAX_CELLS:,}"),
         ("request id", f"{context.MAX_ID_CHARS}"),

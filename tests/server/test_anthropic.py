@@ -185,7 +185,7 @@ def test_what_has_no_effect_is_accepted_and_named(client):
         extra_body={"container": None, "top_k": 5},
     )
     assert reply.headers["x-tidemill-ignored"].split(", ") == [
-        "budget_tokens", "context_management.clear_thinking", "metadata", "service_tier", "thinking",
+        "context_management.clear_thinking", "metadata", "service_tier", "thinking",
         "tools.web_search",
     ]  # fmt: skip
     assert reply.parse().id.startswith("msg_")

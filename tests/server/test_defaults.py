@@ -13,6 +13,7 @@ from tests.server.conftest import Server
 from tidemill import LLM
 from tidemill.cli.main import app
 from tidemill.frontend.sampling_defaults import SamplingDefaults
+from tidemill.sampling import SamplingParams
 from tidemill.server.api.llamacpp.types import CompletionOptions
 from tidemill.server.api.openai.types import ChatRequest, CompletionRequest
 from tidemill.server.api.responses.types import ResponseRequest

@@ -128,6 +128,7 @@ class OpenAICodec(Codec):
 
     def keep(self, output: Output) -> None:
         super().keep(output)
+        self._has_begun = True
         self.take_ids(output)
 
     def take_ids(self, output: Output) -> None:
@@ -166,7 +167,7 @@ class OpenAICodec(Codec):
         if usage or self.body.wants_usage_always:
             response["usage"] = figures.usage()
         times = figures.times() if is_last and self.body.timings else {}
-        if self.body.timings_per_token and (self._has_begun or is_last):
+        if self.body.timings_per_token and self._has_begun:
             times |= figures.llamacpp_timings()
         return response | {"timings": times} if times else response
 

@@ -189,7 +189,7 @@ class CompletionCodec(OpenAICodec):
     # ---- a whole response
 
     def keep(self, output: Output) -> None:
-        choice, logprobs = output.choice, output.logprobs
+        choice, logprobs, self._has_begun = output.choice, output.logprobs, True
         choice.sum_logprobs += sum(entry.logprob for entry in logprobs)
         self.take_ids(output)
         if self._only_echo:

@@ -21,7 +21,7 @@ NAMES = [
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     if not module.ispkg
 ]
-SHARED = {"bench.gpu_workloads", "bench.parts", "tools.site_links"}  # imported by others, and no scripts
+SHARED = {"bench.gpu_workloads", "bench.parts"}  # imported by others, and no scripts
 
 
 @pytest.mark.parametrize("of_gpu", [False, True])

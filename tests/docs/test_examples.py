@@ -15,7 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.docs.pages import DOCS, ROOT, Block, blocks, manual, marked, name
+from tests.docs.pages import DOCS, ROOT, Block, blocks, manual, marked, name, without_blocks
+from tidemill.cli.foreign_flags import FOREIGN
 from tidemill.cli.main import app
 from tidemill.models.registry import ARCHITECTURES
 from tidemill.sched.policies import POLICIES
@@ -24,6 +25,11 @@ URL = "http://127.0.0.1:8000"
 SHELLS = ("sh", "bash", "shell", "console", "")
 PAGES = [ROOT / "README.md", *manual()]
 BLOCKS = [block for page in PAGES for block in blocks(page) if not block.is_excused]
+_FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9])(?![\w*-])")
+_OF_OTHERS = re.compile(
+    r"reference/(api/|foreign-flags|options)"
+)  # pages with flags of other engines
+_OTHER_PROGRAMS = {"--force-reinstall", "--gpus", "--ipc", "--no-deps"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=\S*$")
 
 
@@ -132,6 +138,28 @@ def test_wrong_commands_are_noticed(folder):
     assert not wrong(
         "$ tidemill serve smollm2 \\\n  --max-context 4096 > log 2>&1 &  # --no-such-option\nls --no-such-option"
     )
+
+
+def options() -> set[str]:
+    """Every flag of every command, and those of other engines that are understood."""
+    found = {"--help", "--help-all", *(flag for foreign in FOREIGN for flag in foreign.flags)}
+    left = [typer.main.get_command(app)]
+    while left:
+        command = left.pop()
+        left += getattr(command, "commands", {}).values()
+        found.update(
+            flag for param in command.params for flag in (*param.opts, *param.secondary_opts)
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not _OF_OTHERS.search(name(page))], ids=name
+)
+def test_flags_in_the_text_exist(page):
+    codes = re.findall(r"`([^`]+)`", without_blocks(page.read_text()))
+    flags = {flag for code in codes for flag in _FLAG.findall(code)}
+    assert not flags - options() - _OTHER_PROGRAMS
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def broken(page: Path, link: str) -> str:
     target = (page.parent / path).resolve() if path else page
     if not target.exists():
         return "no such file"
-    if not target.is_relative_to(ROOT):
-        return "outside the repository"
+    if not target.is_relative_to(DOCS if page.is_relative_to(DOCS) else ROOT):
+        return "outside the site" if page.is_relative_to(DOCS) else "outside the repository"
     if anchor and target.suffix == ".md" and anchor not in anchors(target):
         return "no such heading"
     return ""
@@ -52,11 +52,12 @@ def test_links(page):
     assert not wrong
 
 
-def test_a_wrong_link_is_noticed(tmp_path):
+def test_a_wrong_link_is_noticed():
     page = ROOT / "README.md"
     assert broken(page, "docs/no-such-page.md") == "no such file"
     assert broken(page, "README.md#no-such-heading") == "no such heading"
     assert not broken(page, "LICENSE")
+    assert broken(DOCS / "index.md", "../LICENSE") == "outside the site"
 
 
 def _nav(entry) -> list[str]:

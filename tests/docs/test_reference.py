@@ -22,15 +22,20 @@ LIMITS = (REFERENCE / "limits.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("page", "table"), [("metrics", observability_doc.metrics_table), ("events", observability_doc.events_table)]
+    ("page", "table"),
+    [("metrics", observability_doc.metrics_table), ("events", observability_doc.events_table)],
 )
 def test_tables_of_metrics_and_events(page, table):
-    assert table() in (REFERENCE / f"{page}.md").read_text(), "run python -m tidemill.cli.observability_doc docs"
+    assert table() in (REFERENCE / f"{page}.md").read_text(), (
+        "run python -m tidemill.cli.observability_doc docs"
+    )
 
 
 def test_every_event_has_an_occasion():
     before, _, _ = (REFERENCE / "events.md").read_text().partition("## Fields")
-    assert [event.__name__ for event in get_args(Event) if f"`{event.__name__}`" not in before] == []
+    assert [
+        event.__name__ for event in get_args(Event) if f"`{event.__name__}`" not in before
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,9 @@ def test_every_route_is_on_a_page(roomy):
 
     pages = bare("".join(page.read_text() for page in REFERENCE.rglob("*.md")))
     routes = httpx.get(f"{roomy.url}/openapi.json").json()["paths"]
-    assert [path for path in routes if not re.search(rf"[` ]{re.escape(bare(path))}[`?]", pages)] == []
+    assert [
+        path for path in routes if not re.search(rf"[` ]{re.escape(bare(path))}[`?]", pages)
+    ] == []
 
 
 @pytest.mark.parametrize("request_type", [types.ChatRequest, types.CompletionRequest])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import manual, marked, name, without_blocks
+from tests.docs.pages import ROOT, manual, marked, name, without_blocks
 
 LONGEST_SENTENCE = 50  # words
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -43,7 +43,11 @@ def faults(text: str) -> list[str]:
     return [*found, *(f"{len(sentence.split())} words: {sentence}" for sentence in long)]
 
 
-@pytest.mark.parametrize("page", [marked(page) for page in manual()], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(marked(page) for page in manual())],
+    ids=name,
+)
 def test_style(page):
     assert not faults(page.read_text())
 

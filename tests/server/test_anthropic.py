@@ -54,15 +54,6 @@ def test_the_prompt_is_counted_and_found_again(client):
     assert usage.cache_read_input_tokens > 0
 
 
-def test_stop_sequences(client):
-    text = client.messages.create(**ASK | {"max_tokens": 40}, extra_body=GREEDY).content[0].text
-    stop = next(char for i, char in enumerate(text) if i > 0 and char not in text[:i])
-    reply = client.messages.create(**ASK | {"max_tokens": 40}, extra_body=GREEDY, stop_sequences=[stop])
-    assert reply.stop_reason == "stop_sequence"
-    assert reply.stop_sequence == stop
-    assert reply.content[0].text == text[: text.find(stop)]
-
-
 @pytest.mark.parametrize("choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "high_water"}])
 def test_a_tool_that_must_be_used(client, choice):
     settings = ASK | {"max_tokens": 200, "tools": [TOOL], "tool_choice": choice}
@@ -155,11 +146,6 @@ def test_what_cannot_be_served_is_told_as_the_client_expects(roomy, wrong):
     assert reply.json()["type"] == "error"
     assert reply.json()["error"]["type"] == "invalid_request_error"
     assert str(next(iter(wrong))) in reply.text or "'image'" in reply.text or "schema" in reply.text
-
-
-def test_an_unknown_model(client):
-    with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(**ASK | {"model": "other"})
 
 
 def test_what_has_no_effect_is_accepted_and_named(client):

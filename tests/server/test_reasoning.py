@@ -58,27 +58,6 @@ def test_the_answer_keeps_to_the_schema_after_the_reasoning(server, ends):
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
 
 
-def test_streamed_as_whole(server, ends):
-    body = {"messages": USER, "response_format": FORMAT, "logit_bias": ends, "seed": 7, "max_tokens": 400}
-    whole = post(server, body)
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    made = {"content": "", "reasoning": "", "reasoning_content": ""}
-    usage = None
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line[6:])
-                usage = chunk.get("usage") or usage
-                for choice in chunk["choices"]:
-                    for name in made:
-                        made[name] += choice["delta"].get(name) or ""
-    assert made["reasoning"]
-    assert made.items() <= whole["choices"][0]["message"].items()
-    details = usage["completion_tokens_details"]
-    assert details == whole["usage"]["completion_tokens_details"]
-    assert details["reasoning_tokens"] > 0
-
-
 def test_without_reasoning_the_grammar_applies_at_once(server, ends):
     reply = post(server, {"messages": USER, "response_format": FORMAT, "logit_bias": ends, "seed": 5, "max_tokens": 400} | OFF)
     message = reply["choices"][0]["message"]
@@ -93,27 +72,6 @@ def test_a_forced_call_follows_the_reasoning(server, ends):
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning"]
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["to"] in ("ebb", "flow")
-
-
-def test_max_tokens_within_the_reasoning(server, ends):
-    """By all three APIs: there is reasoning and nothing else."""
-    never = dict.fromkeys(ends, -100)
-    body = {"messages": USER, "response_format": FORMAT, "logit_bias": never, "max_tokens": 30, "ignore_eos": True}
-    reply = post(server, body)
-    choice = reply["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["reasoning"]
-    assert not choice["message"]["content"]
-    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 30
-    text = {"format": {"type": "json_schema", "name": "tide", "schema": SCHEMA}}
-    body = {"model": "tiny", "input": "Which way?", "max_output_tokens": 3, "temperature": 0.0, "text": text}
-    reply = post(server, body, "/v1/responses")
-    assert [item["type"] for item in reply["output"]] == ["reasoning"]
-    assert (reply["status"], reply["usage"]["output_tokens_details"]) == ("incomplete", {"reasoning_tokens": 3})
-    body = {"model": "tiny", "messages": USER, "max_tokens": 3, "temperature": 0.0}
-    reply = post(server, body, "/v1/messages")
-    assert [block["type"] for block in reply["content"]] == ["thinking"]
-    assert reply["stop_reason"] == "max_tokens"
 
 
 @pytest.mark.parametrize(("text", "arguments"), [("[tide(to='ebb')]", {"to": "ebb"}), ("[wave(to='ebb')]", None)])
@@ -146,11 +104,3 @@ def test_a_budget_of_reasoning(server, ends, name):
     assert (refused.status_code, "a budget of reasoning" in refused.text) == (400, True), refused.text
     refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", name: 6})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-
-
-def test_a_budget_of_anthropics_thinking(server):
-    body = {"messages": USER, "max_tokens": 20, "temperature": 0}
-    kinds = [block["type"] for block in post(server, body | {"thinking": {"type": "enabled"}}, "/v1/messages")["content"]]
-    assert kinds == ["thinking"]
-    body["thinking"] = {"type": "enabled", "budget_tokens": 6}
-    assert [block["type"] for block in post(server, body, "/v1/messages")["content"]] == ["thinking", "text"]

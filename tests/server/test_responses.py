@@ -84,12 +84,6 @@ def test_a_strict_schema_has_no_other_properties(client):
     assert json.loads(made.choices[0].message.content) == {"a": {"n": 7}}
 
 
-def test_structured_output(client):
-    wanted = {"type": "json_schema", "name": "water", "schema": TOOL["parameters"], "strict": True}
-    reply = client.responses.create(**ASK | {"max_output_tokens": 100}, text={"format": wanted})
-    assert json.loads(reply.output_text)["port"] in ("Brest", "Hull")
-
-
 def test_responses_are_stored_and_continued(client):
     first = client.responses.create(**ASK)
     assert client.responses.retrieve(first.id).output_text == first.output_text

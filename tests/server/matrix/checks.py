@@ -181,6 +181,16 @@ def _(api: API) -> None:
     assert reply.num_reasoning in (len(REASONING.split()), None)
 
 
+@row("max_tokens in the reasoning", needs="reasoning")
+def _(api: API) -> None:
+    """There is no answer, whatever its form would have been."""
+    for more in ({}, {"schema": SCHEMA}):
+        reply = api.ask(said("think"), max_tokens=3, **more)
+        answer = reply.answer
+        assert (answer.reasoning, answer.text, answer.reason) == ("It depends", "", "length")
+        assert reply.num_reasoning in (2, None)
+
+
 @row("reasoning on or off")
 def _(api: API) -> None:
     for thinks, reasoning in ((True, REASONING), (False, "")):

@@ -2,10 +2,12 @@
 
 import pytest
 
-from tests.helpers import Answer, greedy, load_model, make_core, run, take, watch
+from tests.helpers import Answer, engine_config, greedy, load_model, run, take, watch
 from tidemill import events
+from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.sampling import Beams, SamplingParams
+from tidemill.sched.clock import VirtualClock
 from tidemill.wire import Hold, Renew, Submit
 
 PREFIX = [(7 * i) % 300 + 4 for i in range(48)]
@@ -17,8 +19,9 @@ def model(tiny_folder):
     return load_model(tiny_folder)
 
 
-def small(model, num_pages=16, **options):
-    return make_core(model, kv_memory_bytes=num_pages * PAGE_BYTES, max_context=192, speculate="off", **options)
+def small(model, num_pages=16, clock=None, **options):
+    config = engine_config(model, kv_memory_bytes=num_pages * PAGE_BYTES, max_context=192, speculate="off", **options)
+    return core_of(model, config, clock)
 
 
 def ask(core, name, prompt, holds=(), params=None, tenant=""):
@@ -65,10 +68,12 @@ def test_without_eviction_the_same_tokens_come_and_none_is_preempted(model):
 
 
 def test_a_dynamic_batch_starts_by_itself(model):
-    core = small(model, policy="dynamic", batch_window_ms=30)
+    clock = VirtualClock()
+    core = small(model, clock=clock, policy="dynamic", batch_window_ms=30)
     core.submit(Submit("a", [1, 2, 3], greedy(2)))
     core.step()
-    assert 0 < core.idle_s <= 0.03
+    assert core.idle_s == pytest.approx(0.03)
+    clock.advance(0.03)
     answer = Answer()
     while core.has_work:
         take(core, {"a": answer})

@@ -197,10 +197,8 @@ def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_r
     made, out = both()
     assert shrunk.called == (max_rank > 64)
     assert_close(out, expected(made, z, [*SLOTS, -1, -1, -1], adapters, {"down": 70}), atol=2e-2, rtol=1e-3)
-    assert torch.equal(both(leave=True)[1], out)
-    for row in (4, SLOTS.size - 1):
-        gate_up.lists = down.lists = Lists(SLOTS[row : row + 1], 1)
-        assert torch.equal(both(slice(row, row + 1))[1][0], out[row])
+    gate_up.lists = down.lists = Lists(SLOTS[4:5], 1)
+    assert torch.equal(both(slice(4, 5), leave=True)[1][0], out[4])
     monkeypatch.setattr(cuda, "SMALL_TILES_UP_TO", 1)
     monkeypatch.setitem(cuda.GATED, 64, cuda.GATED[16])  # GPUs add 16 products at a time, the interpreter all
     gate_up.lists = down.lists = Lists(SLOTS, size)

@@ -79,7 +79,7 @@ def engines(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("delay_s", [1.0, 2.2, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.3, 1.6, 3.0, 4.0))])
+@pytest.mark.parametrize("delay_s", [1.0, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.3, 1.6, 2.2, 3.0, 4.0))])
 def test_interrupt_while_loading(tiny_folder, folder, delay_s):
     server = Server(tiny_folder)
     time.sleep(delay_s)

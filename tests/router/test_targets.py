@@ -12,8 +12,8 @@ from tests.server.conftest import behind_our_protocol
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.router.router import Router
 from tidemill.server.http.access import ADMIN_PATHS, Access, Guard, is_admin_path
-from tidemill.server.http.context import Called
-from tidemill.server.http.listen import Listen, UnderPath
+from tidemill.server.http.context import RequestMiddleware
+from tidemill.server.http.listen import Listen, RootPathMiddleware
 from tidemill.server.http.target import path_of
 
 USER, ADMIN = "key-of-the-first-user", "key-of-the-admin-only"
@@ -52,9 +52,9 @@ async def served(root_path: str, is_routed: bool) -> AsyncIterator[tuple[int, li
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    called = Called(Guard(app, ACCESS), None)
+    called = RequestMiddleware(Guard(app, ACCESS), None)
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(behind_our_protocol(UnderPath(called, root_path) if root_path else called))
+        port = await stack.enter_async_context(behind_our_protocol(RootPathMiddleware(called, root_path) if root_path else called))
         if is_routed:
             router = Router([f"http://127.0.0.1:{port}"], ACCESS, upstream_key=ADMIN, check_every_s=60)
             await router.start()

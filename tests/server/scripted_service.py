@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Dialect
-from tidemill.server.generation.service import Manner
+from tidemill.server.generation.service import ResponseDefaults
 from tidemill.server.http.access import Caller
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 from tidemill.server.store.responses import Store
 from tidemill.wire import Delta
 
@@ -20,7 +20,7 @@ from tidemill.wire import Delta
 class ScriptedService:
     """What codecs ask of a service. Each output is a pair of a delta and its text."""
 
-    model_name, manner, max_context, adapter = "tiny", Manner(), 4096, 0
+    model_name, response_defaults, max_context, adapter = "tiny", ResponseDefaults(), 4096, 0
     defaults = SimpleNamespace(limit=None)
     tokenizer = SimpleNamespace(
         chat_template=None, variables={}, token_text=str, token_bytes=lambda token: str(token).encode()
@@ -59,7 +59,7 @@ def outputs_of(texts, num_cached=0, reasoning=()):
 
 def endpoint_of(endpoint, service, body, path):
     models = SimpleNamespace(of=lambda name: service, responses=Store())
-    return endpoint(models, body, Caller(call=Call(path=path)))
+    return endpoint(models, body, Caller(call=RequestContext(path=path)))
 
 
 def app_of(endpoint, path, make_service):

@@ -9,7 +9,7 @@ import pytest
 from tests.server.conftest import Server
 from tests.waiting import until
 from tidemill.server.http import context
-from tidemill.server.http.context import Call, RequestLog
+from tidemill.server.http.context import RequestContext, RequestLog
 
 KEYS = ("key-of-the-first-user", "key-of-the-other-user")
 SECRET = "what nobody may read"
@@ -164,9 +164,9 @@ def test_a_flood_of_refusals_does_not_fill_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(context, "_REFUSED_PER_S", 0.0)
     log = RequestLog(tmp_path / "log")
     for i in range(1000):
-        log.write(Call(f"r{i}", path="/v1/x", status=401, error="authentication_error"))
+        log.write(RequestContext(f"r{i}", path="/v1/x", status=401, error="authentication_error"))
     assert len((tmp_path / "log").read_text().splitlines()) == 50
-    log.write(Call("good", path="/v1/x", status=200))
+    log.write(RequestContext("good", path="/v1/x", status=200))
     assert "refusals_not_logged=950" in (tmp_path / "log").read_text().splitlines()[-1]
 
 
@@ -175,16 +175,16 @@ def test_a_log_that_cannot_be_written_fails_no_call(tmp_path, caplog):
     log = RequestLog(tmp_path / "folder" / "log")
     shutil.rmtree(tmp_path / "folder")
     for _ in range(3):
-        log.write(Call("r", path="/v1/x", status=200))
+        log.write(RequestContext("r", path="/v1/x", status=200))
     assert caplog.text.count("cannot be written") == 1
     (tmp_path / "folder").mkdir()
-    log.write(Call("again", path="/v1/x", status=200))
+    log.write(RequestContext("again", path="/v1/x", status=200))
     assert "id=again" in (tmp_path / "folder" / "log").read_text()
 
 
 def test_no_path_forges_a_line(tmp_path):
     log = RequestLog(tmp_path / "log")
-    log.write(Call("r", path="/a\n2026-01-01 id=forged status=200\x1b[31m é", status=200))
+    log.write(RequestContext("r", path="/a\n2026-01-01 id=forged status=200\x1b[31m é", status=200))
     (line,) = (tmp_path / "log").read_bytes().splitlines()
     assert b"\\n2026" in line
     assert b"\x1b" not in line

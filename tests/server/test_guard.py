@@ -20,7 +20,7 @@ from tidemill.sched.request import BACKGROUND
 from tidemill.server import page
 from tidemill.server.http import connections
 from tidemill.server.http.access import ADMIN_PATHS, Access, Guard
-from tidemill.server.http.context import Called
+from tidemill.server.http.context import RequestMiddleware
 
 KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-the-admin-only"
 
@@ -311,7 +311,7 @@ async def test_who_may_see_the_requests_of_all_tenants(keys, admin_keys, asked_w
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
-    guarded = Called(Guard(app, Access.of(keys, None, admin_keys, [], [])), None)
+    guarded = RequestMiddleware(Guard(app, Access.of(keys, None, admin_keys, [], [])), None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://localhost") as client:
         for path in ADMIN_PATHS:
             assert (await client.get(path, headers={"x-api-key": asked_with})).status_code == status

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from tidemill.server.http import errors
 from tidemill.server.http.access import Access, Guard
-from tidemill.server.http.context import Called
+from tidemill.server.http.context import RequestMiddleware
 from tidemill.server.store import files
 from tidemill.server.store.storage import (
     BatchUnknown,
@@ -363,7 +363,7 @@ async def client_of(storage):
     app.add_middleware(Guard, access=Access())
     errors.install(app)
     app.include_router(files.make_router(storage))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(Called(app, None)), base_url="http://localhost") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(RequestMiddleware(app, None)), base_url="http://localhost") as client:
         yield client
 
 

@@ -240,7 +240,7 @@ async def limit_of(num_prompts, context=4096, default=None, **body):
         (2, {"prompt_logprobs": 20, "n": 8}, "prompt_logprobs"),  # each choice lists them
         (9, {"echo": True, "logprobs": 20}, "echo"),
         (16, {"echo": True, "n": 16, "max_tokens": 1000}, None),
-        (16, {"echo": True, "n": 96, "max_tokens": 1000}, "echo"),
+        (16, {"echo": True, "n": 16, "max_tokens": 1000, "prompt": [PROMPT * 6] * 16}, "echo"),
         (8, {"prompt_logprobs": 20}, None),
         (1, {"logprobs": 20, "n": 25, "max_tokens": 1000}, "logprobs"),
         (1, {"logprobs": 20, "n": 24, "max_tokens": 1000}, None),

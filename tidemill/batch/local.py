@@ -12,7 +12,7 @@ from tidemill.errors import TidemillError
 from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.generation.models import Models, Served
 from tidemill.server.http.access import Caller, NotFound
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 from tidemill.server.http.errors import error_body
 from tidemill.server.run import ModelEngine
 from tidemill.server.store import batch_lines
@@ -51,7 +51,7 @@ class Local:
             known = ", ".join(ENDPOINTS)
             error: TidemillError = NotFound(f"The url is {request.url[:100]!r}.", fix=f"It may be {known}.", param="url")
             return error.status, batch_lines.encode(error_body(error))
-        call = Call(request.result_id, path=request.url)
+        call = RequestContext(request.result_id, path=request.url)
         return await respond_to_line(self._models, Caller(is_admin=True, call=call), endpoint, request.body)
 
     async def close(self) -> None:

@@ -42,7 +42,7 @@ def serve(
     if show_config:
         print_settings(settings)
         return
-    from tidemill.server.generation.service import Manner
+    from tidemill.server.generation.service import ResponseDefaults
     from tidemill.server.http.access import SHORT_KEY, Access
     from tidemill.server.http.context import RequestLog
     from tidemill.server.observe.tracing import make_tracing
@@ -107,7 +107,7 @@ def serve(
                     tool_parser=settings["tool-parser"],
                     reasoning_parser=settings["reasoning-parser"],
                     thinking_budget=settings["thinking-token-budget"],
-                    manner=Manner(
+                    response_defaults=ResponseDefaults(
                         settings["force-include-usage"],
                         settings["return-tokens-as-token-ids"],
                         settings["slots"],

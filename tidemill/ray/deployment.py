@@ -24,7 +24,7 @@ from tidemill.ray.entry import Entry
 from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.app import create_app
 from tidemill.server.generation.models import Models, Served
-from tidemill.server.generation.service import Manner
+from tidemill.server.generation.service import ResponseDefaults
 from tidemill.server.http.access import Access
 from tidemill.server.run import DATA_QUOTA_BYTES, ModelEngine
 from tidemill.server.store.batches import Batches
@@ -62,7 +62,7 @@ class Tidemill:
             await asyncio.wait([starting])
             await engine.client.close()
             raise
-        models.default.manner = Manner()
+        models.default.response_defaults = ResponseDefaults()
         access = Access.of(api_keys, None, [], allowed_hosts, [])
         access.check_keys_are_long("where Ray Serve listens")
         self._data = Storage(Path(tempfile.mkdtemp(prefix="tidemill-serve-")), DATA_QUOTA_BYTES)

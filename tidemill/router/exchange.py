@@ -18,7 +18,7 @@ from tidemill.router.front import Front
 from tidemill.router.keys import Prompt
 from tidemill.router.request import Request
 from tidemill.router.upstream import Connection, Headers, Upstream
-from tidemill.server.http.errors import error_body, shaped
+from tidemill.server.http.errors import error_body, format_error
 
 if TYPE_CHECKING:
     from tidemill.router.router import Router
@@ -206,7 +206,7 @@ class Exchange:
             return
         # Clients of an event stream read an error as its last event.
         error = UpstreamFailed("The server ended in the middle of the response.", fix="Try again.")
-        event = b"\n\ndata: " + msgspec.json.encode(shaped(self._request.path, error_body(error), error.status)) + b"\n\n"
+        event = b"\n\ndata: " + msgspec.json.encode(format_error(self._request.path, error_body(error), error.status)) + b"\n\n"
         self._front.end_response([*self._out, self._front.framed(event)])
 
 

@@ -29,7 +29,7 @@ from tidemill.server.http.connections import (
     READ_WITHIN_S,
     REST_WITHIN_S,
 )
-from tidemill.server.http.errors import error_body, headers_of, shaped
+from tidemill.server.http.errors import error_body, format_error, headers_of
 from tidemill.server.http.target import path_of
 
 BODY_WITHIN_S, PART_WITHIN_S = 120.0, 20.0  # all of a body, and the next part of it
@@ -420,7 +420,7 @@ class Front(asyncio.Protocol):
         self.answer(status, msgspec.json.encode(body))
 
     def answer_error(self, error: TidemillError) -> None:
-        body = msgspec.json.encode(shaped(self._current.path, error_body(error), error.status))
+        body = msgspec.json.encode(format_error(self._current.path, error_body(error), error.status))
         named = headers_of(error)
         if named.pop("Connection", "") == "close":
             self._current.keeps_alive = False

@@ -27,8 +27,8 @@ from tidemill.server.generation.models import Models
 from tidemill.server.http import errors
 from tidemill.server.http.access import Access, Guard
 from tidemill.server.http.aside import aside
-from tidemill.server.http.context import Called, RequestLog
-from tidemill.server.http.listen import UnderPath
+from tidemill.server.http.context import RequestLog, RequestMiddleware
+from tidemill.server.http.listen import RootPathMiddleware
 from tidemill.server.http.responses import EventStream
 from tidemill.server.store import batches, files
 from tidemill.server.store.storage import Storage
@@ -66,7 +66,7 @@ def create_app(
         prompt_caches,
     ):
         app.include_router(api.make_router(models))
-    app.include_router(page.make_router(models.default.manner.shows_page))
+    app.include_router(page.make_router(models.default.response_defaults.shows_page))
     app.include_router(refused.make_router())
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
@@ -123,5 +123,5 @@ def create_app(
         watcher = chosen.live.watch(lambda: models.is_draining, None if caller.is_admin else caller.tenant)
         return EventStream(watcher.frames(), also_close=watcher)
 
-    called = Called(Guard(app, access), log)
-    return UnderPath(called, root_path) if root_path else called
+    called = RequestMiddleware(Guard(app, access), log)
+    return RootPathMiddleware(called, root_path) if root_path else called

@@ -35,7 +35,7 @@ from tidemill.server.api.endpoints import ENDPOINTS
 from tidemill.server.app import create_app
 from tidemill.server.generation.models import Models, Served
 from tidemill.server.generation.retention import Pins
-from tidemill.server.generation.service import Manner, Service
+from tidemill.server.generation.service import ResponseDefaults, Service
 from tidemill.server.http.access import Access
 from tidemill.server.http.aside import switch_often
 from tidemill.server.http.connections import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
@@ -193,7 +193,7 @@ async def serve(
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     thinking_budget: int | None = None,
-    manner: Manner = Manner(),
+    response_defaults: ResponseDefaults = ResponseDefaults(),
     fleet: Fleet | None = None,
     advises: bool = False,
     trace_file: TraceFile | None = None,
@@ -260,7 +260,7 @@ async def serve(
             starting.cancel()  # has an effect only if a tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         for service in models:
-            service.manner = manner
+            service.response_defaults = response_defaults
         batches = Batches(models, ENDPOINTS, data, access.caller_of, log)
         server = _http_server(create_app(models, access, data, batches, log, listen.root_path), tls)
         serving = asyncio.create_task(server.serve(sockets=[listening]))

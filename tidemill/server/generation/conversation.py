@@ -9,14 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.frontend.parsers.dialect import SWITCHES
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 
 MAX_MESSAGES = 2**14
 # For templates that know low, medium and high only.
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 
-def own_id(call: Call, prefix: str) -> str:
+def own_id(call: RequestContext, prefix: str) -> str:
     """The call's id, which has the API's own form on its own paths; in a batch, a new one."""
     if call.request_id.startswith(f"{prefix}_"):
         return call.request_id

@@ -142,7 +142,7 @@ async def _in_turn(
 
 def pooling_kind(service: Service, asked: str | None = None) -> str:
     """The pooling that is asked for, or by which the server or the model makes an embedding of a text."""
-    own, set_to = service.ready.model.own_pooling, service.manner.pooling
+    own, set_to = service.ready.model.own_pooling, service.response_defaults.pooling
     by_default = own or service.ready.model.embeds_by or "mean"
     return asked or (set_to if own != "score" and set_to != "none" else None) or by_default
 

@@ -25,7 +25,7 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.generation.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.http.access import Caller
-from tidemill.server.http.context import Call, new_id
+from tidemill.server.http.context import RequestContext, new_id
 from tidemill.server.observe.explain import AnyExplainer, engine_id
 from tidemill.server.observe.live import Live
 from tidemill.server.observe.tracing import Tracing
@@ -45,7 +45,7 @@ _LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokeni
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class ResponseDefaults:
     """How the server answers, whatever a request asks for."""
 
     usage_always: bool = False  # in every chunk
@@ -92,7 +92,7 @@ class Service:
         self.created_s = int(time.time())
         self.is_draining = False
         self.allows_templates = False  # of requests
-        self.manner = Manner()
+        self.response_defaults = ResponseDefaults()
         self.pins = pins or Pins()
         self.caches = PromptCaches()
         self.pins.on_pinned = self._check_pin
@@ -109,7 +109,7 @@ class Service:
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
         self._dialect = Dialect.of(template, tool_parser, reasoning_parser, thinking_budget)
         # By tenant and id: the call, and its requests in the engine.
-        self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
+        self.in_progress: dict[tuple[str, str], tuple[RequestContext, set[str]]] = {}
         self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls
         self._proof: asyncio.Task[None] | None = None
 
@@ -291,7 +291,7 @@ class Service:
             return [name, *self._labelled.get((tenant, name), ())]
         return [name, *(one for (_, label), ids in self._labelled.items() if label == name for one in ids)]
 
-    def _label(self, call: Call, tenant: str) -> None:
+    def _label(self, call: RequestContext, tenant: str) -> None:
         for label in call.labels:
             ids = self._labelled.setdefault((tenant, label), [])
             self._labelled.move_to_end((tenant, label))
@@ -397,7 +397,7 @@ class Service:
             if not parts:
                 self.in_progress.pop(name, None)
 
-    def let_go_of_pins(self, reason: str) -> None:
+    def release_pins(self, reason: str) -> None:
         """Prompt caches are computed and pinned again by the next requests with them."""
         for cache in self.caches:
             self.client.renew(cache.pin, 0, reason)
@@ -413,7 +413,7 @@ class Service:
         self.client.renew(session_name(request_id), seconds, "a tool call is under way" if seconds else "no tool was called")
 
 
-def _record(call: Call, delta: Delta, text: TextDelta) -> None:
+def _record(call: RequestContext, delta: Delta, text: TextDelta) -> None:
     """What the request log reports."""
     call.num_output += text.num_tokens
     if text.num_tokens and not call.first_s:

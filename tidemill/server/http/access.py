@@ -22,8 +22,8 @@ from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.sched.request import BACKGROUND
 from tidemill.server import page
 from tidemill.server.http.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
-from tidemill.server.http.context import Call
-from tidemill.server.http.errors import error_body, headers_of, shaped
+from tidemill.server.http.context import RequestContext
+from tidemill.server.http.errors import error_body, format_error, headers_of
 from tidemill.server.http.target import path_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS  # for supervisors; the page holds no data
@@ -197,7 +197,7 @@ class Caller:
     is_admin: bool = False
     priority: int = 0  # of the key
     in_background: bool = False  # a line of a batch
-    call: Call = field(default_factory=Call)
+    call: RequestContext = field(default_factory=RequestContext)
 
     def priority_of(self, asked: int | None) -> int:
         """The priority of a request that asks for this one. A key may lower the urgency of its requests; an admin may choose."""
@@ -283,7 +283,7 @@ class Guard:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get(b"origin", "").rstrip("/").lower()
-        call: Call = scope["state"]["call"]
+        call: RequestContext = scope["state"]["call"]
         if self._access.is_allowed(origin):
             send = _with_origin(send, origin)
         try:
@@ -311,13 +311,13 @@ class Guard:
             raise TooLarge(f"The body may have {most} bytes.")
 
 
-async def _refuse(error: TidemillError, call: Call, send: Send) -> None:
+async def _refuse(error: TidemillError, call: RequestContext, send: Send) -> None:
     named = headers_of(error) | {"content-type": "application/json", "connection": "close"}
     if error.status == 401:
         named["www-authenticate"] = "Bearer"
     headers = [(name.lower().encode(), value.encode()) for name, value in named.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    body = shaped(call.path, error_body(error), error.status, call.name)
+    body = format_error(call.path, error_body(error), error.status, call.name)
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from tidemill.errors import InvalidRequest, RequestTooLarge
 from tidemill.sampling import ABOVE, INTEGERS, REALS
 from tidemill.server.http.aside import aside
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 from tidemill.server.http.responses import ClientGone
 
 M = TypeVar("M", bound=BaseModel)
@@ -102,7 +102,7 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if name not in dropped} if dropped else given
 
 
-async def parsed(model: type[M], body: bytes, call: Call | None = None) -> M:
+async def parsed(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
     """As `parse`; a large one beside the event loop."""
     return await aside(partial(parse, model, body, call), len(body))
 
@@ -135,7 +135,7 @@ def is_too_much(body: bytes) -> bool:
     return body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS
 
 
-def parse(model: type[M], body: bytes, call: Call | None = None) -> M:
+def parse(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
     """What is ignored is noted in the call."""
     if is_too_much(body):
         raise RequestTooLarge(

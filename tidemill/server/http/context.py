@@ -51,7 +51,7 @@ _log = logging.getLogger("tidemill.server")
 
 
 @dataclass(slots=True)
-class Call:
+class RequestContext:
     """Filled on its way through the server."""
 
     request_id: str = ""
@@ -128,7 +128,7 @@ class RequestLog:
         self._num_unlogged = 0
         self._is_failing = False
 
-    def write(self, call: Call) -> None:
+    def write(self, call: RequestContext) -> None:
         if call.path in _QUIET and call.status < 400:
             return
         if call.status >= 400 and not self._may_log_refusal():
@@ -182,7 +182,7 @@ def _named(fields: set[str]) -> bytes:
     return ", ".join(words).encode()
 
 
-class Called:
+class RequestMiddleware:
     """The outermost layer: gives each call an id, sends it or the client's label back, and writes the log line at the end. A name
     that is not valid is ignored."""
 
@@ -200,7 +200,7 @@ class Called:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         labels = [given] if re.fullmatch(ID_PATTERN, given) else []
         trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
-        call = Call(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace)
+        call = RequestContext(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace)
         call.is_llamacpp = is_llamacpp
         scope.setdefault("state", {})["call"] = call
 

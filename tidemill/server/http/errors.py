@@ -55,7 +55,7 @@ def is_anthropic(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-def shaped(path: str, body: dict[str, Any], status: int, request_id: str = "") -> dict[str, Any]:
+def format_error(path: str, body: dict[str, Any], status: int, request_id: str = "") -> dict[str, Any]:
     """An error as the clients of that path's API expect it."""
     if is_anthropic(path):
         error = body["error"] | {"type": _OF_ANTHROPIC.get(status, body["error"]["type"])}
@@ -94,7 +94,7 @@ def internal_error() -> dict[str, Any]:
 
 def install(app: FastAPI) -> None:
     def answer(request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
-        made = shaped(request.url.path, body, status, request.state.call.name)
+        made = format_error(request.url.path, body, status, request.state.call.name)
         return JSONResponse(made, status, headers)
 
     @app.exception_handler(TidemillError)

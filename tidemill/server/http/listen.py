@@ -133,7 +133,7 @@ def _remove_stale(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-class UnderPath:
+class RootPathMiddleware:
     """Behind a reverse proxy: takes the prefix off paths. A proxy may have done so already."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:

@@ -70,7 +70,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class Story:
+class RequestTimeline:
     request_id: str
     tenant: str
     num_prompt: int
@@ -186,7 +186,7 @@ class _DecodeGroup:
     """Requests that take part in every step with one token each, and are in the same state."""
 
     def __init__(self) -> None:
-        self._story = Story("", "", 0, 0.0, 0.0)
+        self._story = RequestTimeline("", "", 0, 0.0, 0.0)
         self.members: set[tuple[str, int]] = set()  # as a step has them: with one token
         self._joined: dict[str, tuple[_Span, _Span]] = {}  # the group's spans by then
 
@@ -201,7 +201,7 @@ class _DecodeGroup:
         if self._story.state != "decode":
             self._story.change(now, "decode")
 
-    def take_in(self, story: Story) -> None:
+    def take_in(self, story: RequestTimeline) -> None:
         """If it has been in the group's state since the same time."""
         if not self.members:
             self._story.state, self._story.since_s = story.state, story.since_s
@@ -213,7 +213,7 @@ class _DecodeGroup:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._joined
 
-    def let_go(self, story: Story) -> None:
+    def let_go(self, story: RequestTimeline) -> None:
         self.members.discard((story.request_id, 1))
         for name, now, then in zip(("decode", "between steps"), self._spans(), self._joined.pop(story.request_id), strict=True):
             if now != then:
@@ -225,22 +225,22 @@ class Explainer:
     def __init__(self, replica: int | None = None) -> None:
         """`replica`: the number of the engine, where there are several."""
         self._replica = replica
-        self._live: dict[str, Story] = {}
-        self._ended: OrderedDict[str, Story] = OrderedDict()
+        self._live: dict[str, RequestTimeline] = {}
+        self._ended: OrderedDict[str, RequestTimeline] = OrderedDict()
         self._placed: OrderedDict[str, list[str]] = OrderedDict()  # by request, until it is submitted
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
         self._group = _DecodeGroup()
         self._lines = _Line(), _Line()  # of the foreground and of the background, which comes after it
         self._background: set[str] = set()  # queued requests
 
-    def find(self, request_id: str, tenant: str | None) -> list[Story]:
+    def find(self, request_id: str, tenant: str | None) -> list[RequestTimeline]:
         """The parts of a request, by the id that its client knows. `tenant`: only of this one."""
         self._dissolve()
         every = (*self._ended.values(), *self._live.values())
         mine = (story for story in every if tenant is None or story.tenant == tenant)
         return [story for story in mine if story.request_id.startswith(engine_id(story.tenant, request_id))]
 
-    def under_way(self) -> Iterable[Story]:
+    def under_way(self) -> Iterable[RequestTimeline]:
         """In order of arrival."""
         self._dissolve()
         return self._live.values()
@@ -253,7 +253,7 @@ class Explainer:
         now = event.time_s
         match event:
             case events.Submitted():
-                made = Story(
+                made = RequestTimeline(
                     event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams, replica=self._replica
                 )
                 self._live[event.request_id] = made
@@ -320,7 +320,7 @@ class Explainer:
                     while len(self._ended) > _NUM_KEPT:
                         self._ended.popitem(last=False)
 
-    def _leave_queue(self, story: Story) -> None:
+    def _leave_queue(self, story: RequestTimeline) -> None:
         story.leave_queue()
         self._background.discard(story.request_id)
         for line in self._lines:
@@ -346,7 +346,7 @@ class Explainer:
             case events.HoldEnded():
                 story.held.append(f"evictable again: {event.reason}")
 
-    def _alone(self, request_id: str) -> Story | None:
+    def _alone(self, request_id: str) -> RequestTimeline | None:
         """Its story, taken out of the group."""
         story = self._live.get(request_id)
         if story is not None and request_id in self._group:
@@ -357,7 +357,7 @@ class Explainer:
         for request_id, _ in [*self._group.members]:
             self._alone(request_id)
 
-    def _record(self, story: Story, event: Event, now: float) -> None:
+    def _record(self, story: RequestTimeline, event: Event, now: float) -> None:
         match event:
             case events.Deferred():
                 if len(story.why_waiting) < _NUM_REASONS:
@@ -437,10 +437,10 @@ class ExplainerOfReplicas:
     def __init__(self, num: int) -> None:
         self._each = [Explainer(number) for number in range(num)]
 
-    def find(self, request_id: str, tenant: str | None) -> list[Story]:
+    def find(self, request_id: str, tenant: str | None) -> list[RequestTimeline]:
         return [story for one in self._each for story in one.find(request_id, tenant)]
 
-    def under_way(self) -> Iterable[Story]:
+    def under_way(self) -> Iterable[RequestTimeline]:
         return sorted((story for one in self._each for story in one.under_way()), key=lambda story: story.begun_s)
 
     def take(self, batch: list[Event]) -> None:

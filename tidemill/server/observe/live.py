@@ -25,7 +25,7 @@ from tidemill.errors import QueueFull
 from tidemill.events import Event
 from tidemill.server.http.responses import named_event
 from tidemill.server.observe.advice import in_words
-from tidemill.server.observe.explain import AnyExplainer, Story, engine_id
+from tidemill.server.observe.explain import AnyExplainer, RequestTimeline, engine_id
 from tidemill.wire import Pages
 
 MAX_WATCHERS = 32
@@ -192,8 +192,8 @@ class Live:
         return "running" if self._client.working else "restarting" if self._client.alive else "down"
 
     def _body(self, now: float) -> dict[str, Any]:
-        running: list[Story] = []
-        queued: list[Story] = []
+        running: list[RequestTimeline] = []
+        queued: list[RequestTimeline] = []
         for story in self._explainer.under_way():
             (queued if story.state in ("queued", "preempted") else running).append(story)
         listed = [*islice(running, _NUM_RUNNING), *islice(queued, _NUM_QUEUED)]
@@ -240,7 +240,7 @@ class Watcher:
             await asyncio.sleep(_FRAME_EVERY_S)
 
 
-def _request(story: Story, now: float) -> dict[str, Any]:
+def _request(story: RequestTimeline, now: float) -> dict[str, Any]:
     """Without its text, which events do not have."""
     is_queued = story.state in ("queued", "preempted")
     prefill, decode = story.spans.get("prefill"), story.spans.get("decode")

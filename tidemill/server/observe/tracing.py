@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tidemill import events
 from tidemill.errors import ConfigError
 from tidemill.events import Event
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 from tidemill.version import __version__
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Sample:
 class _Asked:
     """A request of the engine: the call it belongs to, and its samples that have not ended."""
 
-    call: Call
+    call: RequestContext
     samples: dict[str, _Sample] = field(default_factory=dict)
     is_over: bool = False  # the call does not wait for it any more
 
@@ -68,7 +68,7 @@ class Tracing:
         self._asked: dict[str, _Asked] = {}
         self._offset_s = time.time() - time.monotonic()  # events have the monotonic clock, spans the time of day
 
-    def begin(self, request_id: str, call: Call) -> None:
+    def begin(self, request_id: str, call: RequestContext) -> None:
         self._asked[request_id] = _Asked(call)
 
     def end(self, request_id: str) -> None:
@@ -108,7 +108,7 @@ class Tracing:
                 del asked.samples[event.request_id]
                 self._write(asked.call, sample, event)
 
-    def _write(self, call: Call, sample: _Sample, end: events.Finished | events.Aborted) -> None:
+    def _write(self, call: RequestContext, sample: _Sample, end: events.Finished | events.Aborted) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         operation = _OPERATIONS.get(call.path, "chat")

@@ -24,8 +24,8 @@ from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import Endpoint
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body, body_of, parsed, schema_of
-from tidemill.server.http.context import Call, RequestLog, new_id
-from tidemill.server.http.errors import error_body, internal_error, shaped
+from tidemill.server.http.context import RequestContext, RequestLog, new_id
+from tidemill.server.http.errors import error_body, format_error, internal_error
 from tidemill.server.store import batch_lines
 from tidemill.server.store.files import kept_s, page, read_limit, read_query
 from tidemill.server.store.storage import OVER, BatchUnknown, ContentLost, QuotaExceeded, Storage, StorageFull, StorageUnavailable
@@ -249,7 +249,7 @@ class Batches:
     async def _execute_line(self, tenant: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
         async with self._slots:
             begins.set()
-            line, call = _parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant)
+            line, call = _parse(text), RequestContext(new_id("batch_req"), path=batch["endpoint"], tenant=tenant)
             known = self._caller_of(tenant)
             assert known is not None, "batches are begun for accepted keys only"
             caller = replace(known, in_background=True, call=call)
@@ -287,10 +287,10 @@ async def respond_to_line(
             if isinstance(error, EngineDead) and not models.alive:
                 raise
             call.error = error.kind
-            return error.status, batch_lines.encode(shaped(call.path, error_body(error), error.status, call.name))
+            return error.status, batch_lines.encode(format_error(call.path, error_body(error), error.status, call.name))
         except Exception:
             _log.exception("unexpected error in a line for %s", call.path)
-            return 500, batch_lines.encode(shaped(call.path, internal_error(), 500, call.name))
+            return 500, batch_lines.encode(format_error(call.path, internal_error(), 500, call.name))
 
 
 def _parse(text: bytes) -> batch_lines.Line:

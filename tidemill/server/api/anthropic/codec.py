@@ -16,8 +16,8 @@ from tidemill.server.generation.request import Generation, Output, Prompt
 from tidemill.server.generation.retention import TTLS, mark_holds
 from tidemill.server.generation.service import Service
 from tidemill.server.http.aside import aside
-from tidemill.server.http.context import Call
-from tidemill.server.http.errors import error_body, shaped
+from tidemill.server.http.context import RequestContext
+from tidemill.server.http.errors import error_body, format_error
 from tidemill.server.http.responses import named_event
 
 _BYTES_PER_PART = 64  # of JSON, to estimate
@@ -25,7 +25,7 @@ _FIELDS = {"effort": "output_config.effort", "thinking": "thinking"}
 _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
 
 
-async def prompt_of(service: Service, body: PromptBody, call: Call) -> tuple[list[int], dict[str, Any]]:
+async def prompt_of(service: Service, body: PromptBody, call: RequestContext) -> tuple[list[int], dict[str, Any]]:
     """The prompt's token ids, and the arguments with which it was encoded."""
     conversation = await aside(body.conversation, body.num_parts * _BYTES_PER_PART)
     template = service.tokenizer.chat_template
@@ -164,7 +164,7 @@ class MessagesCodec(Codec):
 
     def error(self, error: TidemillError) -> Iterable[bytes]:
         call = self.caller.call
-        return (named_event(shaped(call.path, error_body(error), error.status, call.name)),)
+        return (named_event(format_error(call.path, error_body(error), error.status, call.name)),)
 
 
 def _call_block(part: Part) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class LlamaEmbeddings(PooledEndpoint):
         if not given:
             raise empty_prompt("content")
         inputs = [Input(await ids_of(self.service, prompt)) for prompt in given]
-        self._is_each = self.service.manner.pooling == "none"  # token; llama-server does not normalize these
+        self._is_each = self.service.response_defaults.pooling == "none"  # token; llama-server does not normalize these
         kind = embedding_pooling(self.service)
         self._format = VectorFormat(is_normalized=not self._is_each)
         self._vectors = [b""] * len(inputs)

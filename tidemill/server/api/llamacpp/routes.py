@@ -14,7 +14,7 @@ from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import add_endpoint
 from tidemill.server.generation.service import Service
 from tidemill.server.http.body import body_of, schema_of
-from tidemill.server.observe.explain import Story
+from tidemill.server.observe.explain import RequestTimeline
 from tidemill.version import __version__
 
 
@@ -40,7 +40,7 @@ def make_router(models: Models) -> APIRouter:
     async def slots(fail_on_no_slot: str = "", model: str | None = None) -> list[dict[str, Any]]:
         """Requests that are being computed, without their texts, then the free slots."""
         service = models.of(model)
-        if not service.manner.shows_slots:
+        if not service.response_defaults.shows_slots:
             raise SlotsHidden("This server does not show its slots.", fix="Start it without --no-slots.")
         made = _slots(service)
         if fail_on_no_slot == "1" and all(slot["is_processing"] for slot in made):
@@ -87,7 +87,7 @@ def _slots(service: Service) -> list[dict[str, Any]]:
     return made + [_slot(i, config.max_context, None) for i in range(len(made), config.max_requests)]
 
 
-def _slot(number: int, num_context: int, story: Story | None) -> dict[str, Any]:
+def _slot(number: int, num_context: int, story: RequestTimeline | None) -> dict[str, Any]:
     made = {"id": number, "n_ctx": num_context, "speculative": False, "is_processing": story is not None}
     if story is None:
         return made

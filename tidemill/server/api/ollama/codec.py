@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.sampling import SamplingParams
-from tidemill.server.api.ollama.types import Asked, Chat, Embed, Embeddings, Generate, Tool, conversation
+from tidemill.server.api.ollama.types import Chat, Embed, Embeddings, Generate, OllamaRequest, Tool, conversation
 from tidemill.server.generation.conversation import template_tools
 from tidemill.server.generation.logprobs import as_list, cells, llamacpp_logprobs
 from tidemill.server.generation.message import Part
@@ -66,7 +66,7 @@ def ns(seconds: float) -> int:
 class LinesCodec(Codec):
     """What chat and generate share."""
 
-    body: Asked
+    body: OllamaRequest
     stream_type = JSONLines
     _keeps_context = False
 

@@ -49,7 +49,7 @@ class Show(ModelBody):
     name: str = Field(default="", max_length=1024)  # as older clients say
 
 
-class Asked(ModelBody):
+class OllamaRequest(ModelBody):
     """What chat and generate share."""
 
     without_effect: ClassVar[frozenset[str]] = ModelBody.without_effect | {"shift", "truncate"}
@@ -106,12 +106,12 @@ class Tool(OllamaBody):
         return self.function.model_dump(exclude_none=True)
 
 
-class Chat(Asked):
+class Chat(OllamaRequest):
     messages: list[ChatMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=256)
 
 
-class Generate(Asked):
+class Generate(OllamaRequest):
     prompt: str = ""
     suffix: str = ""
     system: str = ""

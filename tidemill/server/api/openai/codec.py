@@ -36,7 +36,7 @@ class OpenAICodec(Codec):
         super().__init__(models, body, caller)
         if body.request_id is not None and body.request_id not in caller.call.labels:
             caller.call.labels.append(body.request_id)
-        defaults = self.service.manner
+        defaults = self.service.response_defaults
         if defaults.usage_always:
             body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
         as_ids = body.return_tokens_as_token_ids or defaults.ids_in_logprobs

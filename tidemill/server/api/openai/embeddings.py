@@ -77,7 +77,7 @@ class Embeddings(PooledEndpoint):
     def _is_each(self) -> bool:
         """Tells if each token is to have a vector of its own."""
         own = self.service.ready.model.own_pooling
-        is_set = self.service.manner.pooling == "none" and own != "score"
+        is_set = self.service.response_defaults.pooling == "none" and own != "score"
         is_each = self.body.pooling == "none" or (self.body.pooling is None and is_set)
         if is_each and not isinstance(self.body, PoolingRequest):
             what = "In OpenAI's API an input has one vector, not one for each token."
@@ -172,7 +172,7 @@ class PoolingEmbeddings(Embeddings):
         """The server, not the request, decides whether single tokens have vectors."""
         asked = self.body.task
         can_score = self.service.ready.model.own_pooling == "score"
-        is_each = self.service.manner.pooling == "none"
+        is_each = self.service.response_defaults.pooling == "none"
         has, other = ("token_embed", "embed") if is_each else ("embed", "token_embed")
         if asked is None or asked == ("classify" if can_score else has):
             return asked

@@ -27,7 +27,7 @@ from tidemill.server.generation.request import Generation, Output, Prompt
 from tidemill.server.generation.retention import key_holds
 from tidemill.server.http.access import Caller
 from tidemill.server.http.aside import aside
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 from tidemill.server.http.responses import EventStream, json_response, named_event, until_disconnect
 from tidemill.server.store.responses import Item, Stored
 
@@ -48,7 +48,7 @@ class ResponseCodec(Codec):
         self.response_id = own_id(caller.call, "resp")
         if body.background:  # it outlives the call that asked for it
             call = caller.call
-            own = Call(self.response_id, path=call.path, tenant=caller.tenant, labels=call.labels, trace=call.trace)
+            own = RequestContext(self.response_id, path=call.path, tenant=caller.tenant, labels=call.labels, trace=call.trace)
             caller = replace(caller, call=own)
         super().__init__(models, body, caller)
         self.store = models.responses
@@ -81,8 +81,8 @@ class ResponseCodec(Codec):
         params = body.params()
         before, new = items_of(self.store, body, caller.tenant)
         ids = await prompt_of(service, body, before, new, caller.call)
-        self._callees = {callee.seen_name: callee for callee in body.callees()}
-        functions = [callee.function() for callee in self._callees.values()]
+        self._callable_tools = {callee.seen_name: callee for callee in body.callable_tools()}
+        functions = [callee.function() for callee in self._callable_tools.values()]
         is_off = body.reasoning is not None and body.reasoning.effort == "none"
         switches = {"thinking": not is_off} | (body.chat_template_kwargs or {})
         reading = service.reading(ids, functions, body.must_call, variables=switches)
@@ -255,7 +255,7 @@ class ResponseCodec(Codec):
             yield self._of_item(part, "response.function_call_arguments.delta", delta=text)
 
     def _call_item(self, part: Part) -> dict[str, Any]:
-        callee = self._callees.get(part.name)
+        callee = self._callable_tools.get(part.name)
         is_custom = callee is not None and callee.custom is not None
         item: dict[str, Any] = {
             "type": "custom_tool_call" if is_custom else "function_call",

@@ -16,7 +16,7 @@ from tidemill.server.api.responses.types import (
 from tidemill.server.generation.conversation import template_tools, template_variables, with_one_system
 from tidemill.server.generation.service import Service
 from tidemill.server.http.aside import aside
-from tidemill.server.http.context import Call
+from tidemill.server.http.context import RequestContext
 from tidemill.server.store.responses import Item, Store
 
 _BYTES_PER_ITEM = 256  # of JSON, to estimate
@@ -55,7 +55,7 @@ async def prompt_of(
     body: ResponseRequest,
     before: Sequence[Item],
     new: list[dict[str, Any]],
-    call: Call,
+    call: RequestContext,
 ) -> list[int]:
     """The prompt's token ids."""
     size = sum(len(item.text) for item in before) + _BYTES_PER_ITEM * (len(before) + len(new))
@@ -69,7 +69,7 @@ async def prompt_of(
     source = template.source if template else None
     variables, unknown = template_variables(source, effort, None)
     call.ignored |= {"reasoning.effort"} if unknown else set()
-    tools = template_tools(callee.function() for callee in body.callees())
+    tools = template_tools(callee.function() for callee in body.callable_tools())
     options: dict[str, Any] = {"tools": tools, "variables": variables | (body.chat_template_kwargs or {})}
     messages = with_one_system(messages)
     if body.truncation != "auto":

@@ -118,7 +118,7 @@ Tool = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Callee:
+class CallableTool:
     """What the model may call, and how the client calls it."""
 
     seen_name: str  # by the model
@@ -137,12 +137,12 @@ def seen_name(name: str, namespace: str | None) -> str:
     return name if namespace in (None, "", _DEFAULT_NAMESPACE) else f"{namespace}__{name}"
 
 
-def _callee(tool: FunctionTool | CustomTool, namespace: str | None = None) -> Callee:
+def _callable_tool(tool: FunctionTool | CustomTool, namespace: str | None = None) -> CallableTool:
     seen = seen_name(tool.name, namespace)
     if isinstance(tool, FunctionTool):
-        return Callee(seen, tool.name, namespace, tool.description, tool.parameters)
+        return CallableTool(seen, tool.name, namespace, tool.description, tool.parameters)
     made = custom_function(seen, tool.description, *tool.grammar)
-    return Callee(seen, tool.name, namespace, made.get("description"), made["parameters"], tool)
+    return CallableTool(seen, tool.name, namespace, made.get("description"), made["parameters"], tool)
 
 
 class NamedTool(Body):
@@ -216,16 +216,16 @@ class ResponsePrompt(Body):
             or (isinstance(choice, AllowedTools) and choice.mode == "required")
         )
 
-    def callees(self) -> list[Callee]:
+    def callable_tools(self) -> list[CallableTool]:
         """What the model may call."""
         if self.tool_choice == "none":
             return []
-        made: list[Callee] = []
+        made: list[CallableTool] = []
         for tool in self.tools or []:
             if isinstance(tool, FunctionTool | CustomTool):
-                made.append(_callee(tool))
+                made.append(_callable_tool(tool))
             elif isinstance(tool, NamespaceTool):
-                made += [_callee(one, tool.name) for one in tool.tools]
+                made += [_callable_tool(one, tool.name) for one in tool.tools]
         if isinstance(self.tool_choice, AllowedTools):
             allowed = self.tool_choice.names()
             made = [one for one in made if one.name in allowed or one.seen_name in allowed]
@@ -303,12 +303,12 @@ class ResponseRequest(ResponsePrompt):
     def _call_grammar(self) -> Grammar:
         choice = self.tool_choice
         name = seen_name(choice.name, choice.namespace) if isinstance(choice, NamedTool) else None
-        callees = self.callees()
-        for one in callees:
+        callable_tools = self.callable_tools()
+        for one in callable_tools:
             if one.custom is not None and name in (None, one.seen_name):
                 check_forced(one.name, *one.custom.grammar)
         several = name is None and self.parallel_tool_calls is not False
-        return call_grammar([one.function() for one in callees], name, several)
+        return call_grammar([one.function() for one in callable_tools], name, several)
 
 
 class CountRequest(ResponseRequest):

@@ -32,7 +32,7 @@ def make_router(models: Models) -> APIRouter:
         """No later request finds what was cached before; its pages are free for others."""
         for service in models:
             service.cache_generation += 1
-            service.let_go_of_pins("the cache was flushed")
+            service.release_pins("the cache was flushed")
         return PlainTextResponse("Cache flushed.\n")
 
     @router.get("/model_info")

@@ -54,7 +54,8 @@ async def served(root_path: str, is_routed: bool) -> AsyncIterator[tuple[int, li
 
     called = RequestMiddleware(Guard(app, ACCESS), None)
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(behind_our_protocol(RootPathMiddleware(called, root_path) if root_path else called))
+        inner = RootPathMiddleware(called, root_path) if root_path else called
+        port = await stack.enter_async_context(behind_our_protocol(inner))
         if is_routed:
             router = Router([f"http://127.0.0.1:{port}"], ACCESS, upstream_key=ADMIN, check_every_s=60)
             await router.start()

@@ -363,7 +363,8 @@ async def client_of(storage):
     app.add_middleware(Guard, access=Access())
     errors.install(app)
     app.include_router(files.make_router(storage))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(RequestMiddleware(app, None)), base_url="http://localhost") as client:
+    transport = httpx.ASGITransport(RequestMiddleware(app, None))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

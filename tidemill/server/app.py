@@ -38,7 +38,12 @@ _READY_WITHIN_S = 10.0
 
 
 def create_app(
-    models: Models, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None, root_path: str = ""
+    models: Models,
+    access: Access,
+    storage: Storage,
+    runner: batches.Batches,
+    log: RequestLog | None,
+    root_path: str = "",
 ) -> ASGIApp:
     app = FastAPI(
         title="Tidemill",
@@ -74,19 +79,22 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: the process can serve. It stays healthy while an engine restarts, and while one of several models or engines
-        works: then its status is `degraded`."""
+        """Liveness: the process can serve. It stays healthy while an engine restarts, and while one
+        of several models or engines works: then its status is `degraded`."""
         return JSONResponse(models.health(), 200 if models.alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Readiness: an engine has completed a step recently, or completes one now; or models are loaded on demand."""
+        """Readiness: an engine has completed a step recently, or completes one now; or models are
+        loaded on demand."""
         try:
             await models.prove(_READY_WITHIN_S)
         except TidemillError as error:
             return JSONResponse({"status": error.message}, 503)
         told = models.health()
-        return JSONResponse(told | {"status": "ready" if told["status"] == "ok" else told["status"]})
+        return JSONResponse(
+            told | {"status": "ready" if told["status"] == "ok" else told["status"]}
+        )
 
     @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:
@@ -116,11 +124,15 @@ def create_app(
         """Beside the event loop: there may be many models."""
         return Response(await aside(models.metrics), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/engine/live", include_in_schema=False)  # it does not end; generated clients would wait for that
+    @app.get(
+        "/v1/engine/live", include_in_schema=False
+    )  # it does not end; generated clients would wait for that
     async def live(request: Request) -> Response:
         caller = request.state.caller
         chosen = models.of(request.query_params.get("model"))
-        watcher = chosen.live.watch(lambda: models.is_draining, None if caller.is_admin else caller.tenant)
+        watcher = chosen.live.watch(
+            lambda: models.is_draining, None if caller.is_admin else caller.tenant
+        )
         return EventStream(watcher.frames(), also_close=watcher)
 
     called = RequestMiddleware(Guard(app, access), log)

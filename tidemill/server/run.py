@@ -38,7 +38,13 @@ from tidemill.server.generation.retention import Pins
 from tidemill.server.generation.service import ResponseDefaults, Service
 from tidemill.server.http.access import Access
 from tidemill.server.http.aside import switch_often
-from tidemill.server.http.connections import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
+from tidemill.server.http.connections import (
+    KEEP_ALIVE_S,
+    KEEP_ALIVE_SPARE_S,
+    BoundedProtocol,
+    Connections,
+    max_connections,
+)
 from tidemill.server.http.context import RequestLog
 from tidemill.server.http.listen import Listen
 from tidemill.server.observe.advice import Advisor
@@ -59,7 +65,8 @@ _GRACE_S = 5  # for connections to close when nothing is under way any more
 
 
 class _Server(uvicorn.Server):
-    """Signals are handled here, so that the engine is closed before the process ends and the exit code is 0."""
+    """Signals are handled here, so that the engine is closed before the process ends and the exit
+    code is 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,8 +114,9 @@ class ModelEngine:
         advises: bool = False,
         recording: Recording | None = None,
     ) -> None:
-        """`parsers`: of tool calls and of reasoning, and the budget of the latter. `fleet`: what makes the engines, if that is
-        not this process. `advises`: on engines with roles, also if there are none."""
+        """`parsers`: of tool calls and of reasoning, and the budget of the latter. `fleet`: what
+        makes the engines, if that is not this process. `advises`: on engines with roles, also if
+        there are none."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
         served.engine.check_roles()
@@ -152,28 +160,48 @@ class ModelEngine:
         for event in batch:
             fields = msgspec.structs.asdict(event)
             if log is not None:
-                log.note(type(event).__name__, **{name: value for name, value in fields.items() if name != "time_s"})
+                log.note(
+                    type(event).__name__,
+                    **{name: value for name, value in fields.items() if name != "time_s"},
+                )
 
     async def start(self, on_loading: Callable[[str, Loading], None] | None) -> None:
         began = time.monotonic()
-        ready = await self.client.start(self.served.engine, partial(on_loading, self.served.name) if on_loading else None)
+        ready = await self.client.start(
+            self.served.engine, partial(on_loading, self.served.name) if on_loading else None
+        )
         now = time.monotonic()
         for number in range(self.client.num_replicas):
-            self.take([events.ModelLoaded(now, self.served.name, ready.config.memory_bytes, now - began, replica=number)])
+            self.take(
+                [
+                    events.ModelLoaded(
+                        now,
+                        self.served.name,
+                        ready.config.memory_bytes,
+                        now - began,
+                        replica=number,
+                    )
+                ]
+            )
         if self._advisor is not None:
             self.take([self._advisor.begin(ready.config, now)])
 
     async def service(self) -> Service:
         engine = self.served.engine
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, engine.chat_template, engine.chat_template_kwargs)
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load, self.path, engine.chat_template, engine.chat_template_kwargs
+        )
         served, options = self.served, self.served.engine
 
         def defaults_of(num_parameters: int) -> SamplingDefaults:
-            return sampling_defaults(self.path, num_parameters, options.sampling_defaults, options.default_max_tokens)
+            return sampling_defaults(
+                self.path, num_parameters, options.sampling_defaults, options.default_max_tokens
+            )
 
         return Service(
-            self.client, tokenizer, served.name, self.metrics, self.explainer, self.live, served.aliases, self.pooled,
-            defaults_of, self._tracing, *self._parsers, self.pins, self.recording,
+            self.client, tokenizer, served.name, self.metrics, self.explainer, self.live,
+            served.aliases, self.pooled, defaults_of, self._tracing, *self._parsers, self.pins,
+            self.recording,
         )  # fmt: skip
 
 
@@ -198,34 +226,51 @@ async def serve(
     advises: bool = False,
     trace_file: TraceFile | None = None,
 ) -> None:
-    """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
-    not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
-    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine. `trace_file`: gets
-    the load, and is closed at the end."""
+    """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s`
+    to end. A second signal does not wait. Raises EngineDead if the engine of a sole model cannot be
+    kept running. `on_ready` gets the port, too: port 0 takes any free one. `stall_seconds`,
+    `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine. `trace_file`: gets the
+    load, and is closed at the end."""
     access = access or Access()
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
-    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.num_engines > 1 for one in served)):
-        fix = "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a server for each model."
+    if (len(served) > 1 or sharing.is_asked) and (
+        fleet is not None or any(one.engine.num_engines > 1 for one in served)
+    ):
+        fix = (
+            "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start "
+            "a server for each model."
+        )
+        has_roles = served[0].engine.has_roles
+        option = "--ray" if fleet else "--prefill" if has_roles else "--data-parallel"
         raise ConfigError(
-            f"{'--ray' if fleet else '--prefill' if served[0].engine.has_roles else '--data-parallel'} is for a single model "
-            "that stays loaded.",
+            f"{option} is for a single model that stays loaded.",
             fix=fix,
             param="data_parallel",
         )
     if (len(served) > 1 or sharing.is_asked) and any(one.engine.remote_workers for one in served):
         raise ConfigError(
-            "Workers of other hosts are for a single model that stays loaded: they end when it is unloaded.",
+            "Workers of other hosts are for a single model that stays loaded: they end when it "
+            "is unloaded.",
             fix="Leave --idle-unload, --max-loaded and --memory-budget out, or --remote-workers.",
             param="remote_workers",
         )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    how = stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser, thinking_budget), fleet, advises
+    how = (
+        stall_seconds,
+        start_seconds,
+        tracing,
+        (tool_parser, reasoning_parser, thinking_budget),
+        fleet,
+        advises,
+    )
     names = [one.name if len(served) > 1 else "" for one in served]
     recordings = [None if trace_file is None else trace_file.recording(name) for name in names]
-    engines = [ModelEngine(one, *how, recording) for one, recording in zip(served, recordings, strict=True)]
+    engines = [
+        ModelEngine(one, *how, recording) for one, recording in zip(served, recordings, strict=True)
+    ]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
@@ -257,7 +302,8 @@ async def serve(
             models = Models([await engine.service() for engine in engines])
             await starting
         finally:
-            starting.cancel()  # has an effect only if a tokenizer failed or the wait was interrupted
+            # Has an effect only if a tokenizer failed or the wait was interrupted.
+            starting.cancel()
             await asyncio.wait([starting])
         for service in models:
             service.response_defaults = response_defaults
@@ -269,7 +315,8 @@ async def serve(
         if server.started:
             gc.collect()
             switch_often()
-            gc.freeze()  # collections look at what requests bring, not at all that was loaded: 100 ms each time
+            # Collections look at what requests bring, not at all that was loaded: 100 ms each time.
+            gc.freeze()
             await batches.resume()
             if on_ready:
                 on_ready(models, 0 if listen.unix_socket else listening.getsockname()[1])
@@ -297,12 +344,19 @@ async def serve(
 
 
 async def _pool(
-    engines: list[ModelEngine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None
+    engines: list[ModelEngine],
+    link: EngineLink,
+    sharing: Sharing,
+    start_s: float,
+    log: RequestLog | None,
 ) -> EnginePool:
-    """Of engines that are not started. Each model's share of the memory is settled before anything is loaded."""
+    """Of engines that are not started. Each model's share of the memory is settled before anything
+    is loaded."""
     try:
         found = {
-            one.served.name: await link.inspect(one.served.engine.model, one.served.engine.draft_model, start_s)
+            one.served.name: await link.inspect(
+                one.served.engine.model, one.served.engine.draft_model, start_s
+            )
             for one in engines
         }
     except OSError as error:
@@ -313,8 +367,16 @@ async def _pool(
         assert isinstance(engine.client, EngineClient)
         name, config = engine.served.name, configs[engine.served.name]
         engine.client.ready = Ready(found[name].model, config)
-        engine.pooled = Pooled(name, settled(options[name], config), engine.client, config, partial(engine.take_logged, log))
-    return EnginePool([engine.pooled for engine in engines if engine.pooled], budget, sharing.idle_s)
+        engine.pooled = Pooled(
+            name,
+            settled(options[name], config),
+            engine.client,
+            config,
+            partial(engine.take_logged, log),
+        )
+    return EnginePool(
+        [engine.pooled for engine in engines if engine.pooled], budget, sharing.idle_s
+    )
 
 
 def _http_server(app: ASGIApp, tls: dict[str, Any]) -> _Server:
@@ -335,9 +397,12 @@ def _http_server(app: ASGIApp, tls: dict[str, Any]) -> _Server:
     )
 
 
-async def _until_served(server: _Server, serving: asyncio.Task[None], client: Client | None) -> None:
-    """Until the server has stopped. Without an engine it stops with an error: whatever started this process starts it again.
-    `client`: of a sole model; in a pool, one that fails does not end the others."""
+async def _until_served(
+    server: _Server, serving: asyncio.Task[None], client: Client | None
+) -> None:
+    """Until the server has stopped. Without an engine it stops with an error: whatever started this
+    process starts it again. `client`: of a sole model; in a pool, one that fails does not end the
+    others."""
     if client is None:
         await serving
         return
@@ -348,11 +413,15 @@ async def _until_served(server: _Server, serving: asyncio.Task[None], client: Cl
     server.should_exit = True
     await serving
     if death:
-        raise EngineDead(death, fix="The messages above say more. The server ends, so that it can be started again.")
+        raise EngineDead(
+            death,
+            fix="The messages above say more. The server ends, so that it can be started again.",
+        )
 
 
 async def _drain(models: Models, batches: Batches, server: _Server, seconds: float) -> None:
-    """New requests are refused, and those under way may finish. Batches go on after the next start."""
+    """New requests are refused, and those under way may finish. Batches go on after the next
+    start."""
     models.drain()
     await batches.stop()
     end = asyncio.get_running_loop().time() + seconds

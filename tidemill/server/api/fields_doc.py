@@ -1,4 +1,5 @@
-"""The table of docs/reference/api/index.md that lists fields without effect: python -m tidemill.server.api.fields_doc"""
+"""The table of docs/reference/api/index.md that lists fields without effect: python -m
+tidemill.server.api.fields_doc"""
 
 from __future__ import annotations
 
@@ -9,9 +10,15 @@ from tidemill.server import app as app  # every route, and so every body
 from tidemill.server.generation.sampling import NEUTRAL
 from tidemill.server.http.body import Body
 
-BEGIN, END = "<!-- Made by `python -m tidemill.server.api.fields_doc`. -->", "<!-- End of the table. -->"
-_APIS = {"openai": "OpenAI", "responses": "Responses", "anthropic": "Anthropic", "ollama": "Ollama", "llamacpp": "llama.cpp",
-         "sglang": "SGLang", "cohere": "Cohere", "vllm": "vLLM"}  # fmt: skip
+BEGIN, END = (
+    "<!-- Made by `python -m tidemill.server.api.fields_doc`. -->",
+    "<!-- End of the table. -->",
+)
+_APIS = {
+    "openai": "OpenAI", "responses": "Responses", "anthropic": "Anthropic", "ollama": "Ollama",
+    "llamacpp": "llama.cpp", "sglang": "SGLang", "cohere": "Cohere", "vllm": "vLLM",
+    "gemini": "Gemini",
+}  # fmt: skip
 _SHARED = {"retention": "OpenAI, Anthropic", "sampling_aliases": "Ollama, llama.cpp"}
 
 
@@ -24,9 +31,16 @@ def table() -> str:
             names = ", ".join(f"`{name}`" for name in sorted(model.without_effect))
             name = _APIS[api[1]] if api else _SHARED[model.__module__.rpartition(".")[2]]
             rows.append(f"| {name} | {words} | {names} |")
-    rows += ["", "Of a sampling request of the OpenAI API, these have no effect at the values named, and are refused at others:"]
+    rows += [
+        "",
+        "Of a sampling request of the OpenAI API, these have no effect at the values named, "
+        "and are refused at others:",
+    ]
     rows += ["", "| field | values |", "|---|---|"]
-    rows += [f"| `{name}` | {', '.join(map(_written, values))} |" for name, values in sorted(NEUTRAL.items())]
+    rows += [
+        f"| `{name}` | {', '.join(map(_written, values))} |"
+        for name, values in sorted(NEUTRAL.items())
+    ]
     return "\n".join([BEGIN, "", *rows, "", END])
 
 

@@ -41,7 +41,8 @@ def with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def template_variables(
     source: str | None, effort: str | None, thinks: bool | None
 ) -> tuple[dict[str, Any], set[str]]:
-    """Variables for a template that knows them, and which of `effort` and `thinking` it does not know."""
+    """Variables for a template that knows them, and which of `effort` and `thinking` it does not
+    know."""
     known = _words(source or "")
     variables: dict[str, Any] = {}
     if thinks is not None or effort == "none":

@@ -1,4 +1,5 @@
-"""Custom tools of OpenAI's APIs, whose input is text. To the model, each is a function with one string."""
+"""Custom tools of OpenAI's APIs, whose input is text. To the model, each is a function with one
+string."""
 
 from __future__ import annotations
 
@@ -10,20 +11,28 @@ from tidemill.errors import InvalidRequest
 
 _WRAPPER = '{"input":"'
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_STRING = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')  # up to an escape that is cut off
+_STRING = re.compile(
+    r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'
+)  # up to an escape that is cut off
 
 
 def custom_function(
     name: str, description: str | None, syntax: str | None = None, definition: str | None = None
 ) -> dict[str, Any]:
-    """The function. A regular expression that the input must match is enforced where calls are; a Lark grammar is described."""
+    """The function. A regular expression that the input must match is enforced where calls are; a
+    Lark grammar is described."""
     value: dict[str, Any] = {"type": "string"}
     described = description or ""
     if definition:
         if syntax == "regex":
             value["pattern"] = f"^(?:{definition})$"
         described += f"\nThe input must match this {syntax or 'lark'} grammar:\n{definition}"
-    parameters = {"type": "object", "properties": {"input": value}, "required": ["input"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {"input": value},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
     more = {"description": described.strip()} if described.strip() else {}
     return {"name": name, **more, "parameters": parameters}
 
@@ -32,15 +41,16 @@ def check_forced(name: str, syntax: str | None, definition: str | None) -> None:
     """Raises for a tool whose call cannot be forced."""
     if definition and syntax != "regex":
         raise InvalidRequest(
-            f"A call of the custom tool {name[:100]!r} cannot be forced: its lark grammar cannot be enforced.",
+            f"A call of the custom tool {name[:100]!r} cannot be forced: its lark grammar "
+            "cannot be enforced.",
             fix="Use tool_choice auto, or a regex grammar.",
             param="tool_choice",
         )
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a call, which the model writes as {"input": ...}. Of one that is cut off, what there is of
-    it; something else is passed on as it is."""
+    """The input of a call, which the model writes as {"input": ...}. Of one that is cut off, what
+    there is of it; something else is passed on as it is."""
     try:
         given = json.loads(arguments)
         text = given.get("input") if isinstance(given, dict) else None

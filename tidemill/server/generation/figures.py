@@ -32,7 +32,9 @@ class Figures:
         self.num_output += text.num_tokens
         self.num_reasoning += text.num_reasoning
         self.timings = delta.timings or self.timings
-        if delta.index == 0:  # the other samples find the prompt in the cache, since the first computed it
+        if (
+            delta.index == 0
+        ):  # the other samples find the prompt in the cache, since the first computed it
             self.num_cached = max(self.num_cached, delta.num_cached)
             self.num_held = max(self.num_held, delta.num_held)
 
@@ -75,7 +77,8 @@ class Figures:
         }
 
     def times(self) -> dict[str, float]:
-        """Times under Tidemill's names. Several tokens may arrive here together, so the engine's time counts."""
+        """Times under Tidemill's names. Several tokens may arrive here together, so the engine's
+        time counts."""
         now = time.monotonic()
         decode_s = now - self.first_s if self.timings is None else self.timings.decode_s
         per_second = (self.num_output - 1) / max(decode_s, 1e-6) if self.num_output > 1 else 0.0

@@ -1,7 +1,7 @@
 """Log-probabilities in responses: how many fit one, and how the APIs write them.
 
-They are encoded to JSON as they arrive, since their objects take many times the memory of their text, and in bounded pieces, so
-that the event loop can serve others in between.
+They are encoded to JSON as they arrive, since their objects take many times the memory of their
+text, and in bounded pieces, so that the event loop can serve others in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tidemill.wire import TokenLogprobs, decode_logprobs
 if TYPE_CHECKING:
     from tidemill.server.generation.request import Generation
 
-# A cell is one log-probability: a token reported with k alternatives has k + 1. A cell takes some 60 bytes of JSON, so a whole
+# A cell is one log-probability: a token reported with k alternatives has k + 1. A cell takes some
+# 60 bytes of JSON, so a whole
 # response takes about 32 MB at most.
 MAX_LOGPROB_CELLS = 2**19
 _ECHOED_PER_CELL = 8  # tokens of a prompt that is echoed as text
@@ -30,12 +31,14 @@ _json = msgspec.json.Encoder().encode
 
 
 def check_size(generation: Generation) -> None:
-    """Raises if the log-probabilities that are asked for do not fit one response. Without max_tokens, the output ends where they
-    no longer would."""
+    """Raises if the log-probabilities that are asked for do not fit one response. Without
+    max_tokens, the output ends where they no longer would."""
     cells = generation.num_echoed // _ECHOED_PER_CELL
     for prompt in generation.prompts:
         if prompt.params.prompt_logprobs is not None:
-            width = max(prompt.params.prompt_logprobs, len(prompt.params.prompt_logprob_token_ids)) + 1
+            width = (
+                max(prompt.params.prompt_logprobs, len(prompt.params.prompt_logprob_token_ids)) + 1
+            )
             cells += len(prompt.ids) * width * generation.num_prompt_copies
     if cells > MAX_LOGPROB_CELLS:
         fix = "Send fewer or shorter prompts at once, or ask for fewer logprobs or samples."
@@ -56,7 +59,10 @@ def check_size(generation: Generation) -> None:
         else:
             cells += min(params.max_tokens, left) * _cells_per_token(params)
     if not unlimited and cells > MAX_LOGPROB_CELLS:
-        fix = "Lower max_tokens, n or the number of logprobs; a completion or a chat that is streamed has no such limit."
+        fix = (
+            "Lower max_tokens, n or the number of logprobs; a completion or a chat that is "
+            "streamed has no such limit."
+        )
         raise _too_many(cells, fix, "logprobs")
 
 
@@ -67,7 +73,10 @@ def _cells_per_token(params: SamplingParams) -> int:
 
 
 def _too_many(cells: int, fix: str, param: str) -> InvalidRequest:
-    what = f"The response could hold {cells:,} log-probabilities; at most {MAX_LOGPROB_CELLS:,} fit one response."
+    what = (
+        f"The response could hold {cells:,} log-probabilities; at most {MAX_LOGPROB_CELLS:,} "
+        "fit one response."
+    )
     return InvalidRequest(what, fix=fix, param=param)
 
 
@@ -103,26 +112,44 @@ async def encoded(pieces: Iterable[msgspec.Raw], write: Callable[[TokenLogprobs]
     return b",".join(part for part in parts if part)
 
 
-def openai_logprobs(tokenizer: Tokenizer, name: Callable[[int], str]) -> Callable[[TokenLogprobs], dict[str, Any]]:
+def openai_logprobs(
+    tokenizer: Tokenizer, name: Callable[[int], str]
+) -> Callable[[TokenLogprobs], dict[str, Any]]:
     """Writes a token as OpenAI's chats and responses do. `name`: a token's text."""
 
     def cell(token: int, value: float) -> dict[str, Any]:
-        return {"token": name(token), "logprob": finite(value), "bytes": list(tokenizer.token_bytes(token))}
+        return {
+            "token": name(token),
+            "logprob": finite(value),
+            "bytes": list(tokenizer.token_bytes(token)),
+        }
 
-    return lambda entry: cell(entry.token_id, entry.logprob) | {"top_logprobs": [cell(*pair) for pair in entry.top]}
+    return lambda entry: (
+        cell(entry.token_id, entry.logprob) | {"top_logprobs": [cell(*pair) for pair in entry.top]}
+    )
 
 
-def llamacpp_logprobs(tokenizer: Tokenizer, as_probs: bool = False) -> Callable[[TokenLogprobs], dict[str, Any]]:
-    """Writes a token as llama.cpp and Ollama do. `as_probs`: probabilities, without tokens that have none."""
+def llamacpp_logprobs(
+    tokenizer: Tokenizer, as_probs: bool = False
+) -> Callable[[TokenLogprobs], dict[str, Any]]:
+    """Writes a token as llama.cpp and Ollama do. `as_probs`: probabilities, without tokens that
+    have none."""
     name = "prob" if as_probs else "logprob"
 
     def cell(token: int, value: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         text = data.decode("utf-8", errors="replace")
-        return {"id": token, "token": text, "bytes": list(data), name: math.exp(value) if as_probs else finite(value)}
+        return {
+            "id": token,
+            "token": text,
+            "bytes": list(data),
+            name: math.exp(value) if as_probs else finite(value),
+        }
 
     def write(entry: TokenLogprobs) -> dict[str, Any]:
-        top = [cell(token, value) for token, value in entry.top if not as_probs or math.exp(value) > 0]
+        top = [
+            cell(token, value) for token, value in entry.top if not as_probs or math.exp(value) > 0
+        ]
         return cell(entry.token_id, entry.logprob) | {f"top_{name}s": top}
 
     return write

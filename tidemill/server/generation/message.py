@@ -1,4 +1,5 @@
-"""MessageReader: the text of one sample as parts of a message, which are text, reasoning and calls of functions."""
+"""MessageReader: the text of one sample as parts of a message, which are text, reasoning and calls
+of functions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Kind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True)
 class Part:
-    """A part of a message. A new one begins where the kind of output changes, and with each call."""
+    """A part of a message. A new one begins where the kind of output changes, and with each
+    call."""
 
     kind: Kind
     number: int  # among the parts of the message
@@ -30,10 +32,15 @@ class Part:
         return "".join(self.pieces)
 
     def arguments(self) -> msgspec.Raw | None:
-        """A call's arguments as a JSON object on one line, with numbers of any size; None if they were cut off or are none."""
+        """A call's arguments as a JSON object on one line, with numbers of any size; None if they
+        were cut off or are none."""
         try:
             value = json.loads(self.text or "{}")
-            return msgspec.Raw(json.dumps(value, allow_nan=False).encode()) if isinstance(value, dict) else None
+            return (
+                msgspec.Raw(json.dumps(value, allow_nan=False).encode())
+                if isinstance(value, dict)
+                else None
+            )
         except (ValueError, RecursionError):
             return None
 
@@ -66,7 +73,10 @@ class MessageReader:
         if isinstance(piece, TextPiece):
             kind: Kind = "reasoning" if piece.is_reasoning else "text"
             goes_on = self._is_open and self.parts[-1].kind == kind
-            return [*([] if goes_on else self._begin(Part(kind, len(self.parts)))), self._more(piece.text)]
+            return [
+                *([] if goes_on else self._begin(Part(kind, len(self.parts)))),
+                self._more(piece.text),
+            ]
         if self._one_call and piece.index > 0:
             return []
         if isinstance(piece, CallStart):

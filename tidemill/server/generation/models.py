@@ -1,4 +1,5 @@
-"""Models: the models that this server serves, by name. The one place where a request gets the service of its model."""
+"""Models: the models that this server serves, by name. The one place where a request gets the
+service of its model."""
 
 from __future__ import annotations
 
@@ -32,17 +33,25 @@ class Served:
 
     @staticmethod
     def check_names(models: Sequence[Served]) -> None:
-        names = [name for one in models for name in (one.name, *one.aliases, *one.engine.lora_paths)]
+        names = [
+            name for one in models for name in (one.name, *one.aliases, *one.engine.lora_paths)
+        ]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"Two models are named {name!r}.", fix="Name them apart, like NAME=PATH.", param="model")
+                raise ConfigError(
+                    f"Two models are named {name!r}.",
+                    fix="Name them apart, like NAME=PATH.",
+                    param="model",
+                )
 
 
 class AdapterService(Service):
     """The service of an adapter: all but its name and number is that of its base model."""
 
     def __init__(self, base: Service, info: AdapterInfo) -> None:
-        self.__dict__.update(base=base, info=info, model_name=info.name, adapter=info.adapter_id, aliases=())
+        self.__dict__.update(
+            base=base, info=info, model_name=info.name, adapter=info.adapter_id, aliases=()
+        )
         base.client.adapters.enter(info)
 
     base: Service
@@ -62,7 +71,9 @@ class Models:
     def __init__(self, services: Sequence[Service]) -> None:
         """The first is for requests that name no model."""
         self._services = list(services)
-        self._by_name = {name: service for service in services for name in (service.model_name, *service.aliases)}
+        self._by_name = {
+            name: service for service in services for name in (service.model_name, *service.aliases)
+        }
         for service in services:
             service.live.states = self.states
         self.default = self._services[0]
@@ -83,17 +94,30 @@ class Models:
         if service is None:
             service = self.adapter(name)
         if service is None:
-            known = ", ".join(map(repr, islice((*self._by_name, *(one.model_name for one in self.adapters())), _MAX_NAMED)))
-            raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {known}.", param="model")
+            known = ", ".join(
+                map(
+                    repr,
+                    islice(
+                        (*self._by_name, *(one.model_name for one in self.adapters())), _MAX_NAMED
+                    ),
+                )
+            )
+            raise ModelUnknown(
+                f"There is no model {name[:100]!r} here.", fix=f"Ask for {known}.", param="model"
+            )
         return service
 
     def adapter(self, name: str) -> AdapterService | None:
         """The service of a LoRA adapter."""
         found = ((service, service.client.adapters.get(name)) for service in self)
-        return next((AdapterService(service, info) for service, info in found if info is not None), None)
+        return next(
+            (AdapterService(service, info) for service, info in found if info is not None), None
+        )
 
     def adapters(self) -> Iterator[AdapterService]:
-        return (AdapterService(service, info) for service in self for info in service.client.adapters)
+        return (
+            AdapterService(service, info) for service in self for info in service.client.adapters
+        )
 
     @property
     def is_draining(self) -> bool:
@@ -117,16 +141,20 @@ class Models:
         return {service.model_name: service.state for service in self}
 
     def health(self) -> dict[str, Any]:
-        """What works, in words, and of several models or engines each one's state. Degraded: some serve, and others do not."""
+        """What works, in words, and of several models or engines each one's state. Degraded: some
+        serve, and others do not."""
         told: dict[str, Any] = {"models": self.states()} if len(self._services) > 1 else {}
         failed = "failed" in told.get("models", {}).values()
         if isinstance(self.default.client, Replicas):
             told["engines"] = self.default.client.states()
             failed |= any(state != "running" for state in told["engines"].values())
-        return {"status": "engine is down" if not self.alive else "degraded" if failed else "ok"} | told
+        return {
+            "status": "engine is down" if not self.alive else "degraded" if failed else "ok"
+        } | told
 
     async def prove(self, within_s: float) -> None:
-        """Raises unless an engine completes a step within this time, or models are loaded on demand and none is at the moment."""
+        """Raises unless an engine completes a step within this time, or models are loaded on demand
+        and none is at the moment."""
         if self.is_draining:
             raise Draining("The server is stopping.")
         if not self.alive:
@@ -150,11 +178,13 @@ class Models:
         return render_by_model({service.model_name: service.metrics for service in self})
 
     def cancel(self, request_id: str, tenant: str | None) -> int:
-        """Ends a request by its id; returns how many of its requests in engines there were. `tenant`: only if it is theirs."""
+        """Ends a request by its id; returns how many of its requests in engines there were.
+        `tenant`: only if it is theirs."""
         return sum(service.cancel(request_id, tenant) for service in self)
 
     def explain(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        """Where the time of a request's parts went, whichever model it was for. `tenant`: only of this one."""
+        """Where the time of a request's parts went, whichever model it was for. `tenant`: only of
+        this one."""
         return [
             story.body() | {"model": service.model_name}
             for service in self

@@ -1,8 +1,9 @@
 """The generation pipeline: from a request of any API to its response, streamed or whole.
 
-An API is a codec. It reads a request into a `Generation` and writes what comes out. All else is here and the same for every API:
-checks and limits, running the prompts, the streaming loop, errors before and within a stream, and what happens when the client
-leaves. A refusal of any prompt, as long as none has been refused after a first event, is a status and not an event of a stream.
+An API is a codec. It reads a request into a `Generation` and writes what comes out. All else is
+here and the same for every API: checks and limits, running the prompts, the streaming loop, errors
+before and within a stream, and what happens when the client leaves. A refusal of any prompt, as
+long as none has been refused after a first event, is a status and not an event of a stream.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class Codec(Endpoint):
             output.choice.texts.append(output.text.text)
 
     async def take_prompt_logprobs(self, number: int, pieces: list[msgspec.Raw]) -> None:
-        """Takes the log-probabilities of the prompt of that number. They arrive before its first token."""
+        """Takes the log-probabilities of the prompt of that number. They arrive before its first
+        token."""
 
     async def finish(self, output: Output) -> None:
         """The last output of a choice, before it is written."""
@@ -116,10 +118,16 @@ class Codec(Endpoint):
     # ---- what they share
 
     def with_budget(
-        self, reading: Reading, params: SamplingParams, budget: int | None, name: str, must_apply: bool = False
+        self,
+        reading: Reading,
+        params: SamplingParams,
+        budget: int | None,
+        name: str,
+        must_apply: bool = False,
     ) -> SamplingParams:
-        """The parameters with a grammar after the reasoning, which ends after `budget` tokens. One that cannot be kept is without
-        effect, or refused if it must apply. `name`: of the field that has it."""
+        """The parameters with a grammar after the reasoning, which ends after `budget` tokens. One
+        that cannot be kept is without effect, or refused if it must apply. `name`: of the field
+        that has it."""
         is_lost = reading.drops_budget(params) or not (must_apply or reading.can_end)
         if budget is not None and budget >= 0 and is_lost:
             self.caller.call.ignored.add(name)
@@ -128,10 +136,13 @@ class Codec(Endpoint):
 
     @final
     async def begin(self) -> Outputs:
-        """Reads and checks the request; its outputs, of which none is computed before the first is asked for."""
+        """Reads and checks the request; its outputs, of which none is computed before the first is
+        asked for."""
         self.generation = generation = await self.read()
         generation.prepare()
-        for params in {id(prompt.params.grammar): prompt.params for prompt in generation.prompts}.values():
+        for params in {
+            id(prompt.params.grammar): prompt.params for prompt in generation.prompts
+        }.values():
             await generation.service.check_grammar(params, of_tools=generation.must_call)
         self.ready()
         return self.outputs()
@@ -197,8 +208,8 @@ class Codec(Endpoint):
         return self.stream_type(self.stream(first, outputs), also_close=outputs)
 
     async def _until_accepted(self, outputs: Outputs) -> list[Output]:
-        """The outputs until the engine has accepted every prompt: a request that is refused gets a status, one that waits gets
-        its headers."""
+        """The outputs until the engine has accepted every prompt: a request that is refused gets a
+        status, one that waits gets its headers."""
         first: list[Output] = []
         accepted: set[int] = set()
         while len(accepted) < len(self.generation.prompts):
@@ -236,11 +247,16 @@ def add_endpoint(
     untyped: bool = False,
     **options: Any,
 ) -> None:
-    """A route whose body the endpoint reads. `untyped`: of any content type, unless a web page sends it."""
+    """A route whose body the endpoint reads. `untyped`: of any content type, unless a web page
+    sends it."""
 
-    async def route(request: Request, body: Body = Depends(body_of(endpoint.body_type, untyped))) -> Response:
+    async def route(
+        request: Request, body: Body = Depends(body_of(endpoint.body_type, untyped))
+    ) -> Response:
         return await endpoint(models, body, request.state.caller).respond(request)
 
     described = schema_of(endpoint.body_type)
     name = endpoint.__name__.removesuffix("Codec").lower()
-    router.add_api_route(path, route, methods=["POST"], name=name, openapi_extra=described, **options)
+    router.add_api_route(
+        path, route, methods=["POST"], name=name, openapi_extra=described, **options
+    )

@@ -1,4 +1,5 @@
-"""The pipeline of requests whose prompts are pooled: embeddings, scores and classes. Nothing is generated or streamed."""
+"""The pipeline of requests whose prompts are pooled: embeddings, scores and classes. Nothing is
+generated or streamed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Input:
 
 @dataclass(slots=True)
 class Pooling:
-    """What a request asks for. `kind`: as of SamplingParams; with none, each token has a vector of its own."""
+    """What a request asks for. `kind`: as of SamplingParams; with none, each token has a vector of
+    its own."""
 
     inputs: list[Input]
     kind: str
@@ -64,7 +66,8 @@ class PooledEndpoint(Endpoint):
 
     @abstractmethod
     async def take(self, number: int, vector: list[float]) -> None:
-        """The vector or the scores of an input, as they are computed: all at the end would hold up everybody."""
+        """The vector or the scores of an input, as they are computed: all at the end would hold up
+        everybody."""
 
     @abstractmethod
     def whole(self) -> Any:
@@ -88,7 +91,9 @@ class PooledEndpoint(Endpoint):
         async def request(one: Input) -> tuple[list[int], SamplingParams]:
             return one.ids, msgspec.structs.replace(params, pair_start=one.pair_start)
 
-        results = run_each(self.service, self.caller, pooling.inputs, request, lambda delta: delta.embedding)
+        results = run_each(
+            self.service, self.caller, pooling.inputs, request, lambda delta: delta.embedding
+        )
         async with aclosing(results) as vectors:
             async for number, vector in vectors:
                 await self.take(number, vector)
@@ -109,10 +114,12 @@ async def run_each(
     request: Callable[[T], Any],
     result: Callable[[Delta], Any],
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """Runs a request of one step for each item; the results with the items' numbers, as they are computed.
+    """Runs a request of one step for each item; the results with the items' numbers, as they are
+    computed.
 
-    `request`: the prompt and the parameters of an item. `result`: what a delta brings, if it is the result. Some run at once,
-    each place taken by one item after another: all at once would take everybody's places in the queue.
+    `request`: the prompt and the parameters of an item. `result`: what a delta brings, if it is the
+    result. Some run at once, each place taken by one item after another: all at once would take
+    everybody's places in the queue.
     """
     left = iter(enumerate(items))
     num = min(service.num_at_once, len(items))
@@ -141,7 +148,8 @@ async def _in_turn(
 
 
 def pooling_kind(service: Service, asked: str | None = None) -> str:
-    """The pooling that is asked for, or by which the server or the model makes an embedding of a text."""
+    """The pooling that is asked for, or by which the server or the model makes an embedding of a
+    text."""
     own, set_to = service.ready.model.own_pooling, service.response_defaults.pooling
     by_default = own or service.ready.model.embeds_by or "mean"
     return asked or (set_to if own != "score" and set_to != "none" else None) or by_default
@@ -155,7 +163,8 @@ def embedding_pooling(service: Service) -> str:
 
 
 def check_dimensions(service: Service, num: int, param: str, pooling: str = "") -> None:
-    """Raises unless embeddings can be cut to so many: of a model that tells which it was trained for, to these."""
+    """Raises unless embeddings can be cut to so many: of a model that tells which it was trained
+    for, to these."""
     model = service.ready.model
     trained = model.pooler.dimensions if model.pooler else ()
     if num > model.hidden_size or pooling == "score":

@@ -25,8 +25,8 @@ PromptField = Annotated[Any, WithJsonSchema({"anyOf": _KINDS})]  # checked by `o
 
 
 def one_kind(prompt: Any, most: int = MAX_CHOICES) -> Any:
-    """Checks for a text, token ids, or token ids and texts; or a list of these. The engine checks that the model has the
-    tokens."""
+    """Checks for a text, token ids, or token ids and texts; or a list of these. The engine checks
+    that the model has the tokens."""
     if isinstance(prompt, str) or prompt == []:
         return prompt
     if is_mixed(prompt):
@@ -41,7 +41,8 @@ def one_kind(prompt: Any, most: int = MAX_CHOICES) -> Any:
 
 
 def is_mixed(value: Any) -> bool:
-    """Tells if it is a list of token ids, at least one, and texts. There may be millions, so without a Python loop."""
+    """Tells if it is a list of token ids, at least one, and texts. There may be millions, so
+    without a Python loop."""
     if not isinstance(value, list) or int not in (kinds := set(map(type, value))):
         return False
     if not kinds <= {int, str}:
@@ -52,7 +53,10 @@ def is_mixed(value: Any) -> bool:
 
 def few_texts(prompts: list[Mixed]) -> list[Mixed]:
     """Checks that there are not too many texts between token ids."""
-    if sum(list(map(type, one)).count(str) for one in prompts if isinstance(one, list)) > _MAX_TEXTS:
+    if (
+        sum(list(map(type, one)).count(str) for one in prompts if isinstance(one, list))
+        > _MAX_TEXTS
+    ):
         raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
     return prompts
 
@@ -73,7 +77,8 @@ async def prompts_of(
 async def ids_of(
     service: Service, prompt: Mixed, add_special: bool = True, params: SamplingParams | None = None
 ) -> list[int]:
-    """The token ids of a text, token ids or both. Only a text at the start begins as the model expects texts to begin."""
+    """The token ids of a text, token ids or both. Only a text at the start begins as the model
+    expects texts to begin."""
     if isinstance(prompt, str):
         return await service.encode(prompt, add_special, params)
     if str not in map(type, prompt):  # there may be a million: without a Python loop, or a copy
@@ -86,11 +91,17 @@ async def ids_of(
 
 
 def empty_prompt(param: str = "prompt") -> InvalidRequest:
-    return InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param=param)
+    return InvalidRequest(
+        "The prompt is empty.", fix="Give a text or at least one token.", param=param
+    )
 
 
 async def infill(
-    service: Service, prefix: str, suffix: str, begun: str = "", files: Sequence[tuple[str, str]] = ()
+    service: Service,
+    prefix: str,
+    suffix: str,
+    begun: str = "",
+    files: Sequence[tuple[str, str]] = (),
 ) -> tuple[list[int], tuple[int, ...]]:
     """The prompt for what comes between prefix and suffix, and the tokens that end it."""
     limits: Any = {"begun": begun, "files": files, "max_tokens": service.max_context}
@@ -109,11 +120,18 @@ def check_truncation(service: Service, num: int) -> None:
 
 
 def truncated(
-    service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None, side: str | None = None
+    service: Service,
+    prompts: list[list[int]],
+    num: int | None,
+    max_tokens: int | None,
+    side: str | None = None,
 ) -> list[list[int]]:
-    """The last `num` tokens of each, or the first if the right side is cut; -1: as many as leave room for the output."""
+    """The last `num` tokens of each, or the first if the right side is cut; -1: as many as leave
+    room for the output."""
     if num is None:
         return prompts
     check_truncation(service, num)
-    num = num if num > 0 else max(service.max_context - (1 if max_tokens is None else max_tokens), 1)
+    num = (
+        num if num > 0 else max(service.max_context - (1 if max_tokens is None else max_tokens), 1)
+    )
     return [prompt[:num] if side == "right" else prompt[-num:] for prompt in prompts]

@@ -1,4 +1,5 @@
-"""Generation: what a request asks the engine for, whatever API it came through, and what it gets."""
+"""Generation: what a request asks the engine for, whatever API it came through, and what it
+gets."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Choice:
     num_cached: int = 0
     texts: list[str] = field(default_factory=list)  # for a whole response
     token_ids: list[int] = field(default_factory=list)
-    cells: list[bytes] = field(default_factory=list)  # log-probabilities as JSON lists without brackets
+    cells: list[bytes] = field(
+        default_factory=list
+    )  # log-probabilities as JSON lists without brackets
     sum_logprobs: float = 0.0
 
     def take(self, delta: Delta, text: TextDelta) -> list[PartEvent]:
@@ -53,7 +56,9 @@ class Choice:
 
     @property
     def ends_with_calls(self) -> bool:
-        return self.reader is not None and self.reader.ends_with_calls(self.finish_reason, self.stop)
+        return self.reader is not None and self.reader.ends_with_calls(
+            self.finish_reason, self.stop
+        )
 
 
 class Output(NamedTuple):
@@ -129,7 +134,9 @@ class Generation:
             most = prompt.params.max_tokens
             if self.ends_with_context and most is not None:
                 room = max(self.service.context_of(prompt.params) - len(prompt.ids), 1)
-                prompt.params = msgspec.structs.replace(prompt.params, max_tokens=max(min(most, room), 1))
+                prompt.params = msgspec.structs.replace(
+                    prompt.params, max_tokens=max(min(most, room), 1)
+                )
         check_size(self)
         for prompt in self.prompts:
             prompt.params = self.service.with_defaults(prompt.params, prompt.ids)

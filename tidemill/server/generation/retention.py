@@ -1,4 +1,5 @@
-"""Which prefixes of requests the engine is to hold: prompt caches by name, cache_control, prompt_cache_key, tool calls."""
+"""Which prefixes of requests the engine is to hold: prompt caches by name, cache_control,
+prompt_cache_key, tool calls."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ if TYPE_CHECKING:
 UNDECIDED_S = 10.0  # for which a session is held until it is known whether it called a tool
 TTLS = {"5m": 300.0, "1h": 3600.0}  # of cache_control
 Retention = Literal["in_memory", "in-memory", "24h"]
-RETENTIONS = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86400.0}  # OpenAI's; the first without one
+RETENTIONS = {
+    "in_memory": 300.0,
+    "in-memory": 300.0,
+    "24h": 86400.0,
+}  # OpenAI's; the first without one
 MAX_KEY_CHARS = 512
 MAX_CACHES, MAX_CACHES_OF_ALL = 64, 1024
 MAX_BYTES, MAX_BYTES_OF_ALL = 32 * 2**20, 256 * 2**20  # of their texts and tokens
 _NUM_REFUSALS = 256  # remembered
 
-Marks = Iterable[tuple[str, list[dict[str, Any]] | None]]  # a time to live, and the conversation up to there; None: all of it
+Marks = Iterable[
+    tuple[str, list[dict[str, Any]] | None]
+]  # a time to live, and the conversation up to there; None: all of it
 
 
 class CacheControl(Body):
@@ -51,7 +58,9 @@ def read_mark(given: Any) -> CacheControl:
         return CacheControl.model_validate(given)
     except ValidationError:
         what = f"cache_control is {str(given)[:100]}."
-        raise InvalidRequest(what, fix='It must be {"type": "ephemeral"}, with ttl 5m or 1h.', param="messages") from None
+        raise InvalidRequest(
+            what, fix='It must be {"type": "ephemeral"}, with ttl 5m or 1h.', param="messages"
+        ) from None
 
 
 # ---- names of holds: a tenant's own, so that nobody can end another's
@@ -62,9 +71,13 @@ def session_name(request_id: str) -> str:
     return f"{request_id}/session"
 
 
-def _content_name(service: Service, tenant: str, salt: str, prefix: Sequence[int], ttl_s: float) -> str:
+def _content_name(
+    service: Service, tenant: str, salt: str, prefix: Sequence[int], ttl_s: float
+) -> str:
     """By what its pages depend on."""
-    digest = hashlib.sha256(f"{service.adapter} {salt}\0".encode() + array("q", prefix).tobytes()).hexdigest()[:32]
+    digest = hashlib.sha256(
+        f"{service.adapter} {salt}\0".encode() + array("q", prefix).tobytes()
+    ).hexdigest()[:32]
     return f"{tenant}/prefix/{ttl_s:.0f}/{digest}"
 
 
@@ -72,35 +85,62 @@ def _content_name(service: Service, tenant: str, salt: str, prefix: Sequence[int
 
 
 def key_holds(
-    service: Service, tenant: str, key: str | None, retention: str | None, prompt: list[int], part: int = 0, salt: str = ""
+    service: Service,
+    tenant: str,
+    key: str | None,
+    retention: str | None,
+    prompt: list[int],
+    part: int = 0,
+    salt: str = "",
 ) -> list[Hold]:
-    """OpenAI's prompt_cache_key and prompt_cache_retention: all of the request, instead of the latest one with its key."""
+    """OpenAI's prompt_cache_key and prompt_cache_retention: all of the request, instead of the
+    latest one with its key."""
     if key is None and retention is None:
         return []
     ttl_s = RETENTIONS[retention or "in_memory"]
-    name = _content_name(service, tenant, salt, prompt, ttl_s) if key is None else f"{tenant}/key/{part}/{key}"
-    reason = " ".join(word for word in ("prompt_cache_key" if key else "", f"for {ttl_s:.0f} s") if word)
+    name = (
+        _content_name(service, tenant, salt, prompt, ttl_s)
+        if key is None
+        else f"{tenant}/key/{part}/{key}"
+    )
+    reason = " ".join(
+        word for word in ("prompt_cache_key" if key else "", f"for {ttl_s:.0f} s") if word
+    )
     return [Hold(name, 0, ttl_s, reason=reason)]
 
 
 async def mark_holds(
-    service: Service, tenant: str, prompt: list[int], marks: Marks, how: dict[str, Any], salt: str = ""
+    service: Service,
+    tenant: str,
+    prompt: list[int],
+    marks: Marks,
+    how: dict[str, Any],
+    salt: str = "",
 ) -> list[Hold]:
-    """Of cache_control: the prompt up to the last mark with each time to live. `how`: as of `Service.encode_chat`."""
+    """Of cache_control: the prompt up to the last mark with each time to live. `how`: as of
+    `Service.encode_chat`."""
     holds = []
     for ttl, conversation in dict(marks).items():
-        num = len(prompt) if conversation is None else await _num_common(service, prompt, conversation, how)
+        num = (
+            len(prompt)
+            if conversation is None
+            else await _num_common(service, prompt, conversation, how)
+        )
         if num:
             name = _content_name(service, tenant, salt, prompt[:num], TTLS[ttl])
             holds.append(Hold(name, num, TTLS[ttl], reason=f"cache_control, {ttl}"))
     return holds
 
 
-async def _num_common(service: Service, prompt: list[int], conversation: list[dict[str, Any]], how: dict[str, Any]) -> int:
-    """How many of the prompt's tokens are also those of the conversation up to a mark. A template that cannot write it alone has
-    the whole prompt marked."""
+async def _num_common(
+    service: Service, prompt: list[int], conversation: list[dict[str, Any]], how: dict[str, Any]
+) -> int:
+    """How many of the prompt's tokens are also those of the conversation up to a mark. A template
+    that cannot write it alone has the whole prompt marked."""
     try:
-        ids = await service.encode_chat(conversation, **how | {"add_generation_prompt": False, "continue_final_message": False})
+        ids = await service.encode_chat(
+            conversation, **how | {"add_generation_prompt": False, "continue_final_message": False}
+        )
     except InvalidRequest:
         return len(prompt)
     return num_common(prompt, ids)
@@ -158,7 +198,9 @@ class Pins:
                     while len(self._refused) > _NUM_REFUSALS:
                         self._refused.popitem(last=False)
                 case events.EngineRestarted() | events.ModelUnloaded():
-                    self._tokens = {at: num for at, num in self._tokens.items() if at[1] != event.replica}
+                    self._tokens = {
+                        at: num for at, num in self._tokens.items() if at[1] != event.replica
+                    }
 
     def num_tokens(self, name: str) -> int:
         """0: it is not in the KV cache."""
@@ -176,7 +218,9 @@ class PromptCache:
     tenant: str
     model: str
     token_ids: list[int]
-    messages: list[dict[str, Any]] | None  # as templates take them; None: it was made of a text or of tokens
+    messages: (
+        list[dict[str, Any]] | None
+    )  # as templates take them; None: it was made of a text or of tokens
     tools: list[Any] | None
     expires_s: float  # of the monotonic clock
     num_bytes: int
@@ -196,8 +240,8 @@ class PromptCache:
         return Hold(self.pin, len(self.token_ids), left, True, f"prompt cache {self.name}")
 
     def holds(self, prompt: list[int]) -> list[Hold]:
-        """Of a request with it: pinned again, if it has been lost. A template may write the prefix of a longer conversation
-        differently; then there is nothing to pin."""
+        """Of a request with it: pinned again, if it has been lost. A template may write the prefix
+        of a longer conversation differently; then there is nothing to pin."""
         return [self.hold] if prompt[: len(self.token_ids)] == self.token_ids else []
 
 
@@ -225,10 +269,14 @@ class PromptCaches:
         found = self.find(tenant, name)
         if found is None or not found.is_ready:
             fix = "Create it with POST /v1/prompt_caches, or leave it out."
-            raise PromptCacheUnknown(f"There is no prompt cache {name[:100]!r}.", fix=fix, param="prompt_cache")
+            raise PromptCacheUnknown(
+                f"There is no prompt cache {name[:100]!r}.", fix=fix, param="prompt_cache"
+            )
         if model is not None and found.model != model:
             raise InvalidRequest(
-                f"The prompt cache {name[:100]!r} is of the model {found.model!r}.", fix="Ask that one.", param="prompt_cache"
+                f"The prompt cache {name[:100]!r} is of the model {found.model!r}.",
+                fix="Ask that one.",
+                param="prompt_cache",
             )
         return found
 
@@ -252,8 +300,16 @@ def check_room(caches: Iterable[PromptCache], tenant: str, num_bytes: int) -> No
         nums[cache.tenant] += 1
         sizes[cache.tenant] += cache.num_bytes
     if nums[tenant] >= MAX_CACHES or nums.total() >= MAX_CACHES_OF_ALL:
-        what = f"There are {nums[tenant]} prompt caches of this tenant and {nums.total()} in all; at most {MAX_CACHES} and "
-        raise NoRoomToPin(f"{what}{MAX_CACHES_OF_ALL} may be.", fix="Delete some, or let them expire.")
+        what = (
+            f"There are {nums[tenant]} prompt caches of this tenant and {nums.total()} in all; "
+            f"at most {MAX_CACHES} and "
+        )
+        raise NoRoomToPin(
+            f"{what}{MAX_CACHES_OF_ALL} may be.", fix="Delete some, or let them expire."
+        )
     if sizes[tenant] + num_bytes > MAX_BYTES or sizes.total() + num_bytes > MAX_BYTES_OF_ALL:
-        what = f"The texts of prompt caches may have {MAX_BYTES} bytes of a tenant and {MAX_BYTES_OF_ALL} in all."
+        what = (
+            f"The texts of prompt caches may have {MAX_BYTES} bytes of a tenant and "
+            f"{MAX_BYTES_OF_ALL} in all."
+        )
         raise NoRoomToPin(what, fix="Delete some, or let them expire.")

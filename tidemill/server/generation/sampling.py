@@ -1,4 +1,5 @@
-"""Sampling parameters that several APIs share: structured output, biases, and parameters that must be off."""
+"""Sampling parameters that several APIs share: structured output, biases, and parameters that must
+be off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sampling options that llama.cpp's API and Ollama's have in common, under llama.cpp's names."""
+"""The sampling options that llama.cpp's API and Ollama's have in common, under llama.cpp's
+names."""
 
 from __future__ import annotations
 

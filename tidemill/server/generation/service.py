@@ -1,4 +1,5 @@
-"""Service: what the routes of every API need of a model: a tokenizer, an engine, and text from tokens."""
+"""Service: what the routes of every API need of a model: a tokenizer, an engine, and text from
+tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +17,24 @@ from tidemill.engine.client import PROBE
 from tidemill.engine.metrics import AnyMetrics
 from tidemill.engine.pool import Pooled
 from tidemill.engine.replicas import Client
-from tidemill.errors import Cancelled, ContextTooLong, DeadlineExceeded, Draining, EngineDead, InvalidRequest, TidemillError
+from tidemill.errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    TidemillError,
+)
 from tidemill.frontend.apart import GrammarChecker, Renderer
-from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, cells_per_token, in_pieces, num_cells
+from tidemill.frontend.output import (
+    CELLS_PER_TURN,
+    TextDelta,
+    TextStream,
+    cells_per_token,
+    in_pieces,
+    num_cells,
+)
 from tidemill.frontend.parsers import Dialect, Reading
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
@@ -35,11 +51,16 @@ if TYPE_CHECKING:
     from tidemill.server.observe.recording import Recording
 
 T = TypeVar("T")
-Conversation = list[dict[str, Any]] | Callable[[], list[dict[str, Any]]]  # of thousands of messages, made in a thread
+Conversation = (
+    list[dict[str, Any]] | Callable[[], list[dict[str, Any]]]
+)  # of thousands of messages, made in a thread
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
-_AT_ONCE, _PART_OF_QUEUE = 64, 4  # prompts of a request that has many, and the part of the queue that they may have
+_AT_ONCE, _PART_OF_QUEUE = (
+    64,
+    4,
+)  # prompts of a request that has many, and the part of the queue that they may have
 _PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
 _LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokenizer runs in a thread
 
@@ -76,8 +97,9 @@ class Service:
         pins: Pins | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters. `thinking_budget`: tokens
-        of reasoning if a request does not say. `pins`: reads the events."""
+        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters.
+        `thinking_budget`: tokens of reasoning if a request does not say. `pins`: reads the events.
+        """
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -97,20 +119,28 @@ class Service:
         self.caches = PromptCaches()
         self.pins.on_pinned = self._check_pin
         self.cache_generation = 0  # of what is cached from now on
-        # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
+        # Threads of their own: waiting for a worker process must not hold up other work. One
+        # grammar at a time, so that many of
         # them cannot take all cores.
-        self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
+        self._checking, self._rendering = (
+            ThreadPoolExecutor(1),
+            ThreadPoolExecutor(Renderer.num_workers),
+        )
         self._grammars: GrammarChecker | None = None
         self._known_grammars: OrderedDict[Grammar, None] = OrderedDict()
         self._renderer: Renderer | None = None
         if tokenizer.chat_template is not None:
-            self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
+            self._renderer = Renderer(
+                tokenizer.chat_template.source, tokenizer.chat_template.control.texts
+            )
             tokenizer.use_template(self._renderer)
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
         self._dialect = Dialect.of(template, tool_parser, reasoning_parser, thinking_budget)
         # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[RequestContext, set[str]]] = {}
-        self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls
+        self._labelled: OrderedDict[tuple[str, str], list[str]] = (
+            OrderedDict()
+        )  # by tenant and label: ids of the latest calls
         self._proof: asyncio.Task[None] | None = None
 
     @property
@@ -121,8 +151,8 @@ class Service:
 
     @property
     def state(self) -> str:
-        """Of the model: loaded, restarting after a failure, or failed; in a pool also unloaded, loading, unloading, or held: it
-        takes no new requests until it was unloaded for another."""
+        """Of the model: loaded, restarting after a failure, or failed; in a pool also unloaded,
+        loading, unloading, or held: it takes no new requests until it was unloaded for another."""
         if self.client.working and (self._pooled is None or self._pooled.state == "loaded"):
             return "loaded"
         if self._pooled is not None and self._pooled.state != "loaded":
@@ -139,7 +169,8 @@ class Service:
 
     @property
     def num_at_once(self) -> int:
-        """Prompts of one request that are submitted while others of it wait here. A tenant may have half of the queue."""
+        """Prompts of one request that are submitted while others of it wait here. A tenant may have
+        half of the queue."""
         return min(_AT_ONCE, max(self.ready.config.max_waiting // _PART_OF_QUEUE, 1))
 
     def context_of(self, params: SamplingParams | None = None) -> int:
@@ -147,14 +178,25 @@ class Service:
         return self.ready.config.context_of(params or SamplingParams())
 
     async def encode(
-        self, text: str, add_special: bool = True, params: SamplingParams | None = None, must_fit: bool = False
+        self,
+        text: str,
+        add_special: bool = True,
+        params: SamplingParams | None = None,
+        must_fit: bool = False,
     ) -> list[int]:
-        """`params`: of the request, if they may allow a longer text. `must_fit`: a longer one is not truncated later."""
-        how: Any = {"add_special": add_special, "max_tokens": self.context_of(params), "must_fit": must_fit}
+        """`params`: of the request, if they may allow a longer text. `must_fit`: a longer one is
+        not truncated later."""
+        how: Any = {
+            "add_special": add_special,
+            "max_tokens": self.context_of(params),
+            "must_fit": must_fit,
+        }
         work = partial(self.tokenizer.encode, text, **how)
         return await self._tokenized(work, len(text))
 
-    async def encode_cut(self, text: str, num: int, side: str = "right", add_special: bool = True) -> list[int]:
+    async def encode_cut(
+        self, text: str, num: int, side: str = "right", add_special: bool = True
+    ) -> list[int]:
         """The text's first tokens, or its last if the left side is cut: at most `num`."""
         work = partial(self.tokenizer.encode_cut, text, num, side=side, add_special=add_special)
         return await self._tokenized(work, len(text))
@@ -162,10 +204,16 @@ class Service:
     async def encode_pair(
         self, first: str, second: str, truncate: int | None = None, max_second: int | None = None
     ) -> tuple[list[int], int]:
-        """As a cross-encoder takes them, and where tokens of type 1 begin. `truncate`: to so many tokens; None: not at all.
-        `max_second`: tokens of the second."""
-        how: Any = {"max_tokens": truncate or self.max_context, "truncate": truncate is not None, "max_second": max_second}
-        return await self._tokenized(partial(self.tokenizer.encode_pair, first, second, **how), len(first) + len(second))
+        """As a cross-encoder takes them, and where tokens of type 1 begin. `truncate`: to so many
+        tokens; None: not at all. `max_second`: tokens of the second."""
+        how: Any = {
+            "max_tokens": truncate or self.max_context,
+            "truncate": truncate is not None,
+            "max_second": max_second,
+        }
+        return await self._tokenized(
+            partial(self.tokenizer.encode_pair, first, second, **how), len(first) + len(second)
+        )
 
     async def _tokenized(self, work: Callable[[], T], num_chars: int) -> T:
         if num_chars >= _LONG_TEXT:
@@ -177,20 +225,36 @@ class Service:
         limit, vocab_size = max(MAX_DETOKENIZED, self.max_context), self.ready.model.vocab_size
         if len(token_ids) > limit:
             raise InvalidRequest(
-                f"{len(token_ids)} tokens; at most {limit}.", fix="Send them in several requests.", param="tokens"
+                f"{len(token_ids)} tokens; at most {limit}.",
+                fix="Send them in several requests.",
+                param="tokens",
             )
         for token in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"The model has no token {token}, only 0 to {vocab_size - 1}.", param="tokens")
+                raise InvalidRequest(
+                    f"The model has no token {token}, only 0 to {vocab_size - 1}.", param="tokens"
+                )
         work = partial(self.tokenizer.decode, token_ids, skip_special=skip_special)
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
     async def encode_chat(
-        self, messages: Conversation, params: SamplingParams | None = None, /, *, to_embed: bool = False, **how: Any
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        /,
+        *,
+        to_embed: bool = False,
+        **how: Any,
     ) -> list[int]:
         if not to_embed:
             self.check_chat()
-        work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.context_of(params), **how)
+        work = partial(
+            self._with_template,
+            Tokenizer.encode_chat,
+            messages,
+            max_tokens=self.context_of(params),
+            **how,
+        )
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: Conversation, **how: Any) -> str:
@@ -202,21 +266,29 @@ class Service:
         """Raises for a model that generates nothing, which has no use for a conversation."""
         self.ready.model.check_pooling(None)
 
-    def _with_template(self, work: Callable[..., T], given: Conversation, template: str | None = None, **how: Any) -> T:
+    def _with_template(
+        self, work: Callable[..., T], given: Conversation, template: str | None = None, **how: Any
+    ) -> T:
         """`template`: of the request. It gets a worker process of its own."""
         messages = given() if callable(given) else given
         if template is None:
             return work(self.tokenizer, messages, **how)
         if not self.allows_templates:
             fix = "Leave it out, or serve with --trust-request-chat-template."
-            raise InvalidRequest("The parameter 'chat_template' is not supported here.", fix=fix, param="chat_template")
+            raise InvalidRequest(
+                "The parameter 'chat_template' is not supported here.",
+                fix=fix,
+                param="chat_template",
+            )
         renderer = Renderer(template, self.tokenizer.control_texts())
         try:
             return work(self.tokenizer.with_template(renderer), messages, **how)
         except InvalidRequest:
             raise
         except TidemillError:  # the worker ended while it compiled the template
-            raise InvalidRequest("The request's chat template cannot be compiled.", param="chat_template") from None
+            raise InvalidRequest(
+                "The request's chat template cannot be compiled.", param="chat_template"
+            ) from None
         finally:
             renderer.close()
 
@@ -228,10 +300,16 @@ class Service:
         continued: str = "",
         variables: dict[str, Any] | None = None,
     ) -> Reading:
-        """How the output of a chat is read. `functions`: what the model may call; `continued`: the text that its output goes on
-        with, if it does; `variables`: of the template."""
+        """How the output of a chat is read. `functions`: what the model may call; `continued`: the
+        text that its output goes on with, if it does; `variables`: of the template."""
         prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
-        return self._dialect.reading(prompt_end, functions, must_call, continued, self.tokenizer.variables | (variables or {}))
+        return self._dialect.reading(
+            prompt_end,
+            functions,
+            must_call,
+            continued,
+            self.tokenizer.variables | (variables or {}),
+        )
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):
@@ -241,21 +319,28 @@ class Service:
                 workers.close()
 
     async def check_grammar(self, params: SamplingParams, of_tools: bool = False) -> None:
-        """Raises what is wrong with the grammar, before the request is submitted. `of_tools`: it was made of their parameters."""
+        """Raises what is wrong with the grammar, before the request is submitted. `of_tools`: it
+        was made of their parameters."""
         if params.grammar is None or params.grammar in self._known_grammars:
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(self._checking, self._check_grammar, params.grammar)
+            await asyncio.get_running_loop().run_in_executor(
+                self._checking, self._check_grammar, params.grammar
+            )
         except InvalidRequest as error:
             if not of_tools:
                 raise
-            raise InvalidRequest(f"A tool has an invalid 'parameters' schema. {error.message}", param="tools") from None
+            raise InvalidRequest(
+                f"A tool has an invalid 'parameters' schema. {error.message}", param="tools"
+            ) from None
 
     def _check_grammar(self, grammar: Grammar) -> None:
         if self._grammars is None:
             assert self.tokenizer.path is not None
             backend = self.ready.config.structured_backend
-            self._grammars = GrammarChecker(backend, self.tokenizer.path, self.ready.model.vocab_size)
+            self._grammars = GrammarChecker(
+                backend, self.tokenizer.path, self.ready.model.vocab_size
+            )
         self._grammars.check(grammar.kind, grammar.text)
         self._known_grammars[grammar] = None
         while len(self._known_grammars) > _NUM_GRAMMARS:
@@ -263,7 +348,9 @@ class Service:
 
     def with_defaults(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
         """What was not given takes the model's defaults."""
-        return self.defaults.fill(params, self.context_of(params) - len(prompt_ids), null_is_absent=True)
+        return self.defaults.fill(
+            params, self.context_of(params) - len(prompt_ids), null_is_absent=True
+        )
 
     async def prove(self, within_s: float) -> None:
         """Raises unless the engine has completed a step within this time, or completes one now."""
@@ -289,7 +376,10 @@ class Service:
         """The ids of the calls that this id or label stands for. `tenant`: only of theirs."""
         if tenant is not None:
             return [name, *self._labelled.get((tenant, name), ())]
-        return [name, *(one for (_, label), ids in self._labelled.items() if label == name for one in ids)]
+        return [
+            name,
+            *(one for (_, label), ids in self._labelled.items() if label == name for one in ids),
+        ]
 
     def _label(self, call: RequestContext, tenant: str) -> None:
         for label in call.labels:
@@ -302,8 +392,8 @@ class Service:
             self._labelled.popitem(last=False)
 
     def cancel(self, name: str, tenant: str | None) -> int:
-        """Ends a request by its id, or all of a label; returns how many requests in the engine there were. `tenant`: only if it
-        is theirs."""
+        """Ends a request by its id, or all of a label; returns how many requests in the engine
+        there were. `tenant`: only if it is theirs."""
         found = [
             parts
             for (theirs, request_id), (call, parts) in self.in_progress.items()
@@ -326,11 +416,14 @@ class Service:
         tells_progress: bool = False,
         holds: Sequence[Hold] = (),
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """The text of each sample as it is generated, in bounded pieces, or token by token. The first is empty if the request is
-        accepted before there is a token, and so are those that tell the progress of the prompt. Leaving early ends the request
-        in the engine. `part`: which of the call's prompts this is. `holds`: of its prefixes."""
+        """The text of each sample as it is generated, in bounded pieces, or token by token. The
+        first is empty if the request is accepted before there is a token, and so are those that
+        tell the progress of the prompt. Leaving early ends the request in the engine. `part`: which
+        of the call's prompts this is. `holds`: of its prefixes."""
         if self.is_draining:
-            raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
+            raise Draining(
+                "The server is stopping and accepts no new requests.", fix="Try again in a moment."
+            )
         self.ready.model.check_pooling(params.pooling)
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
@@ -341,15 +434,35 @@ class Service:
         num_done = 0  # cells since the event loop last had a turn
         num_output = 0
         has_failed = False
-        # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
+        # Each tenant has a prefix cache of its own: how long a request takes must not reveal the
+        # prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
         salt = f"{self.cache_generation}\0\0{salt}" if self.cache_generation else salt
         request_id = engine_id(tenant, call.request_id, part)
         ends = list(self.tokenizer.eos_token_ids)
-        session_s = self.ready.config.session_retention_s if reading and reading.functions and params.n == 1 else 0.0
+        session_s = (
+            self.ready.config.session_retention_s
+            if reading and reading.functions and params.n == 1
+            else 0.0
+        )
         if session_s:
-            holds = [*holds, Hold(session_name(request_id), 0, UNDECIDED_S, reason="a tool may have been called")]
-        request = Submit(request_id, prompt_ids, params, ends, priority, salt, tenant, adapter=self.adapter, holds=list(holds))
+            holds = [
+                *holds,
+                Hold(
+                    session_name(request_id), 0, UNDECIDED_S, reason="a tool may have been called"
+                ),
+            ]
+        request = Submit(
+            request_id,
+            prompt_ids,
+            params,
+            ends,
+            priority,
+            salt,
+            tenant,
+            adapter=self.adapter,
+            holds=list(holds),
+        )
         name = (tenant, call.request_id)
         _, parts = self.in_progress.setdefault(name, (call, set()))
         parts.add(request_id)
@@ -361,7 +474,9 @@ class Service:
         try:
             if self.recording is not None:
                 await self.recording.begin(request)
-            async with aclosing(self.client.submit(request, timeout_s, True, tells_progress)) as deltas:
+            async with aclosing(
+                self.client.submit(request, timeout_s, True, tells_progress)
+            ) as deltas:
                 async for joined in deltas:
                     num_output += len(joined.token_ids)
                     for delta in in_pieces(joined, one_by_one, per_token):
@@ -369,7 +484,9 @@ class Service:
                             break
                         if (num_done := num_done + num_cells(delta, per_token)) > CELLS_PER_TURN:
                             num_done = 0
-                            await asyncio.sleep(0)  # a backlog comes without waiting: let others have a turn
+                            await asyncio.sleep(
+                                0
+                            )  # a backlog comes without waiting: let others have a turn
                         text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
                         if text.finish_reason:
                             ended.add(delta.index)
@@ -379,7 +496,9 @@ class Service:
                         yield delta, text
                     if len(ended) == params.n:
                         if session_s and reading is not None:
-                            self._decide_session(request_id, session_s if reading.has_called else 0.0)
+                            self._decide_session(
+                                request_id, session_s if reading.has_called else 0.0
+                            )
                         return
         except TidemillError as error:
             call.error, has_failed = error.kind, not isinstance(error, DeadlineExceeded | Cancelled)
@@ -403,14 +522,19 @@ class Service:
             self.client.renew(cache.pin, 0, reason)
 
     def _check_pin(self, pin: str) -> None:
-        """A request may have waited while its prompt cache was deleted: before it got to the engine, for its adapter or its
-        grammar, or because the engine was lost."""
+        """A request may have waited while its prompt cache was deleted: before it got to the
+        engine, for its adapter or its grammar, or because the engine was lost."""
         if not self.caches.has(pin):
             self.client.renew(pin, 0, "its prompt cache was deleted before")
 
     def _decide_session(self, request_id: str, seconds: float) -> None:
-        """A conversation whose tool call is under way comes back with the result: its pages are kept over those of others."""
-        self.client.renew(session_name(request_id), seconds, "a tool call is under way" if seconds else "no tool was called")
+        """A conversation whose tool call is under way comes back with the result: its pages are
+        kept over those of others."""
+        self.client.renew(
+            session_name(request_id),
+            seconds,
+            "a tool call is under way" if seconds else "no tool was called",
+        )
 
 
 def _record(call: RequestContext, delta: Delta, text: TextDelta) -> None:

@@ -12,8 +12,8 @@ T = TypeVar("T")
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """The items of all streams in order of arrival, each with the number of its stream.
 
-    When it ends, for whatever reason, they are all closed. The queue is bounded: what a slow reader has not taken stays in the
-    streams.
+    When it ends, for whatever reason, they are all closed. The queue is bounded: what a slow reader
+    has not taken stays in the streams.
     """
     if len(streams) == 1:
         try:
@@ -22,7 +22,9 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         finally:
             await streams[0].aclose()
         return
-    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue(maxsize=len(streams))
+    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue(
+        maxsize=len(streams)
+    )
 
     async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
         try:

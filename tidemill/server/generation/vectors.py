@@ -1,4 +1,5 @@
-"""Vectors as bytes: the number formats and byte orders in which an embedding can be asked for. Loads neither torch nor numpy."""
+"""Vectors as bytes: the number formats and byte orders in which an embedding can be asked for.
+Loads neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ EmbedDType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "little", "big"]
 
 _MAX_HALF = 65504.0
-_FP8 = {"fp8_e4m3": (3, 7, 448.0), "fp8_e5m2": (2, 15, 57344.0)}  # bits of the mantissa, bias, largest
+_FP8 = {
+    "fp8_e4m3": (3, 7, 448.0),
+    "fp8_e5m2": (2, 15, 57344.0),
+}  # bits of the mantissa, bias, largest
 
 
 def packed(vector: Sequence[float], dtype: EmbedDType, endianness: Endianness) -> bytes:
@@ -24,10 +28,16 @@ def packed(vector: Sequence[float], dtype: EmbedDType, endianness: Endianness) -
         case "float32":
             return struct.pack(f"{order}{len(vector)}f", *vector)
         case "float16":
-            return struct.pack(f"{order}{len(vector)}e", *(max(-_MAX_HALF, min(value, _MAX_HALF)) for value in vector))
+            return struct.pack(
+                f"{order}{len(vector)}e",
+                *(max(-_MAX_HALF, min(value, _MAX_HALF)) for value in vector),
+            )
         case "bfloat16":
             bits = struct.unpack(f"<{len(vector)}I", struct.pack(f"<{len(vector)}f", *vector))
-            return struct.pack(f"{order}{len(vector)}H", *((each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits))
+            return struct.pack(
+                f"{order}{len(vector)}H",
+                *((each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits),
+            )
         case _:
             return bytes(_fp8(value, dtype) for value in vector)
 

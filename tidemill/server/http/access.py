@@ -1,7 +1,8 @@
 """Access control: keys, hosts, origins and paths, checked before a request reaches any route.
 
-Keys are kept as SHA-256 digests and compared in constant time. Each key is a tenant. A web page of another origin cannot use a
-visitor's browser to reach the server: its Origin is refused, and so is a Host that is not allowed (DNS rebinding).
+Keys are kept as SHA-256 digests and compared in constant time. Each key is a tenant. A web page of
+another origin cannot use a visitor's browser to reach the server: its Origin is refused, and so is
+a Host that is not allowed (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -26,17 +27,29 @@ from tidemill.server.http.context import RequestContext
 from tidemill.server.http.errors import error_body, format_error, headers_of
 from tidemill.server.http.target import path_of
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS  # for supervisors; the page holds no data
+OPEN_PATHS = (
+    frozenset({"/health", "/ready", "/ping"}) | page.PATHS
+)  # for supervisors; the page holds no data
 # They show the requests of all tenants, or change the models of all.
 ADMIN_PATHS = frozenset({
-    "/flush_cache", "/load", "/metrics", "/slots", "/v1/engine/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/flush_cache", "/load", "/metrics", "/slots", "/v1/engine/live", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 })  # fmt: skip
-MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
+MOST_URGENT, LEAST_URGENT = (
+    -100,
+    100,
+)  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16  # for others than this machine
 _MAKE_KEY = "Make one with: python3 -c 'import secrets; print(secrets.token_urlsafe(24))'"
-SHORT_KEY = f"Note: an API key has fewer than {_MIN_KEY_CHARS} characters, so other programs of this machine may guess it."
+SHORT_KEY = (
+    f"Note: an API key has fewer than {_MIN_KEY_CHARS} characters, so other programs of "
+    "this machine may guess it."
+)
 _FOR_PAGES = (
-    (b"access-control-expose-headers", b"x-request-id, x-tidemill-ignored, x-should-retry, retry-after"),
+    (
+        b"access-control-expose-headers",
+        b"x-request-id, x-tidemill-ignored, x-should-retry, retry-after",
+    ),
     (b"vary", b"origin"),
 )
 _PREFLIGHT_S = 600  # for which a browser may remember the answer
@@ -87,19 +100,28 @@ class Access:
         origins: list[str],
         request_templates: bool = False,
     ) -> Access:
-        """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally ` priority=N`."""
+        """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally `
+        priority=N`."""
         given = [(key, "api_key", "") for key in keys]
         if key_file is not None:
             try:
                 lines = list(enumerate(Path(key_file).expanduser().read_text().splitlines(), 1))
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"The key file cannot be read: {error}.", param="api_key_file") from error
-            given += [(line, "api_key_file", f"{key_file}, line {at}: ") for at, line in lines if line.strip() and line[0] != "#"]
+                raise ConfigError(
+                    f"The key file cannot be read: {error}.", param="api_key_file"
+                ) from error
+            given += [
+                (line, "api_key_file", f"{key_file}, line {at}: ")
+                for at, line in lines
+                if line.strip() and line[0] != "#"
+            ]
         given_admin = [(key, "admin_key", "") for key in admin_keys]
         return Access(
             keys=_parse_keys(given),
             admin_keys=_parse_keys(given_admin),
-            has_short_key=any(len(text.split()[0]) < _MIN_KEY_CHARS for text, _, _ in given + given_admin),
+            has_short_key=any(
+                len(text.split()[0]) < _MIN_KEY_CHARS for text, _, _ in given + given_admin
+            ),
             hosts=frozenset(host.lower() for host in hosts),
             origins=frozenset(map(_origin_given, origins)),
             request_templates=request_templates,
@@ -116,7 +138,8 @@ class Access:
             ipaddress.ip_address(host)
         except ValueError:
             raise Forbidden(
-                f"The host {given[:100]!r} is not served here.", fix="Serve with --allowed-host if this name is yours."
+                f"The host {given[:100]!r} is not served here.",
+                fix="Serve with --allowed-host if this name is yours.",
             ) from None
 
     def is_allowed(self, origin: str) -> bool:
@@ -129,7 +152,8 @@ class Access:
         """`origin`: of the web page that sends the request; empty: none."""
         if origin and not self.is_allowed(origin) and origin.partition("://")[2] != host.lower():
             raise Forbidden(
-                f"Pages of {origin[:100]!r} may not use this server.", fix="Serve with --allowed-origin if that page is yours."
+                f"Pages of {origin[:100]!r} may not use this server.",
+                fix="Serve with --allowed-origin if that page is yours.",
             )
 
     def caller(self, path: str, headers: Mapping[bytes, str]) -> Caller:
@@ -160,25 +184,40 @@ class Access:
     def caller_with(self, key: str) -> Caller | None:
         """Every digest is compared, so that the time taken does not depend on which one matches."""
         given = hashlib.sha256(key.encode("latin-1")).digest()
-        found = [digest for digest in (*self.admin_keys, *self.keys) if hmac.compare_digest(given, digest)]
+        found = [
+            digest
+            for digest in (*self.admin_keys, *self.keys)
+            if hmac.compare_digest(given, digest)
+        ]
         return self._caller(found[0]) if found else None
 
     def _caller(self, digest: bytes) -> Caller:
         is_admin = digest in self.admin_keys
-        return Caller(tenant_name(digest), is_admin, (self.admin_keys if is_admin else self.keys)[digest])
+        return Caller(
+            tenant_name(digest), is_admin, (self.admin_keys if is_admin else self.keys)[digest]
+        )
 
     def check_may_see_all(self, caller: Caller) -> None:
         """The admin may see requests of every tenant; a sole key has only its own to see."""
         if caller.is_admin or (not self.admin_keys and len(self.keys) == 1):
             return
-        fix = "Send an admin key." if self.admin_keys else "Start the server with --admin-key, and send that key."
-        raise Forbidden("This shows the requests or changes the models of all tenants, so it needs an admin key.", fix=fix)
+        fix = (
+            "Send an admin key."
+            if self.admin_keys
+            else "Start the server with --admin-key, and send that key."
+        )
+        raise Forbidden(
+            "This shows the requests or changes the models of all tenants, so it needs an "
+            "admin key.",
+            fix=fix,
+        )
 
     def check_host_is_safe(self, host: str) -> None:
         """Without keys, and with one that can be guessed, only this machine is served."""
         if not self.keys and not self.admin_keys and not _is_loopback(host):
             raise ConfigError(
-                f"Listening on {host} without an API key would serve everybody who can reach this machine.",
+                f"Listening on {host} without an API key would serve everybody who can reach "
+                "this machine.",
                 fix="Give --api-key or --api-key-file, or listen on 127.0.0.1.",
             )
         if not _is_loopback(host):
@@ -186,12 +225,16 @@ class Access:
 
     def check_keys_are_long(self, where: str) -> None:
         if self.has_short_key:
-            raise ConfigError(f"An API key of fewer than {_MIN_KEY_CHARS} characters can be guessed {where}.", fix=_MAKE_KEY)
+            raise ConfigError(
+                f"An API key of fewer than {_MIN_KEY_CHARS} characters can be guessed {where}.",
+                fix=_MAKE_KEY,
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`tenant`: a name for the key: the unit of fair scheduling and of prefix cache isolation. Empty without keys."""
+    """`tenant`: a name for the key: the unit of fair scheduling and of prefix cache isolation.
+    Empty without keys."""
 
     tenant: str = ""
     is_admin: bool = False
@@ -200,12 +243,14 @@ class Caller:
     call: RequestContext = field(default_factory=RequestContext)
 
     def priority_of(self, asked: int | None) -> int:
-        """The priority of a request that asks for this one. A key may lower the urgency of its requests; an admin may choose."""
+        """The priority of a request that asks for this one. A key may lower the urgency of its
+        requests; an admin may choose."""
         priority = self.priority if asked is None else asked
         most_urgent = MOST_URGENT if self.is_admin else self.priority
         if not most_urgent <= priority <= LEAST_URGENT:
             raise Forbidden(
-                f"This key may ask for a priority from {most_urgent} to {LEAST_URGENT}; got {priority} (lower is more urgent).",
+                f"This key may ask for a priority from {most_urgent} to {LEAST_URGENT}; got "
+                f"{priority} (lower is more urgent).",
                 fix="Leave priority out, or send an admin key.",
                 param="priority",
             )
@@ -213,9 +258,12 @@ class Caller:
 
 
 def is_admin_path(path: str) -> bool:
-    """An admin's route, also under a prefix: the router does not know the root paths of its servers. None begins with /v1."""
+    """An admin's route, also under a prefix: the router does not know the root paths of its
+    servers. None begins with /v1."""
     path = path.rstrip("/")
-    return path in ADMIN_PATHS or (path.endswith(tuple(ADMIN_PATHS)) and not path.startswith("/v1/"))
+    return path in ADMIN_PATHS or (
+        path.endswith(tuple(ADMIN_PATHS)) and not path.startswith("/v1/")
+    )
 
 
 def tenant_name(digest: bytes) -> str:
@@ -226,8 +274,17 @@ def _origin_given(origin: str) -> str:
     if origin in (_ANY_ORIGIN, _LOCAL_ORIGINS):
         return origin
     url = urlsplit(origin)
-    if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query or url.fragment:
-        fix = "It must be a scheme and a host, and a port if there is one, like https://app.example.org; or localhost, or *."
+    if (
+        url.scheme not in ("http", "https")
+        or not url.hostname
+        or url.path.strip("/")
+        or url.query
+        or url.fragment
+    ):
+        fix = (
+            "It must be a scheme and a host, and a port if there is one, like "
+            "https://app.example.org; or localhost, or *."
+        )
         raise ConfigError(f"An allowed origin is {origin!r}.", fix=fix, param="allowed_origin")
     return origin.rstrip("/").lower()
 
@@ -242,7 +299,10 @@ def _parse_keys(given: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
         except ConfigError as error:
             raise ConfigError(where + error.message, fix=error.fix, param=param) from None
         if keys.setdefault(digest, priority) != priority:
-            raise ConfigError(f"A key is given twice, with priority {keys[digest]} and {priority}.", fix="Give it once.")
+            raise ConfigError(
+                f"A key is given twice, with priority {keys[digest]} and {priority}.",
+                fix="Give it once.",
+            )
     return keys
 
 
@@ -253,7 +313,10 @@ def _priority_given(settings: str) -> int:
     if not found or not MOST_URGENT <= int(found[1]) <= LEAST_URGENT:
         raise ConfigError(
             f"After an API key comes {settings[:50]!r}.",
-            fix=f"Give nothing, or priority=N with N from {MOST_URGENT} (most urgent) to {LEAST_URGENT}.",
+            fix=(
+                f"Give nothing, or priority=N with N from {MOST_URGENT} (most urgent) to "
+                f"{LEAST_URGENT}."
+            ),
         )
     return int(found[1])
 
@@ -262,7 +325,10 @@ def _digest_given(key: str) -> bytes:
     if re.fullmatch(r"sha256:[0-9a-f]{64}", key):
         return bytes.fromhex(key[7:])
     if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError("An API key must be printable ASCII characters without spaces, or sha256:HEX.", fix=_MAKE_KEY)
+        raise ConfigError(
+            "An API key must be printable ASCII characters without spaces, or sha256:HEX.",
+            fix=_MAKE_KEY,
+        )
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -322,7 +388,8 @@ async def _refuse(error: TidemillError, call: RequestContext, send: Send) -> Non
 
 
 async def _preflight(origin: str, asked: str, send: Send) -> None:
-    """A CORS preflight. Its origin has been checked. `asked`: names of headers; browser SDKs have many of their own."""
+    """A CORS preflight. Its origin has been checked. `asked`: names of headers; browser SDKs have
+    many of their own."""
     allowed = asked if re.fullmatch(r"[A-Za-z0-9_ ,-]{1,4096}", asked) else _ALLOWED_HEADERS
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
@@ -336,7 +403,11 @@ async def _preflight(origin: str, asked: str, send: Send) -> None:
 def _with_origin(send: Send, origin: str) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"access-control-allow-origin", origin.encode()), *_FOR_PAGES]
+            message["headers"] = [
+                *message["headers"],
+                (b"access-control-allow-origin", origin.encode()),
+                *_FOR_PAGES,
+            ]
         await send(message)
 
     return sending

@@ -1,7 +1,9 @@
-"""Work on large requests and responses beside the event loop, so that other responses go on meanwhile.
+"""Work on large requests and responses beside the event loop, so that other responses go on
+meanwhile.
 
-Python runs one thread at a time and changes between them every millisecond, but never amid one call of a library: such work is
-made of calls that take little each. One thread does all of it: the event loop never waits for more than one of these calls.
+Python runs one thread at a time and changes between them every millisecond, but never amid one call
+of a library: such work is made of calls that take little each. One thread does all of it: the event
+loop never waits for more than one of these calls.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ _json = msgspec.json.Encoder().encode
 
 async def aside(work: Callable[[], T], size: int = LARGE_BYTES) -> T:
     """In the thread, if `size`, in bytes of JSON or the like, is large."""
-    return await asyncio.get_running_loop().run_in_executor(_thread, work) if size >= LARGE_BYTES else work()
+    return (
+        await asyncio.get_running_loop().run_in_executor(_thread, work)
+        if size >= LARGE_BYTES
+        else work()
+    )
 
 
 def switch_often() -> None:

@@ -1,8 +1,9 @@
 """Request bodies: JSON of bounded size, validated by a model; errors name the parameter.
 
-Three rules: null means absent; a standard field that cannot change the output is accepted and named in the response header
-x-tidemill-ignored; a field that would change the output and is not supported is refused by name. Where an API's own server
-ignores fields that it does not know, they are ignored and named here, too (`Body.ignores_unknown`).
+Three rules: null means absent; a standard field that cannot change the output is accepted and named
+in the response header x-tidemill-ignored; a field that would change the output and is not supported
+is refused by name. Where an API's own server ignores fields that it does not know, they are ignored
+and named here, too (`Body.ignores_unknown`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
@@ -28,7 +37,8 @@ from tidemill.server.http.responses import ClientGone
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
 MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
-# Parsing a body keeps the event loop from others for some calls of a library, so the number of its parts is bounded. A text with
+# Parsing a body keeps the event loop from others for some calls of a library, so the number of its
+# parts is bounded. A text with
 # more of these characters would hardly fit a context.
 MAX_PARTS = 2**16  # objects, lists and members
 MAX_ITEMS = 2**19  # such as token ids
@@ -36,7 +46,13 @@ _MAX_MISTAKES = 1000  # that are looked at one by one
 _FEW_MISTAKES = 4  # of which the values are looked at, too
 _MAX_SHOWN = 100  # characters of a value in an error
 _NULL = {"type": "null"}
-_ABOUT = {"title", "description", "default", "examples", "deprecated"}  # of a schema: what allows or forbids nothing
+_ABOUT = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+}  # of a schema: what allows or forbids nothing
 _EVENT = {  # of a stream: its schema is that of each
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -53,11 +69,14 @@ _ALL_WITHIN_S = 120.0
 UPLOAD_WITHIN_S = 3600.0
 
 
-UnsignedSeed = Annotated[int, AfterValidator(lambda seed: -1 if seed == 2**32 - 1 else seed)]  # llama.cpp's
+UnsignedSeed = Annotated[
+    int, AfterValidator(lambda seed: -1 if seed == 2**32 - 1 else seed)
+]  # llama.cpp's
 
 
 class NotJSON(InvalidRequest):
-    """Only JSON is accepted: a web page of another origin cannot send that content type without a preflight request."""
+    """Only JSON is accepted: a web page of another origin cannot send that content type without a
+    preflight request."""
 
     status = 415
 
@@ -69,7 +88,9 @@ class TooSlow(InvalidRequest):
 
 
 def _failing_fast(schema: Any) -> Any:
-    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+    for inner in (
+        schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    ):
         _failing_fast(inner)
     if isinstance(schema, dict) and schema.get("type") == "list":
         schema["fail_fast"] = True
@@ -99,7 +120,11 @@ class Body(BaseModel):
             dropped |= given.keys() - cls.model_fields.keys()
         if info.context is not None:
             info.context.ignored.update(dropped)
-        return {name: value for name, value in given.items() if name not in dropped} if dropped else given
+        return (
+            {name: value for name, value in given.items() if name not in dropped}
+            if dropped
+            else given
+        )
 
 
 async def parsed(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
@@ -108,7 +133,8 @@ async def parsed(model: type[M], body: bytes, call: RequestContext | None = None
 
 
 def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the body as `model`. `untyped`: of any content type, unless a web page sends it."""
+    """A dependency that reads the body as `model`. `untyped`: of any content type, unless a web
+    page sends it."""
 
     async def read(request: Request) -> M:
         return await parsed(model, await raw_body(request, untyped), request.scope["state"]["call"])
@@ -119,27 +145,36 @@ def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaita
 async def raw_body(request: Request, untyped: bool = False) -> bytes:
     """A JSON body as it is, of bounded size."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and (not untyped or _BY_PAGES.intersection(request.headers)):
+    if content_type != "application/json" and (
+        not untyped or _BY_PAGES.intersection(request.headers)
+    ):
         raise NotJSON(
             f"The content type is {content_type[:100]!r}.",
             fix="Send application/json (curl: -H 'Content-Type: application/json').",
         )
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise NotJSON(f"The content encoding {coding[:100]!r} is not supported.", fix="Send the body uncompressed.")
+        raise NotJSON(
+            f"The content encoding {coding[:100]!r} is not supported.",
+            fix="Send the body uncompressed.",
+        )
     return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
 
 
 def is_too_much(body: bytes) -> bool:
     """It has more parts than are parsed."""
-    return body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS
+    return (
+        body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS
+        or body.count(b",") > MAX_ITEMS
+    )
 
 
 def parse(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
     """What is ignored is noted in the call."""
     if is_too_much(body):
         raise RequestTooLarge(
-            f"The body has more than {MAX_PARTS} objects, lists and members, or more than {MAX_ITEMS} items.",
+            f"The body has more than {MAX_PARTS} objects, lists and members, or more than "
+            f"{MAX_ITEMS} items.",
             fix="Send less at once; a longer prompt as text, not as token ids.",
         )
     try:
@@ -156,20 +191,25 @@ def read(model: type[M], given: dict[str, Any]) -> M:
         raise _explain(error, model) from None
 
 
-async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGenerator[bytes, None]:
+async def parts_of(
+    request: Request, max_bytes: int, within_s: float
+) -> AsyncGenerator[bytes, None]:
     """The body as it arrives; refused as soon as it is too large, whatever its Content-Length."""
     num_bytes = 0
     stream, end = request.stream(), time.monotonic() + within_s
     while True:
         try:
-            part = await asyncio.wait_for(anext(stream), min(_NEXT_PART_WITHIN_S, end - time.monotonic()))
+            part = await asyncio.wait_for(
+                anext(stream), min(_NEXT_PART_WITHIN_S, end - time.monotonic())
+            )
         except StopAsyncIteration:
             return
         except ClientDisconnect:
             raise ClientGone from None
         except TimeoutError:
             raise TooSlow(
-                f"A body must arrive within {within_s:.0f} s, and each part of it within {_NEXT_PART_WITHIN_S:.0f} s."
+                f"A body must arrive within {within_s:.0f} s, and each part of it within "
+                f"{_NEXT_PART_WITHIN_S:.0f} s."
             ) from None
         num_bytes += len(part)
         if num_bytes > max_bytes:
@@ -186,10 +226,23 @@ class _Schema(UserDict):
     @cached_property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
         schema = self._model.model_json_schema()
-        made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
-        besides = {field: content for field, content in _BESIDES_JSON.items() if field in self._model.model_fields}
+        made = {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": _inlined(schema, schema)}},
+            }
+        }
+        besides = {
+            field: content
+            for field, content in _BESIDES_JSON.items()
+            if field in self._model.model_fields
+        }
         if besides:
-            made["responses"] = {"200": {"content": {kind: {"schema": of_kind} for kind, of_kind in besides.values()}}}
+            made["responses"] = {
+                "200": {
+                    "content": {kind: {"schema": of_kind} for kind, of_kind in besides.values()}
+                }
+            }
         return made
 
 
@@ -199,15 +252,19 @@ def schema_of(model: type[BaseModel]) -> Any:
 
 
 def _inlined(schema: Any, root: dict[str, Any]) -> Any:
-    """Without references, which would be resolved against the whole document; with the limits of SamplingParams, and null for
-    whatever may be absent."""
+    """Without references, which would be resolved against the whole document; with the limits of
+    SamplingParams, and null for whatever may be absent."""
     if isinstance(schema, list):
         return [_inlined(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _inlined(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
-    made = {name: _inlined(value, root) for name, value in schema.items() if name not in ("$defs", "discriminator")}
+    made = {
+        name: _inlined(value, root)
+        for name, value in schema.items()
+        if name not in ("$defs", "discriminator")
+    }
     for name, inner in made.get("properties", {}).items():
         for kind in inner.get("anyOf", [inner]):
             if kind.get("type") == "integer" and name in INTEGERS:
@@ -219,7 +276,8 @@ def _inlined(schema: Any, root: dict[str, Any]) -> Any:
         made["additionalProperties"] = _NULL
         required = made.get("required", ())
         made["properties"] = {
-            name: inner if name in required else _or_null(inner) for name, inner in made.get("properties", {}).items()
+            name: inner if name in required else _or_null(inner)
+            for name, inner in made.get("properties", {}).items()
         }
     return made
 
@@ -228,32 +286,53 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     if not schema.keys() - _ABOUT:  # anything
         return schema
     about = {name: value for name, value in schema.items() if name in _ABOUT}
-    kinds = schema.get("anyOf") or [{name: value for name, value in schema.items() if name not in _ABOUT}]
+    kinds = schema.get("anyOf") or [
+        {name: value for name, value in schema.items() if name not in _ABOUT}
+    ]
     return about | {"anyOf": kinds if _NULL in kinds else [*kinds, _NULL]}
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
-    """The first error, with the parameter's name; of a union, the error of the member that fits best."""
+    """The first error, with the parameter's name; of a union, the error of the member that fits
+    best."""
     if error.error_count() > _MAX_MISTAKES:  # formatting them all would take seconds
-        return InvalidRequest(f"The body has {error.error_count()} errors.", fix="Compare it with /openapi.json.")
+        return InvalidRequest(
+            f"The body has {error.error_count()} errors.", fix="Compare it with /openapi.json."
+        )
     # Each input is a copy, and those of many mistakes may be of the same large object.
-    problems = error.errors(include_url=False, include_context=True, include_input=error.error_count() <= _FEW_MISTAKES)
+    problems = error.errors(
+        include_url=False, include_context=True, include_input=error.error_count() <= _FEW_MISTAKES
+    )
     of_first = (one for one in problems if one["loc"][:1] == problems[0]["loc"][:1])
-    first = max(of_first, key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short")))
+    first = max(
+        of_first, key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short"))
+    )
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not JSON: {first['ctx'].get('error', 'malformed')}.")
     path = [str(part) for part in first["loc"] if "[" not in str(part)]
     if not path:
         return InvalidRequest("The body must be a JSON object.")
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[0], model.model_fields, n=1, cutoff=0.75) if len(path) == 1 else []
+        near = (
+            difflib.get_close_matches(path[0], model.model_fields, n=1, cutoff=0.75)
+            if len(path) == 1
+            else []
+        )
         fix = f"Did you mean {near[0]}?" if near else ""
-        return InvalidRequest(f"The parameter {'.'.join(path)!r} is not supported.", fix=fix, param=path[0])
+        return InvalidRequest(
+            f"The parameter {'.'.join(path)!r} is not supported.", fix=fix, param=path[0]
+        )
     if first["type"] == "missing":
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is required.", param=path[0])
     what = first["msg"].removeprefix("Value error, ")
-    if first["type"] != "value_error":  # pydantic's own: with its name of the mistake, which clients of vLLM look for
+    if (
+        first["type"] != "value_error"
+    ):  # pydantic's own: with its name of the mistake, which clients of vLLM look for
         given = first.get("input")
-        got = f"; got {given[:_MAX_SHOWN]!r}" if first["type"] == "literal_error" and isinstance(given, str) else ""
+        got = (
+            f"; got {given[:_MAX_SHOWN]!r}"
+            if first["type"] == "literal_error" and isinstance(given, str)
+            else ""
+        )
         what = f"{what}{got} ({first['type']})"
     return InvalidRequest(f"The parameter {path[0]!r} is not valid: {what}.", param=path[0])

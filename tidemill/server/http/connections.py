@@ -1,5 +1,6 @@
-"""HTTP connections with bounds: how many there may be, how long headers, the rest of a body and an idle connection may take, how
-many bytes they may have, and how long a response may wait for a client that does not read it."""
+"""HTTP connections with bounds: how many there may be, how long headers, the rest of a body and an
+idle connection may take, how many bytes they may have, and how long a response may wait for a
+client that does not read it."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ MAX_CONNECTIONS = 8192
 MAX_IDLE_PER_ADDRESS = 1024  # connections without a request under way
 _MAX_FILES = 2**16  # that this process asks for
 _RESERVED_FILES = 256  # which connections leave to engine restarts, workers and storage
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_TOO_MANY_OF_YOURS = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_CLOSE = b"connection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n" + _CLOSE
+_TOO_MANY_OF_YOURS = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\n" + _CLOSE
 
 
 class Connections:
-    """How many there may be, and how many of each address are idle. One address can fill half of them at most with idle ones."""
+    """How many there may be, and how many of each address are idle. One address can fill half of
+    them at most with idle ones."""
 
     def __init__(self, max_total: int = MAX_CONNECTIONS) -> None:
         self.max_total = max_total
@@ -67,14 +70,22 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_idle and not self._in_headers and not self._in_body:
             self._expect_headers()
         self._num_bytes += len(data)
-        if self._in_headers and self._num_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]:
+        if (
+            self._in_headers
+            and self._num_bytes > MAX_HEADER_BYTES
+            and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]
+        ):
             self._refuse(_TOO_LARGE)
             return
         super().data_received(data)
-        if self._in_headers and self._num_bytes > MAX_HEADER_BYTES:  # empty lines, which the parser takes for nothing
+        if (
+            self._in_headers and self._num_bytes > MAX_HEADER_BYTES
+        ):  # empty lines, which the parser takes for nothing
             self._refuse(_TOO_LARGE)
         is_complete = self.cycle is not None and self.cycle.response_complete
-        if self._in_body and self._num_bytes > (MAX_BODY_BYTES if is_complete else MAX_HEADER_BYTES):
+        if self._in_body and self._num_bytes > (
+            MAX_BODY_BYTES if is_complete else MAX_HEADER_BYTES
+        ):
             self.transport.close()  # trailers without end, or a body that nobody wants
 
     def _refuse(self, response: bytes) -> None:
@@ -118,7 +129,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_reading()
 
     def _expect_reading(self) -> None:
-        self._unread = self.loop.call_later(READ_WITHIN_S, self._see_reading, self.transport.get_write_buffer_size())
+        self._unread = self.loop.call_later(
+            READ_WITHIN_S, self._see_reading, self.transport.get_write_buffer_size()
+        )
 
     def _see_reading(self, num_bytes: int) -> None:
         """A client that has taken anything meanwhile is only slow."""
@@ -161,11 +174,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def max_connections() -> int:
-    """Raises the limit of open files as far as this process may, and leaves some of them in reserve."""
+    """Raises the limit of open files as far as this process may, and leaves some of them in
+    reserve."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems have another limit below the hard one
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # some systems have another limit below the hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     num_files = _MAX_FILES if soft == resource.RLIM_INFINITY else soft

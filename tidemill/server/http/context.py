@@ -1,7 +1,7 @@
 """A call of the API: its id, its figures, and its line in the request log.
 
-The line has the tenant, token counts, times and how the call ended; never a text. Refused calls are logged at a limited rate, so
-that a flood of them does not fill the disk.
+The line has the tenant, token counts, times and how the call ended; never a text. Refused calls are
+logged at a limited rate, so that a flood of them does not fill the disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _PREFIXES = {
     "/v2/embed": "embd",
     "/v1/score": "score",
 }
-_WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names
+_WITHOUT_V1 = frozenset(
+    {"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"}
+)  # llama.cpp's names
 _LLAMACPP = frozenset({"/completion", "/completions", "/infill", "/embedding", "/embeddings"})
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
 _MAX_IGNORED_NAMED = 64  # fields in a header
@@ -69,8 +71,12 @@ class RequestContext:
     finish_reason: str = ""
     error: str = ""  # its type
     status: int = 0
-    labels: list[str] = field(default_factory=list)  # what the client calls it; others may be called the same
-    trace: dict[str, str] = field(default_factory=dict)  # traceparent and tracestate, as the client sent them
+    labels: list[str] = field(
+        default_factory=list
+    )  # what the client calls it; others may be called the same
+    trace: dict[str, str] = field(
+        default_factory=dict
+    )  # traceparent and tracestate, as the client sent them
     is_llamacpp: bool = False  # called under a path that only llama.cpp has
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
 
@@ -96,7 +102,11 @@ class RequestContext:
         }
         fields = {name: value for name, value in fields.items() if value}
         if self.num_prompt:
-            fields |= {"prompt_tokens": self.num_prompt, "cached_tokens": self.num_cached, "output_tokens": self.num_output}
+            fields |= {
+                "prompt_tokens": self.num_prompt,
+                "cached_tokens": self.num_cached,
+                "output_tokens": self.num_output,
+            }
             fields["queue_ms"] = round(1000 * self.queue_s, 1)
         if self.first_s:
             fields["first_token_ms"] = round(1000 * (self.first_s - self.begun_s), 1)
@@ -114,17 +124,25 @@ def new_id(prefix: str) -> str:
 
 
 class RequestLog:
-    """A line for each call that has ended, to stderr or to a file. If the file is moved away, a new one is made."""
+    """A line for each call that has ended, to stderr or to a file. If the file is moved away, a new
+    one is made."""
 
     def __init__(self, path: Path | None = None, log_format: str = "text") -> None:
         if log_format not in ("text", "json"):
             raise ConfigError(f"There is no log format {log_format!r}.", fix="Choose text or json.")
         self._is_json = log_format == "json"
         try:
-            self._handler: logging.Handler = WatchedFileHandler(path) if path else logging.StreamHandler(sys.stderr)
+            self._handler: logging.Handler = (
+                WatchedFileHandler(path) if path else logging.StreamHandler(sys.stderr)
+            )
         except OSError as error:
-            raise ConfigError(f"The log file cannot be written: {error}.", fix="Choose another --log-file.") from error
-        self._left, self._since_s = float(_REFUSED_AT_ONCE), time.monotonic()  # refusals that may be logged now
+            raise ConfigError(
+                f"The log file cannot be written: {error}.", fix="Choose another --log-file."
+            ) from error
+        self._left, self._since_s = (
+            float(_REFUSED_AT_ONCE),
+            time.monotonic(),
+        )  # refusals that may be logged now
         self._num_unlogged = 0
         self._is_failing = False
 
@@ -146,16 +164,22 @@ class RequestLog:
     def _emit(self, fields: dict[str, Any]) -> None:
         text = msgspec.json.encode(fields).decode() if self._is_json else _as_text(fields)
         try:
-            self._handler.emit(logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None))
+            self._handler.emit(
+                logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None)
+            )
             self._is_failing = False
-        except OSError as error:  # its folder is gone, or the disk is full: calls do not fail for that
+        except (
+            OSError
+        ) as error:  # its folder is gone, or the disk is full: calls do not fail for that
             if not self._is_failing:
                 _log.error("the request log cannot be written: %s", error)
             self._is_failing = True
 
     def _may_log_refusal(self) -> bool:
         now = time.monotonic()
-        self._left = min(self._left + _REFUSED_PER_S * (now - self._since_s), float(_REFUSED_AT_ONCE))
+        self._left = min(
+            self._left + _REFUSED_PER_S * (now - self._since_s), float(_REFUSED_AT_ONCE)
+        )
         self._since_s = now
         if self._left < 1:
             return False
@@ -175,7 +199,8 @@ def _as_text(fields: dict[str, Any]) -> str:
 
 
 def _named(fields: set[str]) -> bytes:
-    """Names of fields as the value of a header. Some are the client's own: only words, and not too many."""
+    """Names of fields as the value of a header. Some are the client's own: only words, and not too
+    many."""
     words = sorted({name if re.fullmatch(ID_PATTERN, name) else "?" for name in fields})
     if len(words) > _MAX_IGNORED_NAMED:
         words = [*words[:_MAX_IGNORED_NAMED], "..."]
@@ -183,8 +208,8 @@ def _named(fields: set[str]) -> bytes:
 
 
 class RequestMiddleware:
-    """The outermost layer: gives each call an id, sends it or the client's label back, and writes the log line at the end. A name
-    that is not valid is ignored."""
+    """The outermost layer: gives each call an id, sends it or the client's label back, and writes
+    the log line at the end. A name that is not valid is ignored."""
 
     def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
         self._app, self._log = app, log
@@ -195,12 +220,23 @@ class RequestMiddleware:
             return
         is_llamacpp = scope["path"] in _WITHOUT_V1 or scope["path"] in _LLAMACPP
         if scope["path"] in _WITHOUT_V1:
-            scope = dict(scope) | {"path": f"/v1{scope['path']}", "raw_path": b"/v1" + scope.get("raw_path", b"")}
+            scope = dict(scope) | {
+                "path": f"/v1{scope['path']}",
+                "raw_path": b"/v1" + scope.get("raw_path", b""),
+            }
         path = scope["path"]
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        given = next(
+            (value for name, value in scope["headers"] if name == b"x-request-id"), b""
+        ).decode("latin-1")
         labels = [given] if re.fullmatch(ID_PATTERN, given) else []
-        trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
-        call = RequestContext(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace)
+        trace = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _TRACE_HEADERS
+        }
+        call = RequestContext(
+            new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace
+        )
         call.is_llamacpp = is_llamacpp
         scope.setdefault("state", {})["call"] = call
 

@@ -1,4 +1,5 @@
-"""Errors as OpenAI clients expect them: {"error": {message, type, param, code}}. No paths, no tracebacks."""
+"""Errors as OpenAI clients expect them: {"error": {message, type, param, code}}. No paths, no
+tracebacks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ _log = logging.getLogger("tidemill.server")
 _TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 _ERROR = {
     "type": "object",
-    "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": _TEXT,
+        "code": _TEXT,
+    },
     "required": ["message", "type", "param", "code"],
 }
 _SCHEMA = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
@@ -37,16 +43,26 @@ DESCRIBED: dict[int | str, dict[str, Any]] = {
         "description": "The request was refused; the message says why.",
         "content": {"application/json": {"schema": _SCHEMA}},
     },
-    "5XX": {"description": "A server error.", "content": {"application/json": {"schema": {"type": "object"}}}},
+    "5XX": {
+        "description": "A server error.",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    },
 }
 
 
-_FINAL = (Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed, NotOffered)  # the same request would end in the same way
+_FINAL = (
+    Cancelled,
+    ClientTooSlow,
+    DeadlineExceeded,
+    ModelFailed,
+    NotOffered,
+)  # the same request would end in the same way
 _TRY_AGAIN = (408, 409, 429)
 
 
 _OF_ANTHROPIC = {  # types of errors by status; others keep theirs
-    404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error",
+    404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 500: "api_error", 503:
+    "overloaded_error",
     507: "api_error",
 }  # fmt: skip
 
@@ -55,17 +71,29 @@ def is_anthropic(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-def format_error(path: str, body: dict[str, Any], status: int, request_id: str = "") -> dict[str, Any]:
+def format_error(
+    path: str, body: dict[str, Any], status: int, request_id: str = ""
+) -> dict[str, Any]:
     """An error as the clients of that path's API expect it."""
     if is_anthropic(path):
         error = body["error"] | {"type": _OF_ANTHROPIC.get(status, body["error"]["type"])}
-        return {"type": "error", "error": error} | ({"request_id": request_id} if request_id else {})
+        return {"type": "error", "error": error} | (
+            {"request_id": request_id} if request_id else {}
+        )
     if path.startswith("/api/"):  # Ollama's
         return {"error": body["error"]["message"]}
-    if path in ("/pooling", "/classify") and body["error"]["type"] == "invalid_request_error":  # vLLM's
+    if (
+        path in ("/pooling", "/classify") and body["error"]["type"] == "invalid_request_error"
+    ):  # vLLM's
         return {"error": body["error"] | {"type": "BadRequestError"}}
-    if path == "/v1/score" and body["error"]["type"] == "invalid_request_error":  # also as SGLang has it
-        return body | {"object": "error", "message": body["error"]["message"], "type": "BadRequestError"}
+    if (
+        path == "/v1/score" and body["error"]["type"] == "invalid_request_error"
+    ):  # also as SGLang has it
+        return body | {
+            "object": "error",
+            "message": body["error"]["message"],
+            "type": "BadRequestError",
+        }
     return body
 
 
@@ -93,7 +121,12 @@ def internal_error() -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    def answer(request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
+    def answer(
+        request: Request,
+        body: dict[str, Any],
+        status: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
         made = format_error(request.url.path, body, status, request.state.call.name)
         return JSONResponse(made, status, headers)
 
@@ -107,8 +140,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        kind = request.state.call.error = "invalid_request_error" if error.status_code < 500 else "internal_error"
-        return answer(request, _body(str(error.detail), kind, None, None), error.status_code, error.headers)
+        kind = request.state.call.error = (
+            "invalid_request_error" if error.status_code < 500 else "internal_error"
+        )
+        return answer(
+            request, _body(str(error.detail), kind, None, None), error.status_code, error.headers
+        )
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:

@@ -1,4 +1,5 @@
-"""Where the server listens: a TCP port or a Unix socket, with or without TLS, and under which path."""
+"""Where the server listens: a TCP port or a Unix socket, with or without TLS, and under which
+path."""
 
 from __future__ import annotations
 
@@ -31,8 +32,14 @@ class Listen:
     root_path: str = ""
 
     def __post_init__(self) -> None:
-        if self.root_path and not re.fullmatch(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)+", self.root_path):
-            raise ConfigError(f"The root path is {self.root_path!r}.", fix="Write it like /llm.", param="root_path")
+        if self.root_path and not re.fullmatch(
+            r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)+", self.root_path
+        ):
+            raise ConfigError(
+                f"The root path is {self.root_path!r}.",
+                fix="Write it like /llm.",
+                param="root_path",
+            )
         if f"{self.root_path}/".startswith("/v1/"):
             what = f"The root path is {self.root_path!r}, and the API's own paths begin with /v1."
             raise ConfigError(what, fix="Choose another, like /llm.", param="root_path")
@@ -49,36 +56,59 @@ class Listen:
         if self.tls_cert is None:
             if self.tls_key or self.tls_client_ca:
                 raise ConfigError(
-                    "There is a TLS key or client CA, but no certificate.", fix="Give --tls-cert.", param="tls_cert"
+                    "There is a TLS key or client CA, but no certificate.",
+                    fix="Give --tls-cert.",
+                    param="tls_cert",
                 )
             return {}
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for name, path in (("cert", self.tls_cert), ("key", self.tls_key), ("client-ca", self.tls_client_ca)):
+        for name, path in (
+            ("cert", self.tls_cert),
+            ("key", self.tls_key),
+            ("client-ca", self.tls_client_ca),
+        ):
             if path is not None and not Path(path).exists():
-                raise ConfigError(f"There is no file {str(path)!r}.", fix=f"Check --tls-{name}.", param="tls_cert")
+                raise ConfigError(
+                    f"There is no file {str(path)!r}.", fix=f"Check --tls-{name}.", param="tls_cert"
+                )
         try:
-            context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # rather than to ask for one on the terminal
+            context.load_cert_chain(
+                self.tls_cert, self.tls_key, password=""
+            )  # rather than to ask for one on the terminal
             if self.tls_client_ca is not None:
                 context.load_verify_locations(self.tls_client_ca)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ConfigError(
                 f"The TLS files cannot be used: {error}.",
-                fix="--tls-cert takes a certificate chain, --tls-key its private key without a password, both as PEM.",
+                fix=(
+                    "--tls-cert takes a certificate chain, --tls-key its private key without a "
+                    "password, both as PEM."
+                ),
                 param="tls_cert",
             ) from error
         settings: dict[str, Any] = {"ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key}
         if self.tls_client_ca is not None:
-            settings |= {"ssl_ca_certs": str(self.tls_client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+            settings |= {
+                "ssl_ca_certs": str(self.tls_client_ca),
+                "ssl_cert_reqs": ssl.CERT_REQUIRED,
+            }
         return settings
 
     def open(self) -> socket.socket:
-        return _unix(self.unix_socket, self.unix_socket_mode) if self.unix_socket is not None else _tcp(self.host, self.port)
+        return (
+            _unix(self.unix_socket, self.unix_socket_mode)
+            if self.unix_socket is not None
+            else _tcp(self.host, self.port)
+        )
 
     def close(self, listening: socket.socket) -> None:
         """Removes the Unix socket, unless another server has put its own there."""
         if self.unix_socket is not None:
             with contextlib.suppress(OSError):
-                if isinstance(listening, _UnixSocket) and os.lstat(self.unix_socket).st_ino == listening.inode:
+                if (
+                    isinstance(listening, _UnixSocket)
+                    and os.lstat(self.unix_socket).st_ino == listening.inode
+                ):
                     os.unlink(self.unix_socket)
         listening.close()
 
@@ -95,7 +125,9 @@ def _tcp(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except (OSError, OverflowError) as error:
         listening.close()
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error}.", fix="Choose another --port or --host.") from error
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error}.", fix="Choose another --port or --host."
+        ) from error
     return listening
 
 
@@ -109,7 +141,9 @@ def _unix(path: Path, mode: int) -> socket.socket:
         listening.inode = os.lstat(path).st_ino
     except OSError as error:
         listening.close()
-        raise ConfigError(f"Cannot listen on {path}: {error}.", fix="Choose another --unix-socket.") from error
+        raise ConfigError(
+            f"Cannot listen on {path}: {error}.", fix="Choose another --unix-socket."
+        ) from error
     finally:
         os.umask(umask)
     return listening
@@ -122,13 +156,19 @@ def _remove_stale(path: Path) -> None:
     except OSError:
         return
     if not is_socket:
-        raise ConfigError(f"{path} exists and is not a socket.", fix="Choose another --unix-socket.", param="unix_socket")
+        raise ConfigError(
+            f"{path} exists and is not a socket.",
+            fix="Choose another --unix-socket.",
+            param="unix_socket",
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(5)
         found = probe.connect_ex(str(path))
     if found != errno.ECONNREFUSED:
         raise ConfigError(
-            f"Another program listens on {path}.", fix="Stop it, or choose another --unix-socket.", param="unix_socket"
+            f"Another program listens on {path}.",
+            fix="Stop it, or choose another --unix-socket.",
+            param="unix_socket",
         )
     path.unlink(missing_ok=True)
 
@@ -140,7 +180,9 @@ class RootPathMiddleware:
         self._app, self._root = app, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == self._root:  # the page's links are relative to a folder
+        if (
+            scope["type"] == "http" and scope["path"] == self._root
+        ):  # the page's links are relative to a folder
             await RedirectResponse(f"{self._root}/", 308)(scope, receive, send)
             return
         if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):

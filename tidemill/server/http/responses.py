@@ -1,4 +1,5 @@
-"""Responses that end when the client disconnects: server-sent events, and whole responses while they are computed."""
+"""Responses that end when the client disconnects: server-sent events, and whole responses while
+they are computed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def json_response(body: Any) -> Response:
-    """A response that is encoded at once: FastAPI would look at each item of a list of token ids."""
+    """A response that is encoded at once: FastAPI would look at each item of a list of token
+    ids."""
     return Response(_json(body), media_type="application/json")
 
 
@@ -63,7 +65,8 @@ def named_event(event: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events in wire format. While there is none for a time, comments keep the connection open."""
+    """Server-sent events in wire format. While there is none for a time, comments keep the
+    connection open."""
 
     media_type = "text/event-stream"
 
@@ -92,7 +95,13 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._chunks) as chunks:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             self._is_sending = False
             async for chunk in chunks:
                 self._is_sending = True
@@ -111,7 +120,8 @@ class EventStream(Response):
 
 
 class JSONLines(EventStream):
-    """Objects of JSON, a line each. They have no comments, so that nothing keeps the connection open."""
+    """Objects of JSON, a line each. They have no comments, so that nothing keeps the connection
+    open."""
 
     media_type = "application/x-ndjson"
 

@@ -1,7 +1,8 @@
 """Targets of HTTP requests: the one path that a target stands for, or a refusal.
 
-Who may use a route is decided on its path, and something else may route the request: a server behind the router, or a proxy. So
-a target that two programs could take for different paths is refused.
+Who may use a route is decided on its path, and something else may route the request: a server
+behind the router, or a proxy. So a target that two programs could take for different paths is
+refused.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ MODEL_PATH = "/v1/models/"  # and the name of a model, which may have slashes
 # Origin form (RFC 9112), without parameters of path segments and without a fragment.
 _TARGET = re.compile(rb"(/[A-Za-z0-9._~!$&'()*+,=:@%/-]*)(?:\?[!-\"$-~]*)?")
 _UNCLEAN = re.compile(r"//|/\.{1,2}(?:/|$)|[\0-\x1f\x7f-\x9f\\%#?;\ufffd]")  # in a decoded path
-_FIX = "Send a path like /v1/models: without '#', ';', '//', dot segments, encoded slashes and what is encoded twice."
+_FIX = (
+    "Send a path like /v1/models: without '#', ';', '//', dot segments, encoded slashes and "
+    "what is encoded twice."
+)
 
 
 def path_of(target: bytes) -> str:
-    """The decoded path of a request's target, without its query. Raises InvalidRequest unless there is one way to read it."""
+    """The decoded path of a request's target, without its query. Raises InvalidRequest unless there
+    is one way to read it."""
     found = _TARGET.fullmatch(target)
     if found is None:
         raise InvalidRequest("The target of the request is not a plain path.", fix=_FIX)

@@ -1,4 +1,5 @@
-"""Advisor: whether prefill and decode engines would serve the measured load better, read from events and from nothing else."""
+"""Advisor: whether prefill and decode engines would serve the measured load better, read from
+events and from nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Advisor:
         self._since_s = self._again_s = 0.0
         self._num_ended = self._num_output = self._num_begun = self._num_prompt = 0.0
         self._num_found = self._num_again = 0.0  # tokens of requests that were taken over
-        self._taken: set[tuple[int, str]] = set()  # requests that another engine began, until they start
+        self._taken: set[tuple[int, str]] = (
+            set()
+        )  # requests that another engine began, until they start
         self._said: bool | None = None
 
     def begin(self, config: EngineConfig, now: float) -> LayoutAdvised:
@@ -77,8 +80,14 @@ class Advisor:
         last_s = self._done_s.get(event.replica, 0.0)
         self._done_s[event.replica] = event.time_s
         if plan is not None:
-            took_s = min(event.duration_s, event.time_s - last_s)  # it may have been launched before the one before it ended
-            self._costs.observe(max(plan.num_tokens - plan.num_decoding - plan.num_drafts, 0), plan.num_decoding, took_s)
+            took_s = min(
+                event.duration_s, event.time_s - last_s
+            )  # it may have been launched before the one before it ended
+            self._costs.observe(
+                max(plan.num_tokens - plan.num_decoding - plan.num_drafts, 0),
+                plan.num_decoding,
+                took_s,
+            )
 
     def _advise(self, now: float) -> LayoutAdvised | None:
         assert self._config is not None
@@ -86,14 +95,29 @@ class Advisor:
         if cost is None or self._num_ended < _LEAST or not self._num_begun:
             return None
         seconds = max(now - self._since_s, 1e-3)
-        load = Load(self._num_ended / seconds, self._num_prompt / self._num_begun, self._num_output / self._num_ended)
+        load = Load(
+            self._num_ended / seconds,
+            self._num_prompt / self._num_begun,
+            self._num_output / self._num_ended,
+        )
         limits = self._config.token_budget, self._config.max_requests
-        num, slower = (max(self._num, 2), 1.0) if self._num > 1 or self._config.device == "cuda" else (2, 2.0)
+        num, slower = (
+            (max(self._num, 2), 1.0) if self._num > 1 or self._config.device == "cuda" else (2, 2.0)
+        )
         alike = Engines(1 if slower > 1 else num, cost, *limits)
         advice = compare(load, alike, Engines(num, cost.times(slower), *limits), self._found(load))
-        costs = f"{1000 * cost.fixed_s:.2f} ms a step, {1e6 * cost.prompt_token_s:.1f} µs a prompt token, "
+        costs = (
+            f"{1000 * cost.fixed_s:.2f} ms a step, {1e6 * cost.prompt_token_s:.1f} µs a "
+            "prompt token, "
+        )
         costs += f"{1e6 * cost.sequence_s:.1f} µs a sequence"
-        said = LayoutAdvised(now, advice.disaggregate, advice.gain, advice.reason, f"{load}; {costs}; {_both(advice)}")
+        said = LayoutAdvised(
+            now,
+            advice.disaggregate,
+            advice.gain,
+            advice.reason,
+            f"{load}; {costs}; {_both(advice)}",
+        )
         if advice.disaggregate is not self._said:
             _log.warning("%s", in_words(said))
         self._said = advice.disaggregate
@@ -101,7 +125,8 @@ class Advisor:
         return said
 
     def _found(self, load: Load) -> float:
-        """The part of a prompt that a decode engine has not to compute again: as measured, or all but the last page."""
+        """The part of a prompt that a decode engine has not to compute again: as measured, or all
+        but the last page."""
         if self._num_found + self._num_again:
             return self._num_found / (self._num_found + self._num_again)
         assert self._config is not None
@@ -109,7 +134,14 @@ class Advisor:
 
     def _fade(self, now: float) -> None:
         self._since_s = now - (now - self._since_s) / 2
-        for name in ("_num_ended", "_num_output", "_num_begun", "_num_prompt", "_num_found", "_num_again"):
+        for name in (
+            "_num_ended",
+            "_num_output",
+            "_num_begun",
+            "_num_prompt",
+            "_num_found",
+            "_num_again",
+        ):
             setattr(self, name, getattr(self, name) / 2)
 
 

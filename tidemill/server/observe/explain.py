@@ -1,11 +1,13 @@
-"""Where each request's time went, from arrival to last token: spans that add up to the whole, each with its reason.
+"""Where each request's time went, from arrival to last token: spans that add up to the whole, each
+with its reason.
 
-Read from the engine's events and from nothing else. Between two events a request is in one state; when the state changes, the
-time since the last change is added to that state's span. So the spans always add up.
+Read from the engine's events and from nothing else. Between two events a request is in one state;
+when the state changes, the time since the last change is added to that state's span. So the spans
+always add up.
 
-Requests that decode together from step to step have the same spans, which are kept once for the whole group: per request, a step
-of 256 would cost a tenth of the server's time. A request that leaves the group is credited with what the group spent since it
-joined.
+Requests that decode together from step to step have the same spans, which are kept once for the
+whole group: per request, a step of 256 would cost a tenth of the server's time. A request that
+leaves the group is credited with what the group spent since it joined.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class _Span:
 
 
 class _Line:
-    """Why the head of the queue could not start: what those behind it wait for, too. The scheduler tells it of the head alone, so
-    that a step costs the same however long the queue is."""
+    """Why the head of the queue could not start: what those behind it wait for, too. The scheduler
+    tells it of the head alone, so that a step costs the same however long the queue is."""
 
     def __init__(self) -> None:
         self._reasons: deque[tuple[int, str]] = deque(maxlen=_NUM_REASONS)  # numbered
@@ -98,7 +100,9 @@ class RequestTimeline:
     num_lost: int = 0  # steps that followed wrong drafts
     replica: int | None = None
     is_resumed: bool = False  # its first token came from another engine
-    placed: list[str] = field(default_factory=list)  # why this engine has it, where engines have roles
+    placed: list[str] = field(
+        default_factory=list
+    )  # why this engine has it, where engines have roles
     line: _Line | None = None  # while it is queued
     position: int = 0
     behind: list[str] = field(default_factory=list)  # what those before it waited for
@@ -126,16 +130,26 @@ class RequestTimeline:
         for name in ("queued", "preempted", "loading", "prefill", "decode", "between steps"):
             span = self.spans.get(name)
             if span is not None and (span.seconds or span.num):
-                row = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
+                row = {
+                    "span": name,
+                    "ms": round(1000 * span.seconds, 3),
+                    "percent": round(100 * span.seconds / total, 3),
+                }
                 spans.append(row | {"because": self._because(name, span)})
-        beams = {"width": self.num_beams, "reorderings": self.num_reordered, "forks": self.num_forks}
+        beams = {
+            "width": self.num_beams,
+            "reorderings": self.num_reordered,
+            "forks": self.num_forks,
+        }
         return (
             {
                 "id": self.request_id.partition("/")[2],  # without the tenant
                 "object": "explanation",
                 "status": self.ended or "under way",
                 "total_ms": round(1000 * total, 3),
-                "first_token_ms": None if self.first_token_s is None else round(1000 * (self.first_token_s - self.begun_s), 3),
+                "first_token_ms": None
+                if self.first_token_s is None
+                else round(1000 * (self.first_token_s - self.begun_s), 3),
                 "prompt_tokens": self.num_prompt,
                 "cached_tokens": self.num_cached,
                 "host_tokens": self.num_host,
@@ -158,27 +172,46 @@ class RequestTimeline:
         if name == "queued":
             behind = self.behind if self.line is None else self.line.since(self.position)
             own = "; ".join(reason for reason, _ in self.why_waiting.most_common())
-            return own or (f"behind others in the queue: {'; '.join(behind)}" if behind else "until the next step")
+            return own or (
+                f"behind others in the queue: {'; '.join(behind)}"
+                if behind
+                else "until the next step"
+            )
         if name == "preempted":
             return "; ".join(self.preempted)
         if name == "loading":
-            where = f"{self.num_host} tokens from host memory, {self.num_disk} from disk, {self.num_peer} from other engines"
+            where = (
+                f"{self.num_host} tokens from host memory, {self.num_disk} from disk, "
+                f"{self.num_peer} from other engines"
+            )
             return f"its pages came from a tier: {where} at first"
         if name == "between steps":
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
         beside = span.num_beside / max(span.num, 1)
         num_tokens = span.num_tokens + (self.num_right - self.num_lost if name == "decode" else 0)
-        steps, tokens = "step" if span.num == 1 else "steps", "token" if num_tokens == 1 else "tokens"
-        shared = f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step" if others else "alone"
-        drafts = f"; {self.num_right} of {self.num_drafts} drafts were right" if name == "decode" and self.num_drafts else ""
+        steps, tokens = (
+            "step" if span.num == 1 else "steps",
+            "token" if num_tokens == 1 else "tokens",
+        )
+        shared = (
+            f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step"
+            if others
+            else "alone"
+        )
+        drafts = (
+            f"; {self.num_right} of {self.num_drafts} drafts were right"
+            if name == "decode" and self.num_drafts
+            else ""
+        )
         lost = f"{self.num_lost} step{'' if self.num_lost == 1 else 's'}"
         drafts += f", and {lost} followed wrong ones" if name == "decode" and self.num_lost else ""
         return f"{span.num} {steps} for {num_tokens} {tokens}, {shared}{drafts}"
 
 
 def engine_id(tenant: str, request_id: str, part: int | None = None) -> str:
-    """The engine's id of a part of a request, or the prefix of all its parts. Clients choose ids, so each tenant has its own."""
+    """The engine's id of a part of a request, or the prefix of all its parts. Clients choose ids,
+    so each tenant has its own."""
     return f"{tenant}/{request_id}/{'' if part is None else part}"
 
 
@@ -191,7 +224,9 @@ class _DecodeGroup:
         self._joined: dict[str, tuple[_Span, _Span]] = {}  # the group's spans by then
 
     def _spans(self) -> tuple[_Span, _Span]:
-        return self._story.spans.setdefault("decode", _Span()), self._story.spans.setdefault("between steps", _Span())
+        return self._story.spans.setdefault("decode", _Span()), self._story.spans.setdefault(
+            "between steps", _Span()
+        )
 
     def change(self, now: float, state: str) -> _Span:
         return self._story.change(now, state)
@@ -215,7 +250,12 @@ class _DecodeGroup:
 
     def let_go(self, story: RequestTimeline) -> None:
         self.members.discard((story.request_id, 1))
-        for name, now, then in zip(("decode", "between steps"), self._spans(), self._joined.pop(story.request_id), strict=True):
+        for name, now, then in zip(
+            ("decode", "between steps"),
+            self._spans(),
+            self._joined.pop(story.request_id),
+            strict=True,
+        ):
             if now != then:
                 story.spans.setdefault(name, _Span()).add(now, then)
         story.state, story.since_s = self._story.state, self._story.since_s
@@ -227,10 +267,15 @@ class Explainer:
         self._replica = replica
         self._live: dict[str, RequestTimeline] = {}
         self._ended: OrderedDict[str, RequestTimeline] = OrderedDict()
-        self._placed: OrderedDict[str, list[str]] = OrderedDict()  # by request, until it is submitted
+        self._placed: OrderedDict[str, list[str]] = (
+            OrderedDict()
+        )  # by request, until it is submitted
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
         self._group = _DecodeGroup()
-        self._lines = _Line(), _Line()  # of the foreground and of the background, which comes after it
+        self._lines = (
+            _Line(),
+            _Line(),
+        )  # of the foreground and of the background, which comes after it
         self._background: set[str] = set()  # queued requests
 
     def find(self, request_id: str, tenant: str | None) -> list[RequestTimeline]:
@@ -238,7 +283,11 @@ class Explainer:
         self._dissolve()
         every = (*self._ended.values(), *self._live.values())
         mine = (story for story in every if tenant is None or story.tenant == tenant)
-        return [story for story in mine if story.request_id.startswith(engine_id(story.tenant, request_id))]
+        return [
+            story
+            for story in mine
+            if story.request_id.startswith(engine_id(story.tenant, request_id))
+        ]
 
     def under_way(self) -> Iterable[RequestTimeline]:
         """In order of arrival."""
@@ -254,7 +303,13 @@ class Explainer:
         match event:
             case events.Submitted():
                 made = RequestTimeline(
-                    event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams, replica=self._replica
+                    event.request_id,
+                    event.tenant,
+                    event.num_prompt,
+                    now,
+                    now,
+                    num_beams=event.num_beams,
+                    replica=self._replica,
                 )
                 self._live[event.request_id] = made
                 is_background = event.priority >= BACKGROUND
@@ -272,8 +327,13 @@ class Explainer:
                     story.is_resumed = True
             case events.TakenOver():
                 if (story := self._live.get(event.request_id)) is not None:
-                    tokens = f"{event.num_found} tokens were found here, {event.num_computed} computed again"
-                    story.placed.append(f"from engine {event.source} after {1000 * event.waited_s:.1f} ms: {tokens}")
+                    tokens = (
+                        f"{event.num_found} tokens were found here, {event.num_computed} "
+                        "computed again"
+                    )
+                    story.placed.append(
+                        f"from engine {event.source} after {1000 * event.waited_s:.1f} ms: {tokens}"
+                    )
             case events.StepPlanned():
                 self._begin(event, now)
             case events.StepDone():
@@ -284,13 +344,18 @@ class Explainer:
                 for one in self._live.values():
                     one.lose_engine()
             case (
-                events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.BeamsReordered()
-                | events.PagesLoading() | events.PagesLoaded()
+                events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken()
+                | events.BeamsReordered() | events.PagesLoading() | events.PagesLoaded()
             ):  # fmt: skip
                 story = self._alone(event.request_id)
                 if story is not None:
                     self._record(story, event, now)
-            case events.PrefixHeld() | events.PrefixNotHeld() | events.HoldRenewed() | events.HoldEnded():
+            case (
+                events.PrefixHeld()
+                | events.PrefixNotHeld()
+                | events.HoldRenewed()
+                | events.HoldEnded()
+            ):
                 self._note_hold(event)
             case events.DraftsVerified():
                 for request_id, num_drafts, num_right in event.of:
@@ -310,9 +375,18 @@ class Explainer:
                 if story is not None:
                     del self._live[event.request_id]
                     self._leave_queue(story)
-                    step = next((one for one in self._steps.values() if any(name == event.request_id for name, _ in one)), None)
+                    step = next(
+                        (
+                            one
+                            for one in self._steps.values()
+                            if any(name == event.request_id for name, _ in one)
+                        ),
+                        None,
+                    )
                     span = story.change(now, "over")
-                    if step is not None and isinstance(event, events.Finished):  # it comes before the step's end
+                    if step is not None and isinstance(
+                        event, events.Finished
+                    ):  # it comes before the step's end
                         counts = dict(step)
                         _count(span, counts[event.request_id], len(step), sum(counts.values()))
                     story.ended, story.num_output = event.reason, event.num_output
@@ -326,7 +400,10 @@ class Explainer:
         for line in self._lines:
             line.leave(story.request_id)
 
-    def _note_hold(self, event: events.PrefixHeld | events.PrefixNotHeld | events.HoldRenewed | events.HoldEnded) -> None:
+    def _note_hold(
+        self,
+        event: events.PrefixHeld | events.PrefixNotHeld | events.HoldRenewed | events.HoldEnded,
+    ) -> None:
         """A session's hold is changed when its request has ended, and has its name."""
         if isinstance(event, events.PrefixHeld | events.PrefixNotHeld):
             request_id = event.request_id
@@ -338,9 +415,13 @@ class Explainer:
         match event:
             case events.PrefixHeld():
                 kind = "pinned" if event.is_pinned else "retained"
-                story.held.append(f"{event.num_tokens} tokens {kind} for {event.ttl_s:.0f} s: {event.reason}")
+                story.held.append(
+                    f"{event.num_tokens} tokens {kind} for {event.ttl_s:.0f} s: {event.reason}"
+                )
             case events.PrefixNotHeld():
-                story.held.append(f"not {'pinned' if event.is_pinned else 'retained'}: {event.reason}")
+                story.held.append(
+                    f"not {'pinned' if event.is_pinned else 'retained'}: {event.reason}"
+                )
             case events.HoldRenewed():
                 story.held.append(f"for {event.ttl_s:.0f} s from then on: {event.reason}")
             case events.HoldEnded():
@@ -362,18 +443,26 @@ class Explainer:
             case events.Deferred():
                 if len(story.why_waiting) < _NUM_REASONS:
                     story.why_waiting[event.reason] += 1
-                for line in self._lines[1:] if event.request_id in self._background else self._lines:
+                for line in (
+                    self._lines[1:] if event.request_id in self._background else self._lines
+                ):
                     line.stop(event.request_id, event.reason)
             case events.Admitted():
                 self._leave_queue(story)
                 story.change(now, "between steps").num += 1
                 if not story.admitted_because:
                     story.admitted_because, story.num_cached = event.reason, event.num_cached
-                    story.num_host, story.num_disk, story.num_peer = event.num_host, event.num_disk, event.num_peer
+                    story.num_host, story.num_disk, story.num_peer = (
+                        event.num_host,
+                        event.num_disk,
+                        event.num_peer,
+                    )
             case events.Preempted():
                 story.change(now, "preempted")
                 if len(story.preempted) < _NUM_REASONS:
-                    story.preempted.append(f"{event.reason}; {event.how_back}" if event.how_back else event.reason)
+                    story.preempted.append(
+                        f"{event.reason}; {event.how_back}" if event.how_back else event.reason
+                    )
             case events.PagesLoading():
                 story.change(now, "loading").num += 1
             case events.PagesLoaded():
@@ -386,7 +475,11 @@ class Explainer:
 
     def _begin(self, event: events.StepPlanned, now: float) -> None:
         drafts = dict(event.drafts_of)
-        tokens_of = tuple((name, count - drafts.get(name, 0)) for name, count in event.tokens_of) if drafts else event.tokens_of
+        tokens_of = (
+            tuple((name, count - drafts.get(name, 0)) for name, count in event.tokens_of)
+            if drafts
+            else event.tokens_of
+        )
         self._steps[event.step] = tokens_of
         self._steps.pop(event.step - _MAX_AHEAD, None)
         here, group = set(tokens_of), self._group
@@ -396,27 +489,45 @@ class Explainer:
             group.go_on(now)
         for request_id, count in here - group.members:
             story = self._live.get(request_id)
-            if story is not None and story.state not in ("prefill", "decode"):  # or its step before is still running
-                is_prompt = count > story.num_beams or (story.first_token_s is None and not story.is_resumed)
+            if story is not None and story.state not in (
+                "prefill",
+                "decode",
+            ):  # or its step before is still running
+                is_prompt = count > story.num_beams or (
+                    story.first_token_s is None and not story.is_resumed
+                )
                 story.change(now, "prefill" if is_prompt else "decode")
 
     def _end(self, step: int, now: float) -> None:
         tokens_of = self._steps.pop(step, ())
-        ahead = {request_id: count for others in self._steps.values() for request_id, count in others}
+        ahead = {
+            request_id: count for others in self._steps.values() for request_id, count in others
+        }
         num_tokens = sum(count for _, count in tokens_of)
         here, group = set(tokens_of), self._group
         staying = group.members & here & ahead.items() if self._steps else group.members & here
         for request_id, _ in group.members - staying:
             self._alone(request_id)
         if group.members:
-            _count(group.change(now, "decode" if self._steps else "between steps"), 1, len(tokens_of), num_tokens)
+            _count(
+                group.change(now, "decode" if self._steps else "between steps"),
+                1,
+                len(tokens_of),
+                num_tokens,
+            )
         for request_id, count in here - group.members:
             story = self._live.get(request_id)
             if story is None or story.state not in ("prefill", "decode"):
                 continue
             following = ahead.get(request_id)
             was_decoding = story.state == "decode"
-            state = "between steps" if following is None else "prefill" if following > story.num_beams else "decode"
+            state = (
+                "between steps"
+                if following is None
+                else "prefill"
+                if following > story.num_beams
+                else "decode"
+            )
             _count(story.change(now, state), count, len(tokens_of), num_tokens)
             if was_decoding and count == 1 and state != "prefill":
                 group.take_in(story)
@@ -431,8 +542,8 @@ def _count(span: _Span, mine: int, num_requests: int, num_tokens: int) -> None:
 
 
 class ExplainerOfReplicas:
-    """The same of several engines that serve one model: steps of one say nothing of requests in another. A request that went on
-    in another replica has a part in each."""
+    """The same of several engines that serve one model: steps of one say nothing of requests in
+    another. A request that went on in another replica has a part in each."""
 
     def __init__(self, num: int) -> None:
         self._each = [Explainer(number) for number in range(num)]
@@ -441,7 +552,10 @@ class ExplainerOfReplicas:
         return [story for one in self._each for story in one.find(request_id, tenant)]
 
     def under_way(self) -> Iterable[RequestTimeline]:
-        return sorted((story for one in self._each for story in one.under_way()), key=lambda story: story.begun_s)
+        return sorted(
+            (story for one in self._each for story in one.under_way()),
+            key=lambda story: story.begun_s,
+        )
 
     def take(self, batch: list[Event]) -> None:
         for event in batch:

@@ -1,8 +1,10 @@
-"""The live view of the engine, as server-sent events: requests, the latest steps and decisions, the KV page map, experts' tokens.
+"""The live view of the engine, as server-sent events: requests, the latest steps and decisions, the
+KV page map, experts' tokens.
 
-Requests and totals come from `Explainer` and `Metrics`. Steps and decisions are collected from events, and the page map is
-requested from the engine, only while there is a watcher. A frame holds the whole state, not a difference, so a slow watcher skips
-frames and needs no queue. A frame is encoded once for all watchers that may see the same request ids.
+Requests and totals come from `Explainer` and `Metrics`. Steps and decisions are collected from
+events, and the page map is requested from the engine, only while there is a watcher. A frame holds
+the whole state, not a difference, so a slow watcher skips frames and needs no queue. A frame is
+encoded once for all watchers that may see the same request ids.
 """
 
 from __future__ import annotations
@@ -37,7 +39,16 @@ _PAGES_LOST_S = 10.0  # without a page map, after which it is requested again: t
 _NUM_STEPS = 128
 _NUM_DECISIONS = 40
 _NUM_RUNNING, _NUM_QUEUED = 256, 64  # listed one by one
-_SETTINGS = ("num_pages", "page_size", "max_requests", "max_context", "token_budget", "policy", "prefix_caching", "device")
+_SETTINGS = (
+    "num_pages",
+    "page_size",
+    "max_requests",
+    "max_context",
+    "token_budget",
+    "policy",
+    "prefix_caching",
+    "device",
+)
 
 
 class _Frame:
@@ -51,7 +62,9 @@ class _Frame:
         """`tenant`: whose request ids are shown; None: all."""
         frame = self._encoded.get(tenant)
         if frame is None:
-            frame = self._encoded[tenant] = named_event(self._body if tenant is None else self._hidden(tenant))
+            frame = self._encoded[tenant] = named_event(
+                self._body if tenant is None else self._hidden(tenant)
+            )
         return frame
 
     def _hidden(self, tenant: str) -> dict[str, Any]:
@@ -59,15 +72,21 @@ class _Frame:
         if body["type"] == "experts":
             return body
         if body["type"] == "pages":
-            return body | {"requests": [(self._alias(name, tenant), num) for name, num in body["requests"]]}
+            return body | {
+                "requests": [(self._alias(name, tenant), num) for name, num in body["requests"]]
+            }
         requests = [one | {"id": self._alias(one["id"], tenant)} for one in body["requests"]]
         return body | {
             "requests": requests,
-            "decisions": [(number, kind, self._alias(name, tenant), words) for number, kind, name, words in body["decisions"]],
+            "decisions": [
+                (number, kind, self._alias(name, tenant), words)
+                for number, kind, name, words in body["decisions"]
+            ],
         }
 
     def _alias(self, request_id: str, tenant: str) -> str:
-        """The same in every frame, so that a request keeps its colour. It cannot be traced back to the id."""
+        """The same in every frame, so that a request keeps its colour. It cannot be traced back to
+        the id."""
         if not request_id or request_id.startswith(f"{tenant}/"):
             return request_id
         digest = hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=4).hexdigest()
@@ -103,7 +122,10 @@ class Live:
     def watch(self, until: Callable[[], bool], tenant: str | None = None) -> Watcher:
         """`tenant`: whose request ids the watcher may see; None: all."""
         if len(self._watchers) >= MAX_WATCHERS:
-            raise QueueFull(f"The live view has {MAX_WATCHERS} watchers, which is the limit.", fix="Try again later.")
+            raise QueueFull(
+                f"The live view has {MAX_WATCHERS} watchers, which is the limit.",
+                fix="Try again later.",
+            )
         watcher = Watcher(self, until, tenant)
         self._watchers.add(watcher)
         return watcher
@@ -123,12 +145,16 @@ class Live:
             match event:
                 case events.StepPlanned():
                     self._planned[event.replica, event.step] = event
-                    self._planned.pop((event.replica, event.step - _NUM_STEPS), None)  # a failed step has no StepDone
+                    self._planned.pop(
+                        (event.replica, event.step - _NUM_STEPS), None
+                    )  # a failed step has no StepDone
                 case events.StepDone():
                     self._end_step(event)
                 case events.ExpertsUsed():
                     layers, tokens = zip(*event.tokens_of, strict=True)
-                    self.experts = _Frame({"type": "experts", "layers": layers, "tokens": tokens}, self._secret)
+                    self.experts = _Frame(
+                        {"type": "experts", "layers": layers, "tokens": tokens}, self._secret
+                    )
                 case events.EngineRestarted() | events.ModelLoaded():
                     self._planned.clear()
                     self._ask_again_s = 0.0
@@ -137,28 +163,47 @@ class Live:
                 words = f"replica {event.replica}: {words}"
             if words is not None:
                 self._num_decisions += 1
-                self._decisions.append((self._num_decisions, type(event).__name__, getattr(event, "request_id", ""), words))
+                self._decisions.append(
+                    (
+                        self._num_decisions,
+                        type(event).__name__,
+                        getattr(event, "request_id", ""),
+                        words,
+                    )
+                )
 
     def _end_step(self, event: events.StepDone) -> None:
         plan = self._planned.pop((event.replica, event.step), None)
         if plan is not None:
             num_decode = plan.num_decoding + plan.num_drafts
             size, num_prefill = len(plan.tokens_of), plan.num_tokens - num_decode
-            self._steps.append((event.step, event.time_s, event.duration_s, num_prefill, num_decode, size))
+            self._steps.append(
+                (event.step, event.time_s, event.duration_s, num_prefill, num_decode, size)
+            )
 
     def take_pages(self, pages: Pages) -> None:
         if not self._watchers:
             return
         self._ask_again_s = time.monotonic() + max(_PAGES_EVERY_S, pages.took_s / _PAGES_SHARE)
         last, self._last_pages = self._last_pages, pages
-        if last is None or (last.owners, last.kinds, last.tiers) != (pages.owners, pages.kinds, pages.tiers):
+        if last is None or (last.owners, last.kinds, last.tiers) != (
+            pages.owners,
+            pages.kinds,
+            pages.tiers,
+        ):
             kinds = base64.b64encode(zlib.compress(pages.kinds, 1)).decode()
-            self.pages = _Frame({"type": "pages", "requests": pages.owners, "kinds": kinds, "tiers": pages.tiers}, self._secret)
+            self.pages = _Frame(
+                {"type": "pages", "requests": pages.owners, "kinds": kinds, "tiers": pages.tiers},
+                self._secret,
+            )
 
     def ask_pages(self) -> None:
-        """Unless nothing has changed, a request for them is under way, or making them takes too much of the engine's time."""
+        """Unless nothing has changed, a request for them is under way, or making them takes too
+        much of the engine's time."""
         now = time.monotonic()
-        if now >= self._ask_again_s and (self._asked_at_change != self._num_changes or self._last_pages is None):
+        if now >= self._ask_again_s and (
+            self._asked_at_change != self._num_changes or self._last_pages is None
+        ):
             self._asked_at_change = self._num_changes
             self._ask_again_s = now + _PAGES_LOST_S
             self._client.ask_pages()
@@ -173,16 +218,23 @@ class Live:
     def opening(self) -> bytes:
         """The first frame: settings, which do not change."""
         ready = self._client.ready
-        settings = {} if ready is None else {name: getattr(ready.config, name) for name in _SETTINGS}
+        settings = (
+            {} if ready is None else {name: getattr(ready.config, name) for name in _SETTINGS}
+        )
         for name in ("num_pages", "max_requests") if settings else ():
             settings[name] *= self._client.num_replicas
         return named_event({"type": "engine", "model": self.model, **settings})
 
     def state(self) -> _Frame:
-        """Made once for all watchers within half a frame's time; `state_moment` says how new it is."""
+        """Made once for all watchers within half a frame's time; `state_moment` says how new it
+        is."""
         now = time.monotonic()
         if self._state is None or now - self._state_made_s > _FRAME_EVERY_S / 2:
-            self._state, self._state_made_s, self.state_moment = _Frame(self._body(now), self._secret), now, self.moment
+            self._state, self._state_made_s, self.state_moment = (
+                _Frame(self._body(now), self._secret),
+                now,
+                self.moment,
+            )
         return self._state
 
     def _engine(self) -> str:
@@ -220,7 +272,8 @@ class Watcher:
         self._live.leave(self)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """A frame is made when the one before it was sent: a slow reader gets fewer, and always the newest."""
+        """A frame is made when the one before it was sent: a slow reader gets fewer, and always the
+        newest."""
         live, seen, sent_s = self._live, None, 0.0
         seen_pages: _Frame | None = None
         seen_experts: _Frame | None = None
@@ -251,13 +304,16 @@ def _request(story: RequestTimeline, now: float) -> dict[str, Any]:
         "age_s": round(now - story.begun_s, 3),
         "prompt": story.num_prompt,
         "cached": story.num_cached,
-        "prefilled": story.num_prompt if has_begun else story.num_cached + (prefill.num_tokens if prefill else 0),
+        "prefilled": story.num_prompt
+        if has_begun
+        else story.num_cached + (prefill.num_tokens if prefill else 0),
         "output": has_begun + (decode.num_tokens if decode else 0),
     } | ({} if story.replica is None else {"replica": story.replica})
 
 
 def _words(event: Event) -> str | None:
-    """A decision in words. None: not listed; evictions are not, since a full cache has one a step."""
+    """A decision in words. None: not listed; evictions are not, since a full cache has one a
+    step."""
     match event:
         case events.Submitted():
             return f"{event.num_prompt} prompt tokens"
@@ -268,11 +324,17 @@ def _words(event: Event) -> str | None:
         case events.LayoutAdvised():
             return in_words(event)
         case events.RecordingStopped():
-            return f"the load is not recorded any more, after {event.num_requests} requests: {event.reason}"
+            return (
+                f"the load is not recorded any more, after {event.num_requests} requests: "
+                f"{event.reason}"
+            )
         case events.Placed():
             return f"{event.part}: {event.reason}"
         case events.TakenOver():
-            return f"from replica {event.source}: {event.num_found} tokens found, {event.num_computed} computed again"
+            return (
+                f"from replica {event.source}: {event.num_found} tokens found, "
+                f"{event.num_computed} computed again"
+            )
         case events.TierNotUsed():
             return f"{event.tier} is not used: {event.reason}"
         case events.MovesFailed():
@@ -281,7 +343,10 @@ def _words(event: Event) -> str | None:
         case events.Finished() | events.Aborted():
             return f"{event.reason} after {event.num_output} tokens"
         case events.PrefixHeld():
-            return f"{event.num_tokens} tokens {'pinned' if event.is_pinned else 'retained'}: {event.reason}"
+            return (
+                f"{event.num_tokens} tokens {'pinned' if event.is_pinned else 'retained'}: "
+                f"{event.reason}"
+            )
         case events.PrefixNotHeld():
             return f"not held: {event.reason}"
         case events.EngineDown():

@@ -1,11 +1,12 @@
 """Recording: the load of this server as a trace, which `simulate`, `plan` and `bench serve` replay.
 
-A line for each request that has ended: when it came, how long its prompt and its output were, and which blocks of its prompt
-others had as well. Times and counts are read from the engine's events, as metrics are. `begin` and `end` add what no event holds:
-the tokens of a prompt, and when its client left.
+A line for each request that has ended: when it came, how long its prompt and its output were, and
+which blocks of its prompt others had as well. Times and counts are read from the engine's events,
+as metrics are. `begin` and `end` add what no event holds: the tokens of a prompt, and when its
+client left.
 
-No token is kept. A block is known by a hash of it and all before it, which stays in memory; the file has numbers, in the order in
-which blocks first came. Tenants are numbers, too.
+No token is kept. A block is known by a hash of it and all before it, which stays in memory; the
+file has numbers, in the order in which blocks first came. Tenants are numbers, too.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _log = logging.getLogger("tidemill.server")
 
 
 class Numbers:
-    """A number for each key, in the order in which they first come. Those that were not asked for longest are forgotten: such a
-    key gets another number."""
+    """A number for each key, in the order in which they first come. Those that were not asked for
+    longest are forgotten: such a key gets another number."""
 
     def __init__(self, first: int, most: int) -> None:
         self._next, self._most = first, most
@@ -72,14 +73,19 @@ class Numbers:
 
 
 class TraceFile:
-    """Whole lines at the end of a file, written by a thread. If that fails, or falls too far behind, nothing more is written."""
+    """Whole lines at the end of a file, written by a thread. If that fails, or falls too far
+    behind, nothing more is written."""
 
     def __init__(self, path: Path) -> None:
-        """Made with mode 0600. A file that was recorded before is continued; any other is refused."""
+        """Made with mode 0600. A file that was recorded before is continued; any other is
+        refused."""
         self._path = path
         self._size = self._open()
-        # Each number is in the file, where it takes two bytes or more: none that is there already is given again.
-        self._blocks, self._tenants = (Numbers(self._size // 2 + 1, most) for most in (MAX_BLOCKS, MAX_TENANTS))
+        # Each number is in the file, where it takes two bytes or more: none that is there already
+        # is given again.
+        self._blocks, self._tenants = (
+            Numbers(self._size // 2 + 1, most) for most in (MAX_BLOCKS, MAX_TENANTS)
+        )
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._num_put = self._num_taken = 0  # bytes: each is changed by one thread
         self._num_lines = 0
@@ -92,9 +98,13 @@ class TraceFile:
         """How many bytes there are."""
         fix = "Choose another --record-trace."
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+            self._fd = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600
+            )
         except OSError as error:
-            raise _refusal(f"The trace {self._path} cannot be written: {error.strerror}.", fix) from error
+            raise _refusal(
+                f"The trace {self._path} cannot be written: {error.strerror}.", fix
+            ) from error
         try:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode):
@@ -102,17 +112,28 @@ class TraceFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             size = os.fstat(self._fd).st_size
             if size and not _OURS.match(os.pread(self._fd, 64, 0)):
-                raise _refusal(f"{self._path} holds something other than a recorded trace, which is not continued.", fix)
+                raise _refusal(
+                    f"{self._path} holds something other than a recorded trace, which is not "
+                    "continued.",
+                    fix,
+                )
             tail = os.pread(self._fd, _MAX_PARTLY, max(size - _MAX_PARTLY, 0))
-            num_partly = len(tail) - tail.rfind(b"\n") - 1  # of a line that was being written when the machine stopped
+            num_partly = (
+                len(tail) - tail.rfind(b"\n") - 1
+            )  # of a line that was being written when the machine stopped
             os.ftruncate(self._fd, size - num_partly)
             return size - num_partly
         except BaseException as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
-                raise _refusal(f"Another server records into {self._path}.", "Give each its own --record-trace.") from None
+                raise _refusal(
+                    f"Another server records into {self._path}.",
+                    "Give each its own --record-trace.",
+                ) from None
             if isinstance(error, OSError):
-                raise _refusal(f"The trace {self._path} cannot be written: {error.strerror}.", fix) from error
+                raise _refusal(
+                    f"The trace {self._path} cannot be written: {error.strerror}.", fix
+                ) from error
             raise
 
     def recording(self, model: str = "") -> Recording:
@@ -185,7 +206,9 @@ class _Asked:
     row: Row  # as far as it is known
     keys: array[int]
     is_known: bool = False  # an engine has taken it
-    open: set[str] = field(default_factory=set)  # samples that an engine has, or will report as ended
+    open: set[str] = field(
+        default_factory=set
+    )  # samples that an engine has, or will report as ended
     num_outputs: dict[str, int] = field(default_factory=dict)  # by sample
     first_s: float | None = None  # when the first token came
     last_s: float = 0.0  # when a sample ended
@@ -202,25 +225,47 @@ class Recording:
         """`model`: its name, where there are several."""
         self._file, self._model = file, model
         self._asked: dict[str, _Asked] = {}
-        self._unknown: dict[str, None] = {}  # of those, what waits for an engine's word that it has taken them
+        self._unknown: dict[
+            str, None
+        ] = {}  # of those, what waits for an engine's word that it has taken them
         self._offset_s = time.time() - time.monotonic()
 
     async def begin(self, request: Submit) -> None:
         """It is about to be submitted."""
         now, params = time.monotonic(), request.params
         n = params.n if params.beams is None else params.beams.width
-        what = Row(now, len(request.prompt_ids), 0, (), request.priority, request.tenant, min(n, MAX_N), block_len=BLOCK_LEN)
+        what = Row(
+            now,
+            len(request.prompt_ids),
+            0,
+            (),
+            request.priority,
+            request.tenant,
+            min(n, MAX_N),
+            block_len=BLOCK_LEN,
+        )
         is_long = len(request.prompt_ids) >= _LONG_IDS
-        keys = await asyncio.to_thread(self._keys_of, request) if is_long else self._keys_of(request)
-        self._asked[request.request_id] = _Asked(replace(what, model=self._model), keys, num_samples=params.n)
+        keys = (
+            await asyncio.to_thread(self._keys_of, request) if is_long else self._keys_of(request)
+        )
+        self._asked[request.request_id] = _Asked(
+            replace(what, model=self._model), keys, num_samples=params.n
+        )
 
-    def end(self, request_id: str, num_delivered: int, is_whole: bool, has_failed: bool = False) -> None:
-        """The server is done with it. Its engine may report later that it has taken it, where the client left at once, and the
-        end of samples: after a stop string, or an abort. `has_failed`: what no engine has taken was refused."""
+    def end(
+        self, request_id: str, num_delivered: int, is_whole: bool, has_failed: bool = False
+    ) -> None:
+        """The server is done with it. Its engine may report later that it has taken it, where the
+        client left at once, and the end of samples: after a stop string, or an abort. `has_failed`:
+        what no engine has taken was refused."""
         asked = self._asked.get(request_id)
         if asked is None or asked.left_s is not None:
             return
-        asked.left_s, asked.num_delivered, asked.is_whole = time.monotonic(), num_delivered, is_whole
+        asked.left_s, asked.num_delivered, asked.is_whole = (
+            time.monotonic(),
+            num_delivered,
+            is_whole,
+        )
         if asked.is_known:
             self._write_if_over(request_id, asked)
         elif has_failed:
@@ -235,7 +280,9 @@ class Recording:
         """What is to be told beside them."""
         for event in batch:
             match event:
-                case events.Submitted() | events.FirstToken() | events.Finished() | events.Aborted():
+                case (
+                    events.Submitted() | events.FirstToken() | events.Finished() | events.Aborted()
+                ):
                     request_id = event.request_id.partition(":")[0]  # after it: the sample
                     asked = self._asked.get(request_id)
                     if asked is not None:
@@ -264,7 +311,10 @@ class Recording:
         return array("Q", prefix_keys(root, ids, size, most=len(ids)))
 
     @staticmethod
-    def _note(asked: _Asked, event: events.Submitted | events.FirstToken | events.Finished | events.Aborted) -> None:
+    def _note(
+        asked: _Asked,
+        event: events.Submitted | events.FirstToken | events.Finished | events.Aborted,
+    ) -> None:
         name, now = event.request_id, time.monotonic()
         match event:
             case events.Submitted():
@@ -288,7 +338,9 @@ class Recording:
             replace(
                 row,
                 at_s=at_s + self._offset_s,
-                num_output=round(max(num_reported, asked.num_delivered / asked.num_samples)),  # the mean of the samples
+                num_output=round(
+                    max(num_reported, asked.num_delivered / asked.num_samples)
+                ),  # the mean of the samples
                 abort_s=None if asked.is_whole else asked.left_s - at_s,
                 ttft_s=None if asked.first_s is None else asked.first_s - at_s,
                 e2e_s=None if asked.first_s is None else max(ended_s, asked.first_s) - at_s,

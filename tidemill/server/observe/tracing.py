@@ -1,7 +1,8 @@
-"""OpenTelemetry spans of requests, made from the engine's events: one per sample, with its queue, prefill and decode inside.
+"""OpenTelemetry spans of requests, made from the engine's events: one per sample, with its queue,
+prefill and decode inside.
 
-The server fills the spans and a thread of the SDK sends them (extra `tidemill[otel]`). Its queue is bounded: while a collector is
-slow or gone spans are dropped, and requests notice nothing.
+The server fills the spans and a thread of the SDK sends them (extra `tidemill[otel]`). Its queue is
+bounded: while a collector is slow or gone spans are dropped, and requests notice nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _INSTALL = "Run: pip install 'tidemill[otel]'"
 _CLOSE_S = 3.0  # for the last spans; a collector that does not answer does not hold up the end
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # else: chat
-_Recorded: TypeAlias = events.Submitted | events.Admitted | events.FirstToken | events.Finished | events.Aborted
+_Recorded: TypeAlias = (
+    events.Submitted | events.Admitted | events.FirstToken | events.Finished | events.Aborted
+)
 _log = logging.getLogger("tidemill.server")
 
 
@@ -66,13 +69,16 @@ class Tracing:
         self._tracer = self._provider.get_tracer("tidemill", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._asked: dict[str, _Asked] = {}
-        self._offset_s = time.time() - time.monotonic()  # events have the monotonic clock, spans the time of day
+        self._offset_s = (
+            time.time() - time.monotonic()
+        )  # events have the monotonic clock, spans the time of day
 
     def begin(self, request_id: str, call: RequestContext) -> None:
         self._asked[request_id] = _Asked(call)
 
     def end(self, request_id: str) -> None:
-        """The call is done with it. The engine may report the end of its samples later: after a stop string, or an abort."""
+        """The call is done with it. The engine may report the end of its samples later: after a
+        stop string, or an abort."""
         asked = self._asked.get(request_id)
         if asked is not None:
             asked.is_over = True
@@ -81,7 +87,13 @@ class Tracing:
     def take(self, batch: list[Event]) -> None:
         for event in batch:
             match event:
-                case events.Submitted() | events.Admitted() | events.FirstToken() | events.Finished() | events.Aborted():
+                case (
+                    events.Submitted()
+                    | events.Admitted()
+                    | events.FirstToken()
+                    | events.Finished()
+                    | events.Aborted()
+                ):
                     request_id = event.request_id.partition(":")[0]  # after it: the sample
                     asked = self._asked.get(request_id)
                     if asked is not None:
@@ -108,7 +120,9 @@ class Tracing:
                 del asked.samples[event.request_id]
                 self._write(asked.call, sample, event)
 
-    def _write(self, call: RequestContext, sample: _Sample, end: events.Finished | events.Aborted) -> None:
+    def _write(
+        self, call: RequestContext, sample: _Sample, end: events.Finished | events.Aborted
+    ) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         operation = _OPERATIONS.get(call.path, "chat")
@@ -125,9 +139,15 @@ class Tracing:
             "http.route": call.path,
         }
         parent, begun = self._propagator.extract(call.trace), self._ns(sample.begun_s)
-        span = self._tracer.start_span(f"{operation} {call.model}", parent, SpanKind.SERVER, attributes, start_time=begun)
+        span = self._tracer.start_span(
+            f"{operation} {call.model}", parent, SpanKind.SERVER, attributes, start_time=begun
+        )
         inside = set_span_in_context(span)
-        times = (("queue", sample.begun_s), ("prefill", sample.admitted_s), ("decode", sample.first_s))
+        times = (
+            ("queue", sample.begun_s),
+            ("prefill", sample.admitted_s),
+            ("decode", sample.first_s),
+        )
         known = [(name, time_s) for name, time_s in times if time_s is not None]
         ends_s = [time_s for _, time_s in known[1:]] + [end.time_s]
         for (name, from_s), to_s in zip(known, ends_s, strict=True):
@@ -148,25 +168,38 @@ class Tracing:
 
 
 def make_tracing(endpoint: str | None, environ: Mapping[str, str] = os.environ) -> Tracing | None:
-    """None: nobody asked for spans. `endpoint`: the collector's base address, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """None: nobody asked for spans. `endpoint`: the collector's base address, as in
+    OTEL_EXPORTER_OTLP_ENDPOINT."""
     named = next((name for name in _VARIABLES if environ.get(name)), None)
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or (endpoint is None and named is None):
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or (
+        endpoint is None and named is None
+    ):
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         if endpoint is not None:
-            raise ConfigError("OpenTelemetry is not installed.", fix=_INSTALL, param="otlp_endpoint") from None
-        _log.warning("%s is set, and OpenTelemetry is not installed: there will be no spans. %s", named, _INSTALL)
+            raise ConfigError(
+                "OpenTelemetry is not installed.", fix=_INSTALL, param="otlp_endpoint"
+            ) from None
+        _log.warning(
+            "%s is set, and OpenTelemetry is not installed: there will be no spans. %s",
+            named,
+            _INSTALL,
+        )
         return None
-    exporter: Any = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(_traces_url(endpoint))
+    exporter: Any = (
+        OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(_traces_url(endpoint))
+    )
     return Tracing(exporter)
 
 
 def _traces_url(endpoint: str) -> str:
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--otlp-endpoint is {endpoint!r}.", fix="Give an address like http://127.0.0.1:4318.", param="otlp_endpoint"
+            f"--otlp-endpoint is {endpoint!r}.",
+            fix="Give an address like http://127.0.0.1:4318.",
+            param="otlp_endpoint",
         )
     base = endpoint.rstrip("/")
     return base if base.endswith("/v1/traces") else f"{base}/v1/traces"

@@ -1,7 +1,9 @@
-"""The chat page: static files in this folder. There is no build step, and nothing is loaded from another host.
+"""The chat page: static files in this folder. There is no build step, and nothing is loaded from
+another host.
 
-They hold no secret, so they need no key; the page asks for the key and sends it with every call. Its content security policy lets
-a browser run no script but these files and connect to no other server, and no text can become markup.
+They hold no secret, so they need no key; the page asks for the key and sends it with every call.
+Its content security policy lets a browser run no script but these files and connect to no other
+server, and no text can become markup.
 """
 
 from __future__ import annotations
@@ -17,13 +19,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
-    "Cache-Control": "no-cache",  # revalidated, so that after an upgrade no old file is used with a new one
+    # Revalidated, so that after an upgrade no old file is used with a new one.
+    "Cache-Control": "no-cache",
     "Content-Security-Policy": _POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -46,7 +55,9 @@ def _read() -> dict[str, _File]:
         if media_type is not None:
             body = file.read_bytes()
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            found[path] = _File(body, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+            found[path] = _File(
+                body, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+            )
     return found
 
 

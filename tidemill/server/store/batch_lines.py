@@ -45,14 +45,19 @@ def read(path: Path, skip: Container[int] = ()) -> Iterator[tuple[int, bytes]]:
 
 
 def problems_of(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """How many requests a file holds, and what is wrong with it, with the error codes of OpenAI's batches."""
+    """How many requests a file holds, and what is wrong with it, with the error codes of OpenAI's
+    batches."""
     problems: list[dict[str, Any]] = []
     seen: set[str] = set()
     num_lines = 0
     for number, text in read(path):
         num_lines += 1
         if num_lines > MAX_LINES:
-            problems.append(problem("too_many_tasks", f"The file has more than {MAX_LINES} requests.", None, None))
+            problems.append(
+                problem(
+                    "too_many_tasks", f"The file has more than {MAX_LINES} requests.", None, None
+                )
+            )
             break
         code, message, param = problem_of(text, endpoint, seen)
         if code:
@@ -68,9 +73,11 @@ def problem(code: str, message: str, line: int | None, param: str | None) -> dic
     return {"code": code, "message": message, "line": line, "param": param}
 
 
-def problem_of(text: bytes, endpoint: str | None, seen: set[str] | None) -> tuple[str, str, str | None]:
-    """A code, a message and a parameter; empty if the line is valid. `endpoint`: of all lines; None: of any. `seen`: ids of the
-    lines before it; None: an id may occur again."""
+def problem_of(
+    text: bytes, endpoint: str | None, seen: set[str] | None
+) -> tuple[str, str, str | None]:
+    """A code, a message and a parameter; empty if the line is valid. `endpoint`: of all lines;
+    None: of any. `seen`: ids of the lines before it; None: an id may occur again."""
     if len(text) > MAX_LINE_BYTES:
         return "line_too_long", f"A line may have {MAX_LINE_BYTES} bytes.", None
     try:
@@ -82,7 +89,11 @@ def problem_of(text: bytes, endpoint: str | None, seen: set[str] | None) -> tupl
     if not line.custom_id or len(line.custom_id) > 512:
         return "invalid_custom_id", "The custom_id has from 1 to 512 characters.", "custom_id"
     if seen is not None and line.custom_id in seen:
-        return "duplicate_custom_id", f"The custom_id {line.custom_id[:100]!r} was used before.", "custom_id"
+        return (
+            "duplicate_custom_id",
+            f"The custom_id {line.custom_id[:100]!r} was used before.",
+            "custom_id",
+        )
     if seen is not None:
         seen.add(line.custom_id)
     if line.method != "POST":
@@ -95,7 +106,11 @@ def problem_of(text: bytes, endpoint: str | None, seen: set[str] | None) -> tupl
 def problem_of_body(body: bytes | msgspec.Raw) -> tuple[str, str, str | None]:
     try:
         if _decode_body(body).stream:
-            return "invalid_parameter", "The parameter 'stream' is not supported in a batch.", "body.stream"
+            return (
+                "invalid_parameter",
+                "The parameter 'stream' is not supported in a batch.",
+                "body.stream",
+            )
     except msgspec.ValidationError:
         return "invalid_body", "The body must be an object.", "body"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -117,4 +132,11 @@ def response_line(line_id: str, custom_id: str, status: int, body: bytes) -> byt
 
 
 def error_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
-    return encode({"id": line_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}})
+    return encode(
+        {
+            "id": line_id,
+            "custom_id": custom_id,
+            "response": None,
+            "error": {"code": code, "message": message},
+        }
+    )

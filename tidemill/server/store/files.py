@@ -30,7 +30,9 @@ def make_router(storage: Storage) -> APIRouter:
         coming = storage.begin_file()
         try:
             form = await _receive(request, coming)
-            record = file_object(coming.file_id, coming.num_bytes, form.filename, form.purpose(), form.expire_s())
+            record = file_object(
+                coming.file_id, coming.num_bytes, form.filename, form.purpose(), form.expire_s()
+            )
             await coming.keep(request.state.caller.tenant, record)
         finally:
             await coming.end()
@@ -44,7 +46,9 @@ def make_router(storage: Storage) -> APIRouter:
         if order not in ("asc", "desc"):
             raise InvalidRequest("order is asc or desc.", param="order")
         tenant = request.state.caller.tenant
-        found = await storage.do(storage.files, tenant, query.get("purpose"), query.get("after"), limit, order)
+        found = await storage.do(
+            storage.files, tenant, query.get("purpose"), query.get("after"), limit, order
+        )
         return json_response(page(*found))
 
     @router.get("/v1/files/{file_id}")
@@ -53,9 +57,16 @@ def make_router(storage: Storage) -> APIRouter:
 
     @router.get("/v1/files/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
-        record, path = await storage.do(storage.file_with_path, request.state.caller.tenant, file_id)
+        record, path = await storage.do(
+            storage.file_with_path, request.state.caller.tenant, file_id
+        )
         headers = {"X-Content-Type-Options": "nosniff"}
-        return FileResponse(path, headers=headers, media_type="application/octet-stream", filename=record["filename"])
+        return FileResponse(
+            path,
+            headers=headers,
+            media_type="application/octet-stream",
+            filename=record["filename"],
+        )
 
     @router.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
@@ -68,7 +79,9 @@ def make_router(storage: Storage) -> APIRouter:
 def read_query(request: Request, *known: str) -> dict[str, str]:
     for name in request.query_params:
         if name not in known:
-            raise InvalidRequest(f"The parameter {name[:100]!r} is not supported.", param=name[:100])
+            raise InvalidRequest(
+                f"The parameter {name[:100]!r} is not supported.", param=name[:100]
+            )
     return dict(request.query_params)
 
 
@@ -81,7 +94,11 @@ def read_limit(given: str | None, default: int, most: int) -> int:
 
 
 def page(found: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    ends = (
+        {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
+        if found
+        else {"first_id": None, "last_id": None}
+    )
     return {"object": "list", "data": found, "has_more": has_more} | ends
 
 
@@ -106,7 +123,10 @@ class _Form:
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise NotJSON("A file is uploaded as multipart/form-data.", fix="Use a client's files.create, or curl -F file=@NAME.")
+            raise NotJSON(
+                "A file is uploaded as multipart/form-data.",
+                fix="Use a client's files.create, or curl -F file=@NAME.",
+            )
         self.data = bytearray()  # of the file, not yet written
         self.filename = ""
         self._fields: dict[str, bytes] = {}
@@ -132,7 +152,9 @@ class _Form:
         try:
             self._parser.write(data)
         except MultipartParseError as error:
-            raise InvalidRequest("The form cannot be read.", fix="Is its boundary right?", param="file") from error
+            raise InvalidRequest(
+                "The form cannot be read.", fix="Is its boundary right?", param="file"
+            ) from error
 
     def end(self) -> None:
         if not self._is_over:
@@ -146,15 +168,25 @@ class _Form:
     def purpose(self) -> str:
         given = self._fields.get("purpose", b"")
         if given != b"batch":
-            raise InvalidRequest(f"The purpose is {_shown(given)}.", fix="Files are for batches: give batch.", param="purpose")
+            raise InvalidRequest(
+                f"The purpose is {_shown(given)}.",
+                fix="Files are for batches: give batch.",
+                param="purpose",
+            )
         return "batch"
 
     def expire_s(self) -> int | None:
         if not any(name.startswith("expires_after") for name in self._fields):
             return None
         seconds = self._fields.get("expires_after[seconds]", b"")
-        if self._fields.get("expires_after[anchor]") != b"created_at" or not seconds.isdigit() or len(seconds) > 10:
-            raise InvalidRequest("expires_after has the anchor created_at and seconds.", param="expires_after")
+        if (
+            self._fields.get("expires_after[anchor]") != b"created_at"
+            or not seconds.isdigit()
+            or len(seconds) > 10
+        ):
+            raise InvalidRequest(
+                "expires_after has the anchor created_at and seconds.", param="expires_after"
+            )
         return kept_s(int(seconds), "expires_after")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
@@ -171,7 +203,9 @@ class _Form:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"").decode(errors="replace")
         if self._name not in (*_FIELDS, "file"):
-            raise InvalidRequest(f"The parameter {self._name[:100]!r} is not supported.", param=self._name[:100])
+            raise InvalidRequest(
+                f"The parameter {self._name[:100]!r} is not supported.", param=self._name[:100]
+            )
         if self._name in self._fields or (self._name == "file" and self.filename):
             raise InvalidRequest(f"The parameter {self._name!r} is given twice.", param=self._name)
         if self._name == "file":
@@ -191,13 +225,17 @@ class _Form:
 
 def kept_s(seconds: int, param: str) -> int:
     if not MIN_KEPT_S <= seconds <= MAX_KEPT_S:
-        raise InvalidRequest(f"Files are kept from {MIN_KEPT_S} to {MAX_KEPT_S} seconds; got {seconds}.", param=param)
+        raise InvalidRequest(
+            f"Files are kept from {MIN_KEPT_S} to {MAX_KEPT_S} seconds; got {seconds}.", param=param
+        )
     return seconds
 
 
 def _grown(text: bytes, more: bytes) -> bytes:
     if len(text) + len(more) > _MAX_FIELD_BYTES:
-        raise InvalidRequest(f"A field of the form is longer than {_MAX_FIELD_BYTES} bytes.", param="file")
+        raise InvalidRequest(
+            f"A field of the form is longer than {_MAX_FIELD_BYTES} bytes.", param="file"
+        )
     return text + more
 
 

@@ -1,7 +1,7 @@
 """What the Responses API keeps in memory: responses and conversations, each with its items.
 
-Items are kept as JSON, one by one: one is read without the rest of the conversation, and a response shares the items of the
-conversation so far with those before it.
+Items are kept as JSON, one by one: one is read without the rest of the conversation, and a response
+shares the items of the conversation so far with those before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from tidemill.server.http.aside import LARGE_BYTES, encoded
 
 _json = msgspec.json.Encoder().encode
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 * 2**20  # of one tenant
-MAX_CONTINUED_BYTES = 16 * 2**20  # of what one response or conversation keeps: it is read for every response that continues it
+MAX_CONTINUED_BYTES = (
+    16 * 2**20
+)  # of what one response or conversation keeps: it is read for every response that continues it
 MAX_STORED_OF_ALL, MAX_STORED_BYTES_OF_ALL = 4 * MAX_STORED, 4 * MAX_STORED_BYTES
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _parts = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
@@ -41,7 +43,8 @@ class Item(NamedTuple):
         return Item(item["id"], _json(item))
 
     def members(self) -> dict[str, Any]:
-        """For a prompt: of a large one, without the log-probabilities of its text, which are most of it."""
+        """For a prompt: of a large one, without the log-probabilities of its text, which are most
+        of it."""
         if len(self.text) < LARGE_BYTES:
             return dict(msgspec.json.decode(self.text))
         made: dict[str, Any] = _members(self.text)
@@ -56,7 +59,11 @@ class Item(NamedTuple):
             parts = _parts(content)
         except msgspec.ValidationError:  # not all are objects
             return made | {"content": read(content)}
-        return made | {"content": [{name: read(part[name]) for name in part if name != "logprobs"} for part in parts]}
+        return made | {
+            "content": [
+                {name: read(part[name]) for name in part if name != "logprobs"} for part in parts
+            ]
+        }
 
 
 @dataclass(frozen=True)
@@ -74,18 +81,27 @@ class Stored:
     def of(items: Sequence[Item], body: dict[str, Any], events: bytes = b"") -> Stored:
         outputs = tuple(map(Item.of, body.get("output", ())))
         head = _json({name: value for name, value in body.items() if name != "output"})
-        return Stored(body["object"], tuple(items), outputs, head, bool(body.get("background")), events)
+        return Stored(
+            body["object"], tuple(items), outputs, head, bool(body.get("background")), events
+        )
 
     @cached_property
     def num_bytes(self) -> int:
-        """Items that are shared count for each who has them; events do not, which are not continued."""
-        return len(self.head) + sum(len(item.text) for item in self.items) + sum(len(item.text) for item in self.outputs)
+        """Items that are shared count for each who has them; events do not, which are not
+        continued."""
+        return (
+            len(self.head)
+            + sum(len(item.text) for item in self.items)
+            + sum(len(item.text) for item in self.outputs)
+        )
 
     def body(self) -> bytes:
         """The whole object, as JSON."""
         if self.kind != "response":
             return self.head
-        return b"".join([self.head[:-1], b',"output":[', b",".join([item.text for item in self.outputs]), b"]}"])
+        return b"".join(
+            [self.head[:-1], b',"output":[', b",".join([item.text for item in self.outputs]), b"]}"]
+        )
 
 
 class _Shelf:
@@ -113,8 +129,9 @@ class _Shelf:
 
 
 class Store:
-    """Objects that can be retrieved or continued, each by its tenant only. A tenant that stores too much loses its oldest; if
-    all together store too much, the tenant that stores most does. Nobody can evict the objects of a tenant that stores less."""
+    """Objects that can be retrieved or continued, each by its tenant only. A tenant that stores too
+    much loses its oldest; if all together store too much, the tenant that stores most does. Nobody
+    can evict the objects of a tenant that stores less."""
 
     def __init__(self) -> None:
         self._shelves: dict[str, _Shelf] = {}
@@ -136,7 +153,9 @@ class Store:
         shelf = self._shelves.get(tenant)
         found = shelf.stored.get(name) if shelf is not None else None
         if found is None or found.kind != kind:
-            raise Unknown(f"{kind.capitalize()} with id {name[:100]!r} not found.", param=f"{kind}_id")  # OpenAI's words
+            raise Unknown(
+                f"{kind.capitalize()} with id {name[:100]!r} not found.", param=f"{kind}_id"
+            )  # OpenAI's words
         return found
 
     def get_to_continue(self, tenant: str, name: str, kind: str = "response") -> Stored:
@@ -162,7 +181,11 @@ class Store:
         """An output item of a stored response."""
         shelf = self._shelves.get(tenant)
         if shelf is None or name not in shelf.homes:
-            raise Unknown(f"There is no stored item {name[:100]!r}.", fix="Send the item itself.", param="input")
+            raise Unknown(
+                f"There is no stored item {name[:100]!r}.",
+                fix="Send the item itself.",
+                param="input",
+            )
         return shelf.homes[name]
 
 
@@ -178,6 +201,10 @@ def page_of(items: Sequence[Item], query: dict[str, str], limit: int) -> bytes:
             raise InvalidRequest(f"There is no item {after[:100]!r}.", param="after")
         ordered = ordered[at + 1 :]
     data = ordered[:limit]
-    ends = {"first_id": data[0].id, "last_id": data[-1].id} if data else {"first_id": "", "last_id": ""}
+    ends = (
+        {"first_id": data[0].id, "last_id": data[-1].id}
+        if data
+        else {"first_id": "", "last_id": ""}
+    )
     texts = encoded(msgspec.Raw(item.text) for item in data)
     return _json({"object": "list", "data": texts, "has_more": len(ordered) > limit, **ends})

@@ -1,11 +1,14 @@
-"""Persistent state of the server: uploaded files, batches and the results of their lines, in one folder.
+"""Persistent state of the server: uploaded files, batches and the results of their lines, in one
+folder.
 
-The content of a file is a file, named by an id that the server made. Everything else is in SQLite: a write is on the disk before
-it is acknowledged, and an interrupted one is rolled back when the database is opened again. One thread does all of it, one
-operation after another. The folder is created when it is first needed, and belongs to one server at a time.
+The content of a file is a file, named by an id that the server made. Everything else is in SQLite:
+a write is on the disk before it is acknowledged, and an interrupted one is rolled back when the
+database is opened again. One thread does all of it, one operation after another. The folder is
+created when it is first needed, and belongs to one server at a time.
 
-A database that is damaged, emptied or deleted is renamed to `*.damaged-<time>`, together with the contents that it described, and
-a new one is begun. The operation that found the damage fails with `StorageDamaged`; the next one works on the new database.
+A database that is damaged, emptied or deleted is renamed to `*.damaged-<time>`, together with the
+contents that it described, and a new one is begun. The operation that found the damage fails with
+`StorageDamaged`; the next one works on the new database.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ OVER = ("failed", "completed", "expired", "cancelled")  # final statuses of a ba
 _BLOCK = 4096  # a file takes at least this much of the quota
 _NUM_BATCHES_KEPT = 10_000  # that are over
 _DATABASE = "state.sqlite3"
-# The columns keep their first names, so that existing data stays readable: `owner` is the tenant, `told` the record as the API
+# The columns keep their first names, so that existing data stays readable: `owner` is the tenant,
+# `told` the record as the API
 # shows it, `answers` the results of a batch's lines.
 _TABLES = """
-CREATE TABLE IF NOT EXISTS files (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, purpose TEXT,
-    expires_at INTEGER, bytes INTEGER, told BLOB);
-CREATE TABLE IF NOT EXISTS batches (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, model TEXT, status TEXT,
-    file_id TEXT, told BLOB);
-CREATE TABLE IF NOT EXISTS answers (batch TEXT, line INTEGER, failed INTEGER, text BLOB, PRIMARY KEY (batch, line));
+CREATE TABLE IF NOT EXISTS files (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT,
+    purpose TEXT, expires_at INTEGER, bytes INTEGER, told BLOB);
+CREATE TABLE IF NOT EXISTS batches (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT,
+    model TEXT, status TEXT, file_id TEXT, told BLOB);
+CREATE TABLE IF NOT EXISTS answers (batch TEXT, line INTEGER, failed INTEGER, text BLOB,
+    PRIMARY KEY (batch, line));
 """
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _UNCLEAR = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)  # may mean a full disk
@@ -107,7 +112,8 @@ class Storage:
         self._coming_bytes = 0  # of uploads under way
 
     async def do(self, what: Callable[..., T], *arguments: Any) -> T:
-        """Any of the methods below, in the thread. Errors of the disk become typed ones, without paths."""
+        """Any of the methods below, in the thread. Errors of the disk become typed ones, without
+        paths."""
 
         def doing() -> T:
             try:
@@ -132,7 +138,8 @@ class Storage:
     # ---- opening, and what can be wrong with the folder
 
     def _ensure_open(self) -> None:
-        """The database may be deleted, replaced or cut off while it is open; SQLite would go on with the file that is gone."""
+        """The database may be deleted, replaced or cut off while it is open; SQLite would go on
+        with the file that is gone."""
         if self._opened is None:
             self._open()
             return
@@ -141,11 +148,16 @@ class Storage:
         except FileNotFoundError:
             raise _Damage("the database was deleted while in use") from None
         if (found.st_dev, found.st_ino) != self._inode:
-            _log.error("the data folder %s: the database was replaced while in use; it is opened again", self._folder)
+            _log.error(
+                "the data folder %s: the database was replaced while in use; it is opened again",
+                self._folder,
+            )
             self._close()
             self._open()
         elif found.st_size < self._size:
-            raise _Damage(f"the database was cut from {self._size} to {found.st_size} bytes while in use")
+            raise _Damage(
+                f"the database was cut from {self._size} to {found.st_size} bytes while in use"
+            )
         if not self._contents.is_dir():
             _log.error("the data folder %s: the folder of file contents is gone", self._folder)
             self._contents.mkdir(mode=0o700)
@@ -161,7 +173,9 @@ class Storage:
             self._check_not_emptied(path)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._opened = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._opened.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES)
+            self._opened.executescript(
+                "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES
+            )
             known = {row[0] for row in self._rows("SELECT id FROM files")}
             self._count_bytes()
             found = path.stat()
@@ -169,11 +183,14 @@ class Storage:
         except BlockingIOError:
             self._close()
             raise StorageUnavailable(
-                "Another server uses the same data folder.", fix="Give this one its own with --data-dir."
+                "Another server uses the same data folder.",
+                fix="Give this one its own with --data-dir.",
             ) from None
         except BaseException:
             self._close()
-            if is_new:  # a disk that is full from the start leaves an empty file, which would look like an emptied one
+            # A disk that is full from the start leaves an empty file, which would look like an
+            # emptied one.
+            if is_new:
                 for name in ("", "-wal", "-shm"):
                     path.with_name(f"{_DATABASE}{name}").unlink(missing_ok=True)
             raise
@@ -200,8 +217,14 @@ class Storage:
 
     def _typed(self, error: Exception) -> TidemillError:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        lost = str(error).startswith("no such table")  # of a database that was overwritten while in use
-        if isinstance(error, _Damage) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or lost:
+        lost = str(error).startswith(
+            "no such table"
+        )  # of a database that was overwritten while in use
+        if (
+            isinstance(error, _Damage)
+            or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            or lost
+        ):
             try:
                 return self._set_aside(str(error))
             except OSError as failed:
@@ -209,13 +232,18 @@ class Storage:
         _log.error("the data folder %s: %s", self._folder, error)
         is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in _NO_ROOM
         if is_full or (code in _UNCLEAR and self._has_no_room()):
-            return StorageFull("The disk of the server's data folder is full.", fix="Free some space, then try again.")
+            return StorageFull(
+                "The disk of the server's data folder is full.",
+                fix="Free some space, then try again.",
+            )
         return StorageUnavailable(
-            "The server's data folder cannot be used.", fix="See the server's log; another can be given with --data-dir."
+            "The server's data folder cannot be used.",
+            fix="See the server's log; another can be given with --data-dir.",
         )
 
     def _set_aside(self, reason: str) -> StorageDamaged:
-        """The database with its log, under names by which SQLite can still open them, and the contents that it described."""
+        """The database with its log, under names by which SQLite can still open them, and the
+        contents that it described."""
         self._close()
         suffix = f".damaged-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
         for name in ("", "-wal", "-shm"):
@@ -223,9 +251,15 @@ class Storage:
                 path.rename(self._folder / f"{_DATABASE}{suffix}{name}")
         if self._contents.is_dir() and any(self._contents.iterdir()):
             self._contents.rename(f"{self._contents}{suffix}")
-        _log.error("the data folder %s: %s; set aside as *%s, a new database is begun", self._folder, reason, suffix)
+        _log.error(
+            "the data folder %s: %s; set aside as *%s, a new database is begun",
+            self._folder,
+            reason,
+            suffix,
+        )
         return StorageDamaged(
-            f"The server's stored state was damaged ({reason}). It was set aside: files and batches from before are gone.",
+            f"The server's stored state was damaged ({reason}). It was set aside: files and "
+            "batches from before are gone.",
             fix="Upload them again.",
         )
 
@@ -246,8 +280,15 @@ class Storage:
 
     def _lost_before(self) -> str:
         """For messages about unknown ids: when state was last set aside."""
-        times = sorted(path.name.partition(".damaged-")[2] for path in self._folder.glob(f"{_DATABASE}.damaged-*Z"))
-        return f"Files and batches from before {times[-1]} were set aside: the database was damaged." if times else ""
+        times = sorted(
+            path.name.partition(".damaged-")[2]
+            for path in self._folder.glob(f"{_DATABASE}.damaged-*Z")
+        )
+        return (
+            f"Files and batches from before {times[-1]} were set aside: the database was damaged."
+            if times
+            else ""
+        )
 
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         assert self._opened is not None
@@ -261,7 +302,9 @@ class Storage:
     def check_room(self, num_bytes: int) -> None:
         if self._used_bytes + self._coming_bytes + num_bytes > self._quota_bytes:
             raise QuotaExceeded(
-                f"All files together may have {self._quota_bytes} bytes; {self._used_bytes} are taken.", fix="Delete some."
+                f"All files together may have {self._quota_bytes} bytes; {self._used_bytes} "
+                "are taken.",
+                fix="Delete some.",
             )
 
     # ---- files
@@ -273,13 +316,24 @@ class Storage:
     def content_path(self, file_id: str) -> Path:
         """Where the content is, if it is there as it was stored."""
         path = self.path(file_id)
-        sizes = [num_bytes for (num_bytes,) in self._rows("SELECT bytes FROM files WHERE id = ?", file_id)]
+        sizes = [
+            num_bytes
+            for (num_bytes,) in self._rows("SELECT bytes FROM files WHERE id = ?", file_id)
+        ]
         found = path.stat().st_size if path.is_file() else None
         if sizes != [found]:
-            what = "missing" if found is None else f"{found} bytes instead of {sizes[0]}" if sizes else "not recorded"
+            what = (
+                "missing"
+                if found is None
+                else f"{found} bytes instead of {sizes[0]}"
+                if sizes
+                else "not recorded"
+            )
             _log.error("the data folder %s: the content of %s is %s", self._folder, file_id, what)
             raise ContentLost(
-                f"The content of file {file_id!r} is {what} on the server's disk.", fix="Upload it again.", param="file_id"
+                f"The content of file {file_id!r} is {what} on the server's disk.",
+                fix="Upload it again.",
+                param="file_id",
             )
         return path
 
@@ -288,15 +342,31 @@ class Storage:
 
     def add_file(self, tenant: str, record: dict[str, Any]) -> None:
         """Of a file whose content is on the disk."""
-        sql = "INSERT INTO files (id, owner, purpose, expires_at, bytes, told) VALUES (?, ?, ?, ?, ?, ?)"
-        self._rows(sql, record["id"], tenant, record["purpose"], record["expires_at"], record["bytes"], _json(record))
+        sql = (
+            "INSERT INTO files (id, owner, purpose, expires_at, bytes, told) VALUES (?, ?, "
+            "?, ?, ?, ?)"
+        )
+        self._rows(
+            sql,
+            record["id"],
+            tenant,
+            record["purpose"],
+            record["expires_at"],
+            record["bytes"],
+            _json(record),
+        )
         self._used_bytes += max(record["bytes"], _BLOCK)
 
     def file(self, tenant: str, file_id: str) -> dict[str, Any]:
-        sql = "SELECT told FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR expires_at > ?)"
+        sql = (
+            "SELECT told FROM files WHERE id = ? AND owner = ? AND (expires_at IS NULL OR "
+            "expires_at > ?)"
+        )
         for (record,) in self._rows(sql, file_id, tenant, int(time.time())):
             return _record(record)
-        raise FileUnknown(f"There is no file {file_id[:100]!r}.", fix=self._lost_before(), param="file_id")
+        raise FileUnknown(
+            f"There is no file {file_id[:100]!r}.", fix=self._lost_before(), param="file_id"
+        )
 
     def file_with_path(self, tenant: str, file_id: str) -> tuple[dict[str, Any], Path]:
         return self.file(tenant, file_id), self.content_path(file_id)
@@ -306,18 +376,25 @@ class Storage:
     ) -> tuple[list[dict[str, Any]], bool]:
         self._sweep()
         start = self._number("files", tenant, after)
-        sql = f"SELECT told FROM files WHERE owner = ? AND (? IS NULL OR purpose = ?) {_page(start, order)}"
+        sql = (
+            "SELECT told FROM files WHERE owner = ? AND (? IS NULL OR purpose = ?) "
+            f"{_page(start, order)}"
+        )
         return _first(self._rows(sql, tenant, purpose, purpose, limit + 1), limit)
 
     def delete_file(self, tenant: str, file_id: str) -> None:
         self.file(tenant, file_id)
         if self._is_read(file_id):
-            raise InvalidRequest("A batch still reads this file.", fix="Cancel the batch first.", param="file_id")
+            raise InvalidRequest(
+                "A batch still reads this file.", fix="Cancel the batch first.", param="file_id"
+            )
         self._drop_file(file_id)
 
     def _is_read(self, file_id: str) -> bool:
         """A batch that is not over has it as its input."""
-        return bool(self._rows(f"SELECT 1 FROM batches WHERE file_id = ? AND status NOT IN {OVER}", file_id))
+        return bool(
+            self._rows(f"SELECT 1 FROM batches WHERE file_id = ? AND status NOT IN {OVER}", file_id)
+        )
 
     def _drop_file(self, file_id: str) -> None:
         """The content first: on a full disk, that makes the room which the database needs."""
@@ -328,21 +405,41 @@ class Storage:
     def _sweep(self) -> None:
         """Delete expired files, but not those that a batch reads."""
         used = f"SELECT file_id FROM batches WHERE status NOT IN {OVER}"
-        for (file_id,) in self._rows(f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})", int(time.time())):
+        for (file_id,) in self._rows(
+            f"SELECT id FROM files WHERE expires_at <= ? AND id NOT IN ({used})", int(time.time())
+        ):
             self._drop_file(file_id)
 
     # ---- batches
 
     def add_batch(self, tenant: str, model: str, record: dict[str, Any]) -> None:
-        sql = "INSERT INTO batches (id, owner, model, status, file_id, told) VALUES (?, ?, ?, ?, ?, ?)"
-        self._rows(sql, record["id"], tenant, model, record["status"], record["input_file_id"], _json(record))
-        old = f"SELECT n FROM batches WHERE status IN {OVER} ORDER BY n DESC LIMIT -1 OFFSET {_NUM_BATCHES_KEPT}"
+        sql = (
+            "INSERT INTO batches (id, owner, model, status, file_id, told) VALUES (?, ?, "
+            "?, ?, ?, ?)"
+        )
+        self._rows(
+            sql,
+            record["id"],
+            tenant,
+            model,
+            record["status"],
+            record["input_file_id"],
+            _json(record),
+        )
+        old = (
+            f"SELECT n FROM batches WHERE status IN {OVER} ORDER BY n DESC LIMIT -1 OFFSET "
+            f"{_NUM_BATCHES_KEPT}"
+        )
         self._rows(f"DELETE FROM batches WHERE n IN ({old})")
 
     def batch(self, tenant: str, batch_id: str) -> dict[str, Any]:
-        for (record,) in self._rows("SELECT told FROM batches WHERE id = ? AND owner = ?", batch_id, tenant):
+        for (record,) in self._rows(
+            "SELECT told FROM batches WHERE id = ? AND owner = ?", batch_id, tenant
+        ):
             return self._with_counts(_record(record))
-        raise BatchUnknown(f"There is no batch {batch_id[:100]!r}.", fix=self._lost_before(), param="batch_id")
+        raise BatchUnknown(
+            f"There is no batch {batch_id[:100]!r}.", fix=self._lost_before(), param="batch_id"
+        )
 
     def batches(
         self, tenant: str, after: str | None, limit: int, endpoint: str | None = None
@@ -355,10 +452,13 @@ class Storage:
         return [self._with_counts(record) for record in found], more
 
     def delete_batch(self, tenant: str, batch_id: str) -> None:
-        """With its files, but for an input that another batch reads. One that is not over is not deleted."""
+        """With its files, but for an input that another batch reads. One that is not over is not
+        deleted."""
         record = self.batch(tenant, batch_id)
         if record["status"] not in OVER:
-            raise InvalidRequest("The batch has not ended.", fix="Cancel it first.", param="batch_id")
+            raise InvalidRequest(
+                "The batch has not ended.", fix="Cancel it first.", param="batch_id"
+            )
         self._rows("DELETE FROM batches WHERE id = ?", batch_id)
         for name in ("input_file_id", "output_file_id", "error_file_id"):
             if record[name] is not None and not self._is_read(record[name]):
@@ -368,37 +468,53 @@ class Storage:
         """Batches that are not over: id, tenant and model."""
         return [
             (batch_id, tenant, model)
-            for batch_id, tenant, model in self._rows(f"SELECT id, owner, model FROM batches WHERE status NOT IN {OVER}")
+            for batch_id, tenant, model in self._rows(
+                f"SELECT id, owner, model FROM batches WHERE status NOT IN {OVER}"
+            )
         ]
 
-    def move(self, tenant: str, batch_id: str, since: Iterable[str], status: str, **changes: Any) -> bool:
+    def move(
+        self, tenant: str, batch_id: str, since: Iterable[str], status: str, **changes: Any
+    ) -> bool:
         """To another status, if it has one of these."""
         record = self.batch(tenant, batch_id)
         if record["status"] not in since:
             return False
         changes[f"{status}_at"] = int(time.time())
         record |= {"status": status} | changes
-        self._rows("UPDATE batches SET status = ?, told = ? WHERE id = ?", status, _json(record), batch_id)
+        self._rows(
+            "UPDATE batches SET status = ?, told = ? WHERE id = ?", status, _json(record), batch_id
+        )
         return True
 
     def _with_counts(self, record: dict[str, Any]) -> dict[str, Any]:
         if record["status"] not in OVER:
-            counts = dict(self._rows("SELECT failed, COUNT(*) FROM answers WHERE batch = ? GROUP BY failed", record["id"]))
+            counts = dict(
+                self._rows(
+                    "SELECT failed, COUNT(*) FROM answers WHERE batch = ? GROUP BY failed",
+                    record["id"],
+                )
+            )
             record["request_counts"] |= {"completed": counts.get(0, 0), "failed": counts.get(1, 0)}
         return record
 
     def add_result(self, batch_id: str, line: int, failed: bool, text: bytes) -> None:
         """On the disk when this returns; once per line, however often it is called."""
         self.check_room(len(text))
-        self._rows("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", batch_id, line, failed, text)
+        self._rows(
+            "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", batch_id, line, failed, text
+        )
         self._used_bytes += len(text)
 
     def add_skipped(self, batch_id: str, texts: Iterable[tuple[int, bytes]]) -> None:
-        """Of lines that will not be executed. They are short; the quota does not keep a batch from its end."""
+        """Of lines that will not be executed. They are short; the quota does not keep a batch from
+        its end."""
         self._rows("BEGIN")
         try:
             for line, text in texts:
-                self._rows("INSERT OR IGNORE INTO answers VALUES (?, ?, 1, ?)", batch_id, line, text)
+                self._rows(
+                    "INSERT OR IGNORE INTO answers VALUES (?, ?, 1, ?)", batch_id, line, text
+                )
             self._rows("COMMIT")
         except BaseException:
             assert self._opened is not None
@@ -406,10 +522,21 @@ class Storage:
             raise
 
     def lines_done(self, batch_id: str) -> set[int]:
-        return {line for (line,) in self._rows("SELECT line FROM answers WHERE batch = ?", batch_id)}
+        return {
+            line for (line,) in self._rows("SELECT line FROM answers WHERE batch = ?", batch_id)
+        }
 
-    def finish(self, tenant: str, batch_id: str, since: str, status: str, expire_s: int | None, **changes: Any) -> None:
-        """Results become files, and the batch is over: all of it or nothing, however it is interrupted."""
+    def finish(
+        self,
+        tenant: str,
+        batch_id: str,
+        since: str,
+        status: str,
+        expire_s: int | None,
+        **changes: Any,
+    ) -> None:
+        """Results become files, and the batch is over: all of it or nothing, however it is
+        interrupted."""
         assert self._opened is not None
         record = self.batch(tenant, batch_id)
         files: dict[str, dict[str, Any]] = {}
@@ -424,7 +551,14 @@ class Storage:
             for made in files.values():
                 self.add_file(tenant, made)
             changes |= {name: made["id"] for name, made in files.items()}
-            if self.move(tenant, batch_id, [since], status, request_counts=record["request_counts"], **changes):
+            if self.move(
+                tenant,
+                batch_id,
+                [since],
+                status,
+                request_counts=record["request_counts"],
+                **changes,
+            ):
                 self._rows("DELETE FROM answers WHERE batch = ?", batch_id)
                 self._rows("COMMIT")
                 is_kept = True
@@ -436,7 +570,9 @@ class Storage:
                     self.path(made["id"]).unlink(missing_ok=True)
             self._count_bytes()
 
-    def _write(self, lines: Iterable[tuple[bytes]], filename: str, expire_s: int | None) -> dict[str, Any] | None:
+    def _write(
+        self, lines: Iterable[tuple[bytes]], filename: str, expire_s: int | None
+    ) -> dict[str, Any] | None:
         file_id = new_id("file")
         try:
             with open(self.path(file_id), "xb", opener=_private) as file:
@@ -457,9 +593,13 @@ class Storage:
     def _number(self, table: str, tenant: str, after: str | None) -> int | None:
         if after is None:
             return None
-        for (number,) in self._rows(f"SELECT n FROM {table} WHERE id = ? AND owner = ?", after, tenant):
+        for (number,) in self._rows(
+            f"SELECT n FROM {table} WHERE id = ? AND owner = ?", after, tenant
+        ):
             return int(number)
-        raise InvalidRequest(f"There is nothing with the id {after[:100]!r} to continue after.", param="after")
+        raise InvalidRequest(
+            f"There is nothing with the id {after[:100]!r} to continue after.", param="after"
+        )
 
 
 class Upload:
@@ -488,7 +628,9 @@ class Upload:
         with open(self._path, "rb") as file:
             os.fsync(file.fileno())
             if (size := os.fstat(file.fileno()).st_size) != self.num_bytes:
-                raise OSError(errno.EIO, f"an upload of {self.num_bytes} bytes has {size} on the disk")
+                raise OSError(
+                    errno.EIO, f"an upload of {self.num_bytes} bytes has {size} on the disk"
+                )
         _sync_folder(self._path.parent)
         self._storage._sweep()
         self._storage.add_file(tenant, record)
@@ -500,7 +642,9 @@ class Upload:
             await self._storage.do(self._path.unlink, True)
 
 
-def file_object(file_id: str, num_bytes: int, filename: str, purpose: str, expire_s: int | None) -> dict[str, Any]:
+def file_object(
+    file_id: str, num_bytes: int, filename: str, purpose: str, expire_s: int | None
+) -> dict[str, Any]:
     now = int(time.time())
     return {
         "id": file_id,

@@ -1,4 +1,5 @@
-"""Anthropic's Message Batches: the batches of /v1/batches whose lines are requests for /v1/messages."""
+"""Anthropic's Message Batches: the batches of /v1/batches whose lines are requests for
+/v1/messages."""
 
 from __future__ import annotations
 
@@ -21,13 +22,23 @@ from tidemill.server.http.responses import json_response
 from tidemill.server.store import batch_lines
 from tidemill.server.store.batches import Batches, BatchRequest, ExpiresAfter
 from tidemill.server.store.files import read_limit, read_query
-from tidemill.server.store.storage import OVER, BatchUnknown, ContentLost, FileUnknown, Storage, file_object
+from tidemill.server.store.storage import (
+    OVER,
+    BatchUnknown,
+    ContentLost,
+    FileUnknown,
+    Storage,
+    file_object,
+)
 
 ENDPOINT = "/v1/messages"
 _BYTES_PER_ENTRY = 256  # of JSON, to estimate
 _KEPT_S = 29 * 86400  # results, as at Anthropic
 _STATUS = {"cancelling": "canceling"} | dict.fromkeys(OVER, "ended")  # else in_progress
-_NOT_EXECUTED = {"batch_expired": "expired", "batch_cancelled": "canceled"}  # result types by our codes
+_NOT_EXECUTED = {
+    "batch_expired": "expired",
+    "batch_cancelled": "canceled",
+}  # result types by our codes
 _json = msgspec.json.Encoder().encode
 
 
@@ -44,7 +55,12 @@ class MessageBatchRequest(Body):
         """The input file of the batch, checked as far as its lines can be wrong."""
         made, seen = [], set[str]()
         for i, one in enumerate(self.requests):
-            line = {"custom_id": one.custom_id, "method": "POST", "url": ENDPOINT, "body": one.params}
+            line = {
+                "custom_id": one.custom_id,
+                "method": "POST",
+                "url": ENDPOINT,
+                "body": one.params,
+            }
             made.append(_json(line))
             code, message, _ = batch_lines.problem_of(made[-1], ENDPOINT, seen)
             if code:
@@ -85,23 +101,34 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
     async def found(request: Request, batch_id: str) -> dict[str, Any]:
         record = await storage.do(storage.batch, request.state.caller.tenant, batch_id)
         if record["endpoint"] != ENDPOINT:
-            raise BatchUnknown(f"The batch {batch_id[:100]!r} is not of messages.", fix="See /v1/batches.", param="batch_id")
+            raise BatchUnknown(
+                f"The batch {batch_id[:100]!r} is not of messages.",
+                fix="See /v1/batches.",
+                param="batch_id",
+            )
         return record
 
     @router.post("/v1/messages/batches", openapi_extra=schema_of(MessageBatchRequest))
-    async def create(request: Request, body: MessageBatchRequest = Depends(body_of(MessageBatchRequest))) -> dict[str, Any]:
+    async def create(
+        request: Request, body: MessageBatchRequest = Depends(body_of(MessageBatchRequest))
+    ) -> dict[str, Any]:
         tenant = request.state.caller.tenant
         lines = await aside(body.lines, _BYTES_PER_ENTRY * len(body.requests))
         coming = storage.begin_file()
         try:
             await coming.write(lines)
             name = f"{coming.file_id}.jsonl"
-            await coming.keep(tenant, file_object(coming.file_id, len(lines), name, "batch", _KEPT_S))
+            await coming.keep(
+                tenant, file_object(coming.file_id, len(lines), name, "batch", _KEPT_S)
+            )
         finally:
             await coming.end()
         expires = ExpiresAfter(anchor="created_at", seconds=_KEPT_S)
         asked = BatchRequest(
-            input_file_id=coming.file_id, endpoint=ENDPOINT, completion_window="24h", output_expires_after=expires
+            input_file_id=coming.file_id,
+            endpoint=ENDPOINT,
+            completion_window="24h",
+            output_expires_after=expires,
         )
         return await told(tenant, await batches.create(tenant, asked, len(body.requests)))
 
@@ -109,9 +136,15 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
     async def every(request: Request) -> Response:
         query, tenant = read_query(request, "after_id", "limit"), request.state.caller.tenant
         limit = read_limit(query.get("limit"), 20, 1000)
-        records, has_more = await storage.do(storage.batches, tenant, query.get("after_id"), limit, ENDPOINT)
+        records, has_more = await storage.do(
+            storage.batches, tenant, query.get("after_id"), limit, ENDPOINT
+        )
         data = [await told(tenant, record) for record in records]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        ends = (
+            {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+            if data
+            else {"first_id": None, "last_id": None}
+        )
         return json_response({"data": data, "has_more": has_more, **ends})
 
     @router.get("/v1/messages/batches/{batch_id}")
@@ -122,7 +155,9 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
     async def results(request: Request, batch_id: str) -> Response:
         record = await found(request, batch_id)
         if record["status"] not in OVER:
-            raise InvalidRequest("The batch has not ended.", fix="Retrieve it until it has.", param="batch_id")
+            raise InvalidRequest(
+                "The batch has not ended.", fix="Retrieve it until it has.", param="batch_id"
+            )
         paths = await storage.do(_paths, storage, request.state.caller.tenant, record)
         return StreamingResponse(_results(paths), media_type="application/x-jsonl")
 
@@ -150,7 +185,10 @@ def _told(storage: Storage, tenant: str, record: dict[str, Any]) -> dict[str, An
     else:
         counts["succeeded"] = record["request_counts"]["completed"]
         counts["errored"] = record["request_counts"]["failed"]
-        if record["status"] in ("cancelled", "expired"):  # its error file tells what was not executed, while it is kept
+        if record["status"] in (
+            "cancelled",
+            "expired",
+        ):  # its error file tells what was not executed, while it is kept
             with suppress(FileUnknown, ContentLost):
                 counts |= {"errored": 0} | _kinds(_paths(storage, tenant, record)[1:])
     return {
@@ -163,12 +201,18 @@ def _told(storage: Storage, tenant: str, record: dict[str, Any]) -> dict[str, An
         "ended_at": _time(record[f"{record['status']}_at"]) if status == "ended" else None,
         "cancel_initiated_at": _time(record["cancelling_at"]),
         "archived_at": None,
-        "results_url": f"/v1/messages/batches/{record['id']}/results" if status == "ended" else None,
+        "results_url": f"/v1/messages/batches/{record['id']}/results"
+        if status == "ended"
+        else None,
     }
 
 
 def _time(seconds: int | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return (
+        None
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    )
 
 
 def _paths(storage: Storage, tenant: str, record: dict[str, Any]) -> list[Path | None]:
@@ -191,7 +235,15 @@ def _results(paths: list[Path | None]) -> Iterator[bytes]:
     output, errors = paths
     for line in _lines(output):
         assert line.response is not None
-        yield _json({"custom_id": line.custom_id, "result": {"type": "succeeded", "message": line.response.body}}) + b"\n"
+        yield (
+            _json(
+                {
+                    "custom_id": line.custom_id,
+                    "result": {"type": "succeeded", "message": line.response.body},
+                }
+            )
+            + b"\n"
+        )
     for line in _lines(errors):
         error = {"error": line.response.body} if line.response is not None else {}
         yield _json({"custom_id": line.custom_id, "result": {"type": line.kind, **error}}) + b"\n"

@@ -25,7 +25,9 @@ _FIELDS = {"effort": "output_config.effort", "thinking": "thinking"}
 _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
 
 
-async def prompt_of(service: Service, body: PromptBody, call: RequestContext) -> tuple[list[int], dict[str, Any]]:
+async def prompt_of(
+    service: Service, body: PromptBody, call: RequestContext
+) -> tuple[list[int], dict[str, Any]]:
     """The prompt's token ids, and the arguments with which it was encoded."""
     conversation = await aside(body.conversation, body.num_parts * _BYTES_PER_PART)
     template = service.tokenizer.chat_template
@@ -74,7 +76,8 @@ class MessagesCodec(Codec):
     # ---- what is written
 
     def _usage(self) -> dict[str, Any]:
-        """What is held was computed for it, or found in the cache: only the former is its creation."""
+        """What is held was computed for it, or found in the cache: only the former is its
+        creation."""
         figures = self.generation.figures
         num_created = max(figures.num_held - figures.num_cached, 0)
         num_for_an_hour = min(self._num_for_an_hour, figures.num_held) - figures.num_cached
@@ -130,13 +133,16 @@ class MessagesCodec(Codec):
     # ---- a stream
 
     def start(self) -> Iterable[bytes]:
-        """The first token says how much of the prompt was cached; of a request that waits it is not known."""
+        """The first token says how much of the prompt was cached; of a request that waits it is not
+        known."""
         message = self._message([], {"stop_reason": None, "stop_sequence": None})
         yield named_event({"type": "message_start", "message": message})
         yield named_event({"type": "ping"})
 
     def event(self, output: Output) -> Iterable[bytes]:
-        return (named_event(event) for part_event in output.events for event in self._events(part_event))
+        return (
+            named_event(event) for part_event in output.events for event in self._events(part_event)
+        )
 
     def _events(self, event: PartEvent) -> Iterable[dict[str, Any]]:
         stage, part, text = event
@@ -159,7 +165,9 @@ class MessagesCodec(Codec):
             yield {"type": "content_block_stop", "index": part.number}
 
     def end(self) -> Iterable[bytes]:
-        yield named_event({"type": "message_delta", "delta": self._ending(), "usage": self._usage()})
+        yield named_event(
+            {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+        )
         yield named_event({"type": "message_stop"})
 
     def error(self, error: TidemillError) -> Iterable[bytes]:

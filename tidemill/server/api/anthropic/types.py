@@ -1,4 +1,5 @@
-"""Request bodies of Anthropic's Messages API, and their conversation as chat templates expect it."""
+"""Request bodies of Anthropic's Messages API, and their conversation as chat templates expect
+it."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from tidemill.server.generation.conversation import MAX_MESSAGES, template_tools
 from tidemill.server.generation.retention import ANY_MESSAGE, CacheControl
 from tidemill.server.http.body import Body
 
-_BILLING = "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request
+_BILLING = (
+    "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request
+)
 MAX_MARKS = 4
-_MERELY_OFFERED = ("web_search_", "web_fetch_", "tool_search_tool_")  # server tools that a model may do without
+_MERELY_OFFERED = (
+    "web_search_",
+    "web_fetch_",
+    "tool_search_tool_",
+)  # server tools that a model may do without
 
 
 # ---- content blocks
@@ -61,7 +68,9 @@ class DocumentBlock(Body):
 
     @property
     def text(self) -> str:
-        inner = self.source.data if isinstance(self.source, PlainSource) else _text(self.source.content)
+        inner = (
+            self.source.data if isinstance(self.source, PlainSource) else _text(self.source.content)
+        )
         return "\n".join(part for part in (self.title, self.context, inner) if part) + "\n"
 
 
@@ -144,7 +153,15 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Other,
-    _one_of("text", "document", "search_result", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    _one_of(
+        "text",
+        "document",
+        "search_result",
+        "thinking",
+        "redacted_thinking",
+        "tool_use",
+        "tool_result",
+    ),
 ]
 
 
@@ -157,7 +174,9 @@ class Message(Body):
 
 
 class CustomTool(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "defer_loading", "eager_input_streaming"})
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"allowed_callers", "defer_loading", "eager_input_streaming"}
+    )
     cache_control: CacheControl | None = None
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
@@ -168,12 +187,16 @@ class CustomTool(Body):
 
     def function(self) -> dict[str, Any]:
         examples = {"examples": self.input_examples} if self.input_examples else {}
-        return {"name": self.name, "description": self.description or "", "parameters": self.input_schema | examples}
+        return {
+            "name": self.name,
+            "description": self.description or "",
+            "parameters": self.input_schema | examples,
+        }
 
 
 class OfferedTool(Body):
-    """A tool that runs at Anthropic, or whose schema only its models know: without effect if a model may do without it, else
-    refused."""
+    """A tool that runs at Anthropic, or whose schema only its models know: without effect if a
+    model may do without it, else refused."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str
@@ -194,7 +217,10 @@ def _kind(tool: Any) -> str:
     return "custom" if kind in (None, "custom") else "other"
 
 
-Tool = Annotated[Annotated[CustomTool, Tag("custom")] | Annotated[OfferedTool, Tag("other")], Discriminator(_kind)]
+Tool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[OfferedTool, Tag("other")],
+    Discriminator(_kind),
+]
 
 
 class ToolChoice(Body):
@@ -207,12 +233,16 @@ class ToolChoice(Body):
 
 
 class ThreadUnsupported(InvalidRequest):
-    """A request with a thread. On these details Anthropic's clients send the whole conversation without one."""
+    """A request with a thread. On these details Anthropic's clients send the whole conversation
+    without one."""
 
     figures = {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
     def __init__(self) -> None:
-        what = "The parameter 'thread' is not supported: this server stores no conversations of the Messages API."
+        what = (
+            "The parameter 'thread' is not supported: this server stores no conversations of "
+            "the Messages API."
+        )
         super().__init__(what, fix="Send all messages, without thread.", param="thread")
 
 
@@ -236,7 +266,8 @@ class OutputConfig(Body):
 
 
 class Edit(Body):
-    """Of the context. Thinking of earlier turns is left to the chat template, so clearing it has no effect."""
+    """Of the context. Thinking of earlier turns is left to the chat template, so clearing it has no
+    effect."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str
@@ -258,7 +289,9 @@ class ContextManagement(Body):
 class Prompt(Body):
     """What the prompt is made of."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"speed", "user_profile_id", "workspace_id"})
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"speed", "user_profile_id", "workspace_id"}
+    )
     model: str | None = None
     cache_control: CacheControl | None = None  # of the last block
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -282,35 +315,53 @@ class Prompt(Body):
     @classmethod
     def _none_given(cls, servers: list[Any]) -> list[Any]:
         if servers:
-            raise ValueError("this server does not connect to MCP servers; let the client run their tools")
+            raise ValueError(
+                "this server does not connect to MCP servers; let the client run their tools"
+            )
         return servers
 
     @property
     def num_parts(self) -> int:
         """Messages and blocks."""
-        return sum(1 + (len(one.content) if isinstance(one.content, list) else 0) for one in self.messages)
+        return sum(
+            1 + (len(one.content) if isinstance(one.content, list) else 0) for one in self.messages
+        )
 
     def conversation(self) -> list[dict[str, Any]]:
         """As chat templates expect it."""
-        blocks = [TextBlock(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
+        blocks = (
+            [TextBlock(type="text", text=self.system)]
+            if isinstance(self.system, str)
+            else self.system or []
+        )
         texts = [block.text for block in blocks if not block.text.startswith(_BILLING)]
-        made: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(texts)}] if any(texts) else []
+        made: list[dict[str, Any]] = (
+            [{"role": "system", "content": "\n\n".join(texts)}] if any(texts) else []
+        )
         for message in self.messages:
             made += _turns(message)
         return with_one_system(made)
 
     def marks(self) -> list[tuple[str, list[dict[str, Any]] | None]]:
-        """Of cache_control, in the order of the prompt: a time to live, and the conversation up to there; None: all of it."""
+        """Of cache_control, in the order of the prompt: a time to live, and the conversation up to
+        there; None: all of it."""
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, CustomTool)]
-        system = [block.cache_control for block in self.system] if isinstance(self.system, list) else []
-        found: list[tuple[str, int, int] | tuple[str, None, None]] = [(one.ttl, 0, 0) for one in tools + system if one]
+        system = (
+            [block.cache_control for block in self.system] if isinstance(self.system, list) else []
+        )
+        found: list[tuple[str, int, int] | tuple[str, None, None]] = [
+            (one.ttl, 0, 0) for one in tools + system if one
+        ]
         for i, message in enumerate(self.messages):
             for j, each in enumerate(message.content if isinstance(message.content, list) else ()):
                 if (mark := _mark(each)) is not None:
                     is_last = i + 1 == len(self.messages) and j + 1 == len(message.content)
                     found.append((mark.ttl, None, None) if is_last else (mark.ttl, i, j + 1))
         if len(found) > MAX_MARKS:  # Anthropic's words
-            what = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {len(found)}."
+            what = (
+                f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found "
+                f"{len(found)}."
+            )
             raise InvalidRequest(what, param="cache_control")
         if self.cache_control is not None:
             found.append((self.cache_control.ttl, None, None))
@@ -322,7 +373,10 @@ class Prompt(Body):
             blocks = [Message(role="user", content=ANY_MESSAGE["content"])]
         else:
             last = self.messages[message]
-            blocks = [*self.messages[:message], last.model_copy(update={"content": last.content[:num_blocks]})]
+            blocks = [
+                *self.messages[:message],
+                last.model_copy(update={"content": last.content[:num_blocks]}),
+            ]
         return self.model_copy(update={"messages": blocks}).conversation()
 
     @property
@@ -368,7 +422,9 @@ class MessagesRequest(Prompt):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    cache_salt: str | None = Field(default=None, max_length=256)  # vLLM's: the prefix cache is separate for each salt
+    cache_salt: str | None = Field(
+        default=None, max_length=256
+    )  # vLLM's: the prefix cache is separate for each salt
 
     @property
     def must_call(self) -> bool:
@@ -403,16 +459,21 @@ class CountRequest(Prompt):
 def _mark(block: Any) -> CacheControl | None:
     """Also of a block inside it."""
     inner = getattr(block, "content", None)
-    marks = [one.cache_control for one in inner if one.cache_control] if isinstance(inner, list) else []
+    marks = (
+        [one.cache_control for one in inner if one.cache_control] if isinstance(inner, list) else []
+    )
     return getattr(block, "cache_control", None) or (marks[-1] if marks else None)
 
 
 def _text(content: Any) -> str:
-    return content or "" if not isinstance(content, list) else "".join(block.text for block in content)
+    return (
+        content or "" if not isinstance(content, list) else "".join(block.text for block in content)
+    )
 
 
 def _turns(message: Message) -> list[dict[str, Any]]:
-    """Tool results become messages of their own; calls and thinking are part of the assistant's message."""
+    """Tool results become messages of their own; calls and thinking are part of the assistant's
+    message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     made: list[dict[str, Any]] = []
@@ -425,14 +486,23 @@ def _turns(message: Message) -> list[dict[str, Any]]:
         elif isinstance(block, ThinkingBlock):
             thinking += block.thinking
         elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            function = {
+                "name": block.name,
+                "arguments": json.dumps(block.input, ensure_ascii=False),
+            }
             calls.append({"id": _call_id(block.id), "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock):
             result = ("Error: " if block.is_error else "") + _text(block.content)
-            made.append({"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": result})
+            made.append(
+                {"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": result}
+            )
     if text or calls or not made:
         whole: dict[str, Any] = {"role": message.role, "content": text}
-        made.append(whole | ({"reasoning_content": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {}))
+        made.append(
+            whole
+            | ({"reasoning_content": thinking} if thinking else {})
+            | ({"tool_calls": calls} if calls else {})
+        )
     return made
 
 

@@ -54,7 +54,10 @@ class CohereEmbeddings(PooledEndpoint):
     async def read(self) -> Pooling:
         body, service = self.body, self.service
         if body.input_type is not None:
-            what = f"Unsupported input_type {body.input_type[:40]!r}: the model has no prompts for kinds of input."
+            what = (
+                f"Unsupported input_type {body.input_type[:40]!r}: the model has no prompts "
+                "for kinds of input."
+            )
             fix = "Leave it out, and write the prompt into the texts."
             raise InvalidRequest(what, fix=fix, param="input_type")
         kind = embedding_pooling(service)
@@ -95,5 +98,8 @@ def _as_kind(vector: list[float], kind: str) -> Any:
     if kind == "base64":
         return base64.b64encode(packed(vector, "float32", "little")).decode()
     signs = [value >= 0 for value in vector]  # a bit each, the first is the highest
-    made = [sum(sign << 7 - i for i, sign in enumerate(signs[at : at + 8])) for at in range(0, len(signs), 8)]
+    made = [
+        sum(sign << 7 - i for i, sign in enumerate(signs[at : at + 8]))
+        for at in range(0, len(signs), 8)
+    ]
     return made if kind == "ubinary" else [value - 128 for value in made]

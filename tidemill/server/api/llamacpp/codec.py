@@ -13,7 +13,13 @@ from tidemill.sampling import SamplingParams
 from tidemill.server.api.llamacpp.types import Completion, CompletionOptions, Embedding, Infill
 from tidemill.server.generation.logprobs import as_list, cells, llamacpp_logprobs
 from tidemill.server.generation.pipeline import Codec
-from tidemill.server.generation.pooled import Input, PooledEndpoint, Pooling, VectorFormat, embedding_pooling
+from tidemill.server.generation.pooled import (
+    Input,
+    PooledEndpoint,
+    Pooling,
+    VectorFormat,
+    embedding_pooling,
+)
 from tidemill.server.generation.prompts import empty_prompt, ids_of, infill
 from tidemill.server.generation.request import Choice, Generation, Output, Prompt
 from tidemill.server.generation.service import Service
@@ -56,7 +62,9 @@ class OptionsCodec(Codec):
 
     # ---- what is written
 
-    def _response(self, choice: Choice, text: str, ids: list[int], probs: Iterable[bytes]) -> dict[str, Any]:
+    def _response(
+        self, choice: Choice, text: str, ids: list[int], probs: Iterable[bytes]
+    ) -> dict[str, Any]:
         figures = choice.prompt.figures
         response: dict[str, Any] = {
             "index": choice.number,
@@ -80,7 +88,11 @@ class OptionsCodec(Codec):
 
     def _ended(self, response: dict[str, Any], choice: Choice) -> dict[str, Any]:
         """The last event of a choice, or the whole response."""
-        prompt, figures, is_word = choice.prompt, choice.prompt.figures, isinstance(choice.stop, str)
+        prompt, figures, is_word = (
+            choice.prompt,
+            choice.prompt.figures,
+            isinstance(choice.stop, str),
+        )
         num_tokens = figures.num_prompt + figures.num_output
         is_cut = choice.finish_reason == "length"
         response |= {
@@ -126,7 +138,10 @@ class OptionsCodec(Codec):
 
     async def whole(self) -> Any:
         responses = [
-            self._ended(self._response(choice, "".join(choice.texts), choice.token_ids, choice.cells), choice)
+            self._ended(
+                self._response(choice, "".join(choice.texts), choice.token_ids, choice.cells),
+                choice,
+            )
             for choice in self.generation.choices
         ]
         return responses if self._is_list else responses[0]
@@ -165,7 +180,9 @@ class InfillCodec(OptionsCodec):
     async def read(self) -> Generation:
         body = self.body
         files = [(file.filename, file.text) for file in body.input_extra or ()]
-        ids, stops = await infill(self.service, body.input_prefix, body.input_suffix, body.prompt, files)
+        ids, stops = await infill(
+            self.service, body.input_prefix, body.input_suffix, body.prompt, files
+        )
         return await self.generation_of([ids], stops)
 
 
@@ -181,7 +198,9 @@ class LlamaEmbeddings(PooledEndpoint):
         if not given:
             raise empty_prompt("content")
         inputs = [Input(await ids_of(self.service, prompt)) for prompt in given]
-        self._is_each = self.service.response_defaults.pooling == "none"  # token; llama-server does not normalize these
+        self._is_each = (
+            self.service.response_defaults.pooling == "none"
+        )  # token; llama-server does not normalize these
         kind = embedding_pooling(self.service)
         self._format = VectorFormat(is_normalized=not self._is_each)
         self._vectors = [b""] * len(inputs)
@@ -196,7 +215,9 @@ class LlamaEmbeddings(PooledEndpoint):
 
     def whole(self) -> list[dict[str, Any]]:
         """A list of vectors for each input, of which there is one unless each token has its own."""
-        return [{"index": i, "embedding": msgspec.Raw(rows)} for i, rows in enumerate(self._vectors)]
+        return [
+            {"index": i, "embedding": msgspec.Raw(rows)} for i, rows in enumerate(self._vectors)
+        ]
 
 
 def _only(body: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -213,18 +234,26 @@ def _only(body: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 # Samplers of llama.cpp that are not supported, at the values with which they are off.
 _OFF = {
-    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
-    "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0, "n_keep": 0,
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0, "adaptive_decay": 0.9,
+    "min_keep": 0, "n_keep": 0,
     "n_discard": 0, "lora": [],
 }  # fmt: skip
 
 
-def settings(service: Service, params: SamplingParams, body: CompletionOptions | None = None) -> dict[str, Any]:
+def settings(
+    service: Service, params: SamplingParams, body: CompletionOptions | None = None
+) -> dict[str, Any]:
     """Under llama.cpp's names. `params`: filled with the model's defaults."""
     grammar = params.grammar
-    biases: list[dict[str, Any]] = [{"bias": bias, "token": token} for token, bias in params.logit_bias.items()]
+    biases: list[dict[str, Any]] = [
+        {"bias": bias, "token": token} for token, bias in params.logit_bias.items()
+    ]
     if params.ignore_eos:
-        biases += [{"bias": None, "token": token} for token in service.tokenizer.eos_token_ids]  # null: minus infinity
+        biases += [
+            {"bias": None, "token": token} for token in service.tokenizer.eos_token_ids
+        ]  # null: minus infinity
     limit = None
     if body is not None and not body.is_unlimited:
         limit = params.max_tokens if body.limit is None else body.limit

@@ -8,7 +8,12 @@ from fastapi import APIRouter, Depends
 
 from tidemill.errors import TidemillError
 from tidemill.sampling import SamplingParams
-from tidemill.server.api.llamacpp.codec import InfillCodec, LlamaCompletionCodec, LlamaEmbeddings, settings
+from tidemill.server.api.llamacpp.codec import (
+    InfillCodec,
+    LlamaCompletionCodec,
+    LlamaEmbeddings,
+    settings,
+)
 from tidemill.server.api.openai.messages import ChatMessages
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import add_endpoint
@@ -30,7 +35,11 @@ def make_router(models: Models) -> APIRouter:
     async def apply_template(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, str]:
         """For /completion, which puts the first token before it."""
         service = models.of(body.model)
-        return {"prompt": service.tokenizer.as_prompt(await service.render_chat(body.conversation, **body.template_options()))}
+        return {
+            "prompt": service.tokenizer.as_prompt(
+                await service.render_chat(body.conversation, **body.template_options())
+            )
+        }
 
     @router.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:
@@ -41,7 +50,9 @@ def make_router(models: Models) -> APIRouter:
         """Requests that are being computed, without their texts, then the free slots."""
         service = models.of(model)
         if not service.response_defaults.shows_slots:
-            raise SlotsHidden("This server does not show its slots.", fix="Start it without --no-slots.")
+            raise SlotsHidden(
+                "This server does not show its slots.", fix="Start it without --no-slots."
+            )
         made = _slots(service)
         if fail_on_no_slot == "1" and all(slot["is_processing"] for slot in made):
             raise NoSlot("No slot is free.")
@@ -66,14 +77,18 @@ class NoSlot(TidemillError):
 def _props(service: Service) -> dict[str, Any]:
     tokenizer, config = service.tokenizer, service.ready.config
     eos = next(iter(tokenizer.eos_token_ids), None)
-    defaults = settings(service, service.defaults.fill(SamplingParams(), config.max_context, null_is_absent=True))
+    defaults = settings(
+        service, service.defaults.fill(SamplingParams(), config.max_context, null_is_absent=True)
+    )
     return {
         "default_generation_settings": {"id": 0, "n_ctx": config.max_context, "params": defaults},
         "total_slots": config.max_requests,
         "model_alias": service.model_name,
         "model_path": service.model_name,  # where its files are is nobody's business
         "chat_template": tokenizer.chat_template.source if tokenizer.chat_template else "",
-        "bos_token": "" if tokenizer.bos_token_id is None else tokenizer.token_text(tokenizer.bos_token_id),
+        "bos_token": ""
+        if tokenizer.bos_token_id is None
+        else tokenizer.token_text(tokenizer.bos_token_id),
         "eos_token": "" if eos is None else tokenizer.token_text(eos),
         "modalities": {"vision": False, "audio": False},
         "build_info": f"tidemill {__version__}",
@@ -82,13 +97,24 @@ def _props(service: Service) -> dict[str, Any]:
 
 def _slots(service: Service) -> list[dict[str, Any]]:
     config = service.ready.config
-    running = [story for story in service.explainer.under_way() if story.state not in ("queued", "preempted")]
+    running = [
+        story
+        for story in service.explainer.under_way()
+        if story.state not in ("queued", "preempted")
+    ]
     made = [_slot(i, config.max_context, story) for i, story in enumerate(running)]
-    return made + [_slot(i, config.max_context, None) for i in range(len(made), config.max_requests)]
+    return made + [
+        _slot(i, config.max_context, None) for i in range(len(made), config.max_requests)
+    ]
 
 
 def _slot(number: int, num_context: int, story: RequestTimeline | None) -> dict[str, Any]:
-    made = {"id": number, "n_ctx": num_context, "speculative": False, "is_processing": story is not None}
+    made = {
+        "id": number,
+        "n_ctx": num_context,
+        "speculative": False,
+        "is_processing": story is not None,
+    }
     if story is None:
         return made
     decode = story.spans.get("decode")

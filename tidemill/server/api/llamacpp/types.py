@@ -23,22 +23,28 @@ _MAX_FIELDS = 64
 
 _ID = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 _MIXED = {"type": "array", "items": {"anyOf": [_ID, {"type": "string"}]}}
-_TEXT = {"type": "object", "properties": {"prompt_string": {"type": "string"}}, "required": ["prompt_string"]}
+_TEXT = {
+    "type": "object",
+    "properties": {"prompt_string": {"type": "string"}},
+    "required": ["prompt_string"],
+}
 _ONE = [{"type": "string"}, _MIXED, _TEXT]
 _PROMPT = {"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}}]}
 PromptField = Annotated[Any, WithJsonSchema(_PROMPT)]
 
 
 def prompts_of(given: Any) -> list[Mixed]:
-    """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is several. An object has the text as
-    its prompt_string."""
+    """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is
+    several. An object has the text as its prompt_string."""
     if isinstance(given, str) or is_mixed(given):  # of which there may be a million: looked at once
         return few_texts([given])
     if isinstance(given, dict):
         given = [given]
     if isinstance(given, list):
         given = [_text_of(one) if isinstance(one, dict) else one for one in given]
-    if not isinstance(given, list) or not all(isinstance(one, str) or is_mixed(one) for one in given):
+    if not isinstance(given, list) or not all(
+        isinstance(one, str) or is_mixed(one) for one in given
+    ):
         raise ValueError("it must be a text, a list of token ids and texts, or a list of prompts")
     if len(given) > MAX_CHOICES:
         raise ValueError(f"{len(given)} prompts in one request; at most {MAX_CHOICES}")
@@ -58,7 +64,8 @@ class CompletionOptions(sampling_aliases.Options):
     """What completion and infill share."""
 
     without_effect: ClassVar[frozenset[str]] = sampling_aliases.Options.without_effect | {
-        "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "n_cache_reuse", "speculative.n_max", "speculative.n_min",
+        "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "n_cache_reuse",
+        "speculative.n_max", "speculative.n_min",
         "speculative.p_min", "backend_sampling",
     }  # fmt: skip
 
@@ -70,7 +77,9 @@ class CompletionOptions(sampling_aliases.Options):
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
     ignore_eos: bool = False
-    logit_bias: Annotated[dict[str, float | bool] | list[Bias], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[str, float | bool] | list[Bias], Field(max_length=MAX_LOGIT_BIASES)] | None
+    ) = None
     return_tokens: bool = False
     timings_per_token: bool = False
     response_fields: list[str] | None = Field(default=None, max_length=_MAX_FIELDS)
@@ -85,7 +94,8 @@ class CompletionOptions(sampling_aliases.Options):
 
     @property
     def limit(self) -> int | None:
-        """The most output tokens; None: the server's default. Below 0, the output may take the rest of the context."""
+        """The most output tokens; None: the server's default. Below 0, the output may take the rest
+        of the context."""
         num = self.num_predict
         return UNLIMITED if num is not None and num < 0 else num
 
@@ -121,7 +131,9 @@ class CompletionOptions(sampling_aliases.Options):
             if isinstance(key, int) or is_token_id(key):
                 by_id[int(key)] = bias
             elif len(key) > _MAX_BIASED_CHARS:
-                what = f"A text in logit_bias has {len(key)} characters; at most {_MAX_BIASED_CHARS}."
+                what = (
+                    f"A text in logit_bias has {len(key)} characters; at most {_MAX_BIASED_CHARS}."
+                )
                 raise InvalidRequest(what, param="logit_bias")
             else:
                 by_id |= dict.fromkeys(tokenizer.encode(key, add_special=False), bias)

@@ -16,7 +16,15 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.sampling import SamplingParams
-from tidemill.server.api.ollama.types import Chat, Embed, Embeddings, Generate, OllamaRequest, Tool, conversation
+from tidemill.server.api.ollama.types import (
+    Chat,
+    Embed,
+    Embeddings,
+    Generate,
+    OllamaRequest,
+    Tool,
+    conversation,
+)
 from tidemill.server.generation.conversation import template_tools
 from tidemill.server.generation.logprobs import as_list, cells, llamacpp_logprobs
 from tidemill.server.generation.message import Part
@@ -75,11 +83,15 @@ class LinesCodec(Codec):
 
     # ---- from the body to the generation
 
-    async def conversation_prompt(self, messages: list[dict[str, Any]], tools: list[Tool] | None) -> Prompt:
+    async def conversation_prompt(
+        self, messages: list[dict[str, Any]], tools: list[Tool] | None
+    ) -> Prompt:
         service, functions = self.service, [tool.as_function() for tool in tools or ()]
         variables = self._thinking()
         params = self.params()
-        ids = await service.encode_chat(messages, tools=template_tools(functions), variables=variables or None)
+        ids = await service.encode_chat(
+            messages, tools=template_tools(functions), variables=variables or None
+        )
         reading = service.reading(ids, functions, variables=variables)
         return Prompt(ids, reading.gated(params), reading)
 
@@ -117,9 +129,12 @@ class LinesCodec(Codec):
 
     @abstractmethod
     def empty(self) -> dict[str, Any] | None:
-        """What is answered if there is nothing to generate from: the model is asked to be loaded, which it is."""
+        """What is answered if there is nothing to generate from: the model is asked to be loaded,
+        which it is."""
 
-    def _line(self, fields: dict[str, Any], probs: Iterable[bytes], is_last: bool) -> dict[str, Any]:
+    def _line(
+        self, fields: dict[str, Any], probs: Iterable[bytes], is_last: bool
+    ) -> dict[str, Any]:
         line = {"model": self.body.model, "created_at": _now(), **fields, "done": is_last}
         if probs := [part for part in probs if part]:
             line["logprobs"] = as_list(probs)
@@ -141,8 +156,8 @@ class LinesCodec(Codec):
         return line | ({"context": prompt.ids + choice.token_ids} if self._keeps_context else {})
 
     def _new(self, output: Output) -> dict[str, Any] | None:
-        """The fields of new output; None if it says nothing. A call is sent when it is whole, since its arguments are an object;
-        one that was cut off becomes text."""
+        """The fields of new output; None if it says nothing. A call is sent when it is whole, since
+        its arguments are an object; one that was cut off becomes text."""
         if output.choice.reader is None:
             return self.fields(output.text.text, "", []) if output.text.text else None
         content, thinking, calls = "", "", []
@@ -199,7 +214,9 @@ class ChatCodec(LinesCodec):
 
     async def read(self) -> Generation:
         body = self.body
-        messages = await aside(lambda: conversation(body.messages), _BYTES_PER_MESSAGE * len(body.messages))
+        messages = await aside(
+            lambda: conversation(body.messages), _BYTES_PER_MESSAGE * len(body.messages)
+        )
         return self.generation_of(await self.conversation_prompt(messages, body.tools))
 
     def fields(self, content: str, thinking: str, calls: list[Part]) -> dict[str, Any]:
@@ -284,7 +301,9 @@ class TextEmbeddings(PooledEndpoint):
     def find_service(self) -> Service:
         return served(self.models, self.body.model)
 
-    async def read_texts(self, texts: list[str], truncate: bool, dimensions: int | None = None) -> Pooling:
+    async def read_texts(
+        self, texts: list[str], truncate: bool, dimensions: int | None = None
+    ) -> Pooling:
         service, kind = self.service, embedding_pooling(self.service)
         if dimensions is not None:
             check_dimensions(service, dimensions, "dimensions")

@@ -1,4 +1,5 @@
-"""Ollama's API: chat, generate and embed, streamed as JSON lines, and what its clients ask about models."""
+"""Ollama's API: chat, generate and embed, streamed as JSON lines, and what its clients ask about
+models."""
 
 from __future__ import annotations
 
@@ -55,11 +56,15 @@ def make_router(models: Models) -> APIRouter:
 
     @router.api_route("/api/tags", methods=["GET", "HEAD"])
     async def tags() -> Response:
-        return json_response({"models": [_listed(service) for service in (*models, *models.adapters())]})
+        return json_response(
+            {"models": [_listed(service) for service in (*models, *models.adapters())]}
+        )
 
     @router.get("/api/ps")
     async def running() -> Response:
-        return json_response({"models": [_running(service) for service in models if service.state == "loaded"]})
+        return json_response(
+            {"models": [_running(service) for service in models if service.state == "loaded"]}
+        )
 
     @router.post("/api/show")
     async def show(body: Show = Depends(body_of(Show, untyped=True))) -> Response:
@@ -71,9 +76,17 @@ def make_router(models: Models) -> APIRouter:
         try:
             served(models, body.model or body.name)
         except ModelUnknown as error:
-            raise ModelUnknown(error.message, fix="Models are loaded at start: tidemill serve MODEL.", param="model") from None
+            raise ModelUnknown(
+                error.message,
+                fix="Models are loaded at start: tidemill serve MODEL.",
+                param="model",
+            ) from None
         made = _json({"status": "success"})
-        return Response(made + b"\n", media_type=JSONLines.media_type) if body.stream else json_response({"status": "success"})
+        return (
+            Response(made + b"\n", media_type=JSONLines.media_type)
+            if body.stream
+            else json_response({"status": "success"})
+        )
 
     for path, method, fix in (
         ("/api/create", "POST", "Start the server with the model file: tidemill serve MODEL."),
@@ -100,7 +113,9 @@ def _listed(service: Service) -> dict[str, Any]:
         "model": full,
         "modified_at": _since(service),
         "size": config.weight_bytes,
-        "digest": hashlib.sha256(name.encode() + msgspec.json.encode(model)).hexdigest(),  # of its description
+        "digest": hashlib.sha256(
+            name.encode() + msgspec.json.encode(model)
+        ).hexdigest(),  # of its description
         "details": _details(service),
     }
 
@@ -108,7 +123,11 @@ def _listed(service: Service) -> dict[str, Any]:
 def _running(service: Service) -> dict[str, Any]:
     config = service.ready.config
     size = 0 if config.device == "cpu" else config.weight_bytes
-    return _listed(service) | {"expires_at": _NEVER, "size_vram": size, "context_length": config.max_context}
+    return _listed(service) | {
+        "expires_at": _NEVER,
+        "size_vram": size,
+        "context_length": config.max_context,
+    }
 
 
 def _since(service: Service) -> str:
@@ -123,13 +142,20 @@ def _details(service: Service) -> dict[str, Any]:
         "family": family,
         "families": [family],
         "parameter_size": _size(model.num_parameters),
-        "quantization_level": max(model.stored, key=lambda kind: model.stored[kind], default="unknown"),
+        "quantization_level": max(
+            model.stored, key=lambda kind: model.stored[kind], default="unknown"
+        ),
     }
 
 
 def _family(service: Service) -> str:
     """As GGUF files name it: llama, not LlamaForCausalLM."""
-    return service.ready.model.architecture.partition("For")[0].removesuffix("Model").removesuffix("LMHead").lower()
+    return (
+        service.ready.model.architecture.partition("For")[0]
+        .removesuffix("Model")
+        .removesuffix("LMHead")
+        .lower()
+    )
 
 
 def _size(num: int) -> str:
@@ -156,7 +182,9 @@ def _shown(service: Service) -> dict[str, Any]:
     template = tokenizer.chat_template.source if tokenizer.chat_template else ""
     return {
         "modelfile": f"FROM {service.model_name}",
-        "parameters": "\n".join([f"num_ctx {service.max_context}", *(f"stop {json.dumps(text)}" for text in ends)]),
+        "parameters": "\n".join(
+            [f"num_ctx {service.max_context}", *(f"stop {json.dumps(text)}" for text in ends)]
+        ),
         "template": template,
         "details": _details(service),
         "model_info": {

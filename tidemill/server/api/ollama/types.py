@@ -27,7 +27,8 @@ class OllamaBody(Body):
 class Options(sampling_aliases.Options):
     ignores_unknown = True
     without_effect: ClassVar[frozenset[str]] = sampling_aliases.Options.without_effect | {
-        "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all",
+        "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram",
+        "f16_kv", "logits_all",
         "vocab_only", "use_mmap", "use_mlock", "embedding_only", "draft_num_predict",
     }  # fmt: skip
 
@@ -116,7 +117,9 @@ class Generate(OllamaRequest):
     suffix: str = ""
     system: str = ""
     template: str = ""
-    context: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(default=None, max_length=_MAX_CONTEXT_IDS)
+    context: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
+        default=None, max_length=_MAX_CONTEXT_IDS
+    )
     raw: bool = False
     images: list[Any] | None = None
 
@@ -129,7 +132,11 @@ class Generate(OllamaRequest):
                 param="template",
             )
         if (self.raw or self.suffix) and (self.system or self.context):
-            raise InvalidRequest("With raw or suffix there can be no system and no context.", fix="Leave them out.", param="raw")
+            raise InvalidRequest(
+                "With raw or suffix there can be no system and no context.",
+                fix="Leave them out.",
+                param="raw",
+            )
 
 
 class Embed(ModelBody):
@@ -150,11 +157,16 @@ class Pull(Show):
 
 def _no_images(images: list[Any] | None) -> None:
     if images:
-        raise InvalidRequest("images are not supported: the model reads text only.", fix="Leave them out.", param="images")
+        raise InvalidRequest(
+            "images are not supported: the model reads text only.",
+            fix="Leave them out.",
+            param="images",
+        )
 
 
 def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """As the OpenAI API has it. Calls without an id get one, and results refer to them by name, or in order."""
+    """As the OpenAI API has it. Calls without an id get one, and results refer to them by name, or
+    in order."""
     made: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0
@@ -167,9 +179,14 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             calls, waiting = [], []  # results come right after their calls
             for call in message.tool_calls:
                 num_calls += 1
-                call_id = call.id or f"call{num_calls:05d}"  # nine characters, as some templates demand
+                call_id = (
+                    call.id or f"call{num_calls:05d}"
+                )  # nine characters, as some templates demand
                 waiting.append((call_id, call.function.name))
-                function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments, ensure_ascii=False)}
+                function = {
+                    "name": call.function.name,
+                    "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
+                }
                 calls.append({"id": call_id, "type": "function", "function": function})
             turn["tool_calls"] = calls
         if message.role == "tool":
@@ -180,8 +197,13 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def _result_of(message: ChatMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
     """Which call the result is of."""
-    mine = [one for one in waiting if one[0] == message.tool_call_id or one[1] == message.tool_name] or waiting[:1]
+    mine = [
+        one for one in waiting if one[0] == message.tool_call_id or one[1] == message.tool_name
+    ] or waiting[:1]
     if mine:
         waiting.remove(mine[0])
-    made = {"tool_call_id": message.tool_call_id or (mine[0][0] if mine else ""), "name": message.tool_name or ""}
+    made = {
+        "tool_call_id": message.tool_call_id or (mine[0][0] if mine else ""),
+        "name": message.tool_name or "",
+    }
     return {name: value for name, value in made.items() if value}

@@ -69,7 +69,8 @@ class ChatCodec(OpenAICodec):
         )
 
     def _check_template(self) -> None:
-        """A template that does not know the effort of reasoning does without; documents would be lost."""
+        """A template that does not know the effort of reasoning does without; documents would be
+        lost."""
         body, template = self.body, self.service.tokenizer.chat_template
         source = body.chat_template or ("" if template is None else template.source)
         if body.documents is not None and "documents" not in source:

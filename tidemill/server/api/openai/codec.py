@@ -1,4 +1,5 @@
-"""What the codecs of OpenAI's completions and chats have in common: chunks, usage, times, token ids and stops."""
+"""What the codecs of OpenAI's completions and chats have in common: chunks, usage, times, token ids
+and stops."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ class OpenAICodec(Codec):
         if body.cache_salt:
             what = "A prompt cache has no cache_salt."
             raise InvalidRequest(what, fix="Leave cache_salt out.", param="cache_salt")
-        cache = self.service.caches.of(self.caller.tenant, body.prompt_cache, self.service.model_name)
+        cache = self.service.caches.of(
+            self.caller.tenant, body.prompt_cache, self.service.model_name
+        )
         cache.num_uses += 1
         return cache
 
@@ -111,7 +114,9 @@ class OpenAICodec(Codec):
     async def take_prompt_logprobs(self, number: int, pieces: list[msgspec.Raw]) -> None:
         """The first token of a prompt has none."""
         if self._lists_prompts:
-            self._prompt_lists[number] = as_list([b"null", await encoded(pieces, self._prompt_entry)])
+            self._prompt_lists[number] = as_list(
+                [b"null", await encoded(pieces, self._prompt_entry)]
+            )
 
     def _prompt_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         """The token itself and the likeliest in its place, by id."""
@@ -143,7 +148,8 @@ class OpenAICodec(Codec):
         return {"token_ids": self._unreported_ids.pop(choice.number, [])}
 
     def ending(self, choice: Choice) -> dict[str, Any]:
-        """What ended a choice, as vLLM and as SGLang say it: the first knows no end-of-text token."""
+        """What ended a choice, as vLLM and as SGLang say it: the first knows no end-of-text
+        token."""
         return {"stop_reason": choice.stop_reason(), "matched_stop": choice.stop}
 
     def prompt_fields(self) -> dict[str, Any]:
@@ -154,7 +160,9 @@ class OpenAICodec(Codec):
         """The texts of prompts, if they are asked for."""
         return {"__verbose": {"prompt": texts[0] if len(texts) == 1 else texts}} if texts else {}
 
-    def response(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
+    def response(
+        self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False
+    ) -> dict[str, Any]:
         figures = self.generation.figures
         response = {
             "id": self.caller.call.request_id,
@@ -190,7 +198,10 @@ class OpenAICodec(Codec):
         self.take_ids(output)
         if not (output.text.text or output.logprobs or output.is_last):
             return []
-        return [self.chunk(choice, choice["finish_reason"] is not None) for choice in self.chunks(output)]
+        return [
+            self.chunk(choice, choice["finish_reason"] is not None)
+            for choice in self.chunks(output)
+        ]
 
     def chunk(self, choice: dict[str, Any], is_last: bool = False) -> bytes:
         response = self.response(self.chunk_name, [choice], False, is_last)
@@ -211,4 +222,6 @@ class OpenAICodec(Codec):
 
 def check_choices(service: Service, num_prompts: int, n: int, most: int, what: str) -> None:
     if num_prompts * n > most:
-        raise InvalidRequest(f"{num_prompts} {what} of {n} samples; at most {most} in all.", param="n")
+        raise InvalidRequest(
+            f"{num_prompts} {what} of {n} samples; at most {most} in all.", param="n"
+        )

@@ -43,7 +43,8 @@ class CompletionLogprobs:
             self._parts[name].append(_json(column)[1:-1])
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The token itself, and the likeliest. Of tokens with the same text, the likeliest counts."""
+        """The token itself, and the likeliest. Of tokens with the same text, the likeliest
+        counts."""
         top = {self._name(token): finite(value) for token, value in reversed(entry.top)}
         return {self._name(entry.token_id): finite(entry.logprob)} | dict(reversed(top.items()))
 
@@ -83,7 +84,9 @@ class CompletionCodec(OpenAICodec):
         num_sent = params.n if body.best_of is None else body.n or 1  # the likeliest
         self._is_echo, self._writes_logprobs = bool(body.echo), body.logprobs is not None
         self._only_echo = self._is_echo and body.max_tokens == 0
-        self._is_text = isinstance(body.prompt, str) or all(isinstance(one, str) for one in body.prompt)
+        self._is_text = isinstance(body.prompt, str) or all(
+            isinstance(one, str) for one in body.prompt
+        )
         self._echoed: dict[int, CompletionLogprobs] = {}  # by prompt
         self._echoed_texts: dict[int, str] = {}  # by prompt
         self._num_chars: dict[int, int] = {}  # streamed so far, by choice
@@ -168,7 +171,10 @@ class CompletionCodec(OpenAICodec):
         text, logprobs = output.text.text, output.logprobs
         if self._only_echo:
             text, logprobs = "", []
-        is_first, offset = choice.number not in self._num_chars, self._num_chars.get(choice.number, 0)
+        is_first, offset = (
+            choice.number not in self._num_chars,
+            self._num_chars.get(choice.number, 0),
+        )
         if is_first:
             text = self._echoed_text(prompt) + text
         self._num_chars[choice.number] = offset + len(text)
@@ -207,7 +213,9 @@ class CompletionCodec(OpenAICodec):
             best = prompt.choices
             if self.generation.num_sent < len(best):
                 best = sorted(best, key=_likelihood)[: self.generation.num_sent]
-            choices += [self._whole_choice(len(choices) + i, choice) for i, choice in enumerate(best)]
+            choices += [
+                self._whole_choice(len(choices) + i, choice) for i, choice in enumerate(best)
+            ]
         return self.response(self.object_name, choices, True, True) | self.prompt_fields()
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from tidemill.server.generation.prompts import prompts_of, truncated
 from tidemill.server.http.body import Body
 from tidemill.server.http.responses import until_disconnect
 
-_MAX_IN_HEADER = 400  # inputs that the header `metadata` describes: clients and proxies take 64 KiB at most
+_MAX_IN_HEADER = (
+    400  # inputs that the header `metadata` describes: clients and proxies take 64 KiB at most
+)
 
 
 def make_router(models: Models) -> APIRouter:
@@ -59,7 +61,10 @@ class Embeddings(PooledEndpoint):
             kind = "score"
         inputs = [Input(ids) for ids in await self._prompts()]
         if body.encoding_format == "bytes" and len(inputs) > _MAX_IN_HEADER:
-            fix = f"Ask for bytes_only, which has none, or for at most {_MAX_IN_HEADER} inputs at a time."
+            fix = (
+                f"Ask for bytes_only, which has none, or for at most {_MAX_IN_HEADER} inputs "
+                "at a time."
+            )
             what = f"The header `metadata` of {len(inputs)} inputs is too long."
             raise InvalidRequest(what, fix=fix, param="encoding_format")
         if body.dimensions is not None:
@@ -103,7 +108,9 @@ class Embeddings(PooledEndpoint):
             prompts = await prompts_of(service, body.input, body.add_special_tokens)
             return truncated(service, prompts, num, 0, side)
         most, side = num_kept(service, num), side or "right"  # an encoder's special tokens stay
-        return [await service.encode_cut(text, most, side, body.add_special_tokens) for text in texts]
+        return [
+            await service.encode_cut(text, most, side, body.add_special_tokens) for text in texts
+        ]
 
     # ---- what is written
 
@@ -188,7 +195,8 @@ class PoolingEmbeddings(Embeddings):
 
 
 class Classes(PoolingEmbeddings):
-    """vLLM's: each input's label and the probabilities of all labels; with `use_activation` false, what they are made from."""
+    """vLLM's: each input's label and the probabilities of all labels; with `use_activation` false,
+    what they are made from."""
 
     body_type = ClassifyRequest
     body: ClassifyRequest

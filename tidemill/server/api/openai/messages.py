@@ -35,7 +35,10 @@ class ToolCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         if self.custom is not None:
-            function = {"name": self.custom.name, "arguments": dumps({"input": self.custom.input}, ensure_ascii=False)}
+            function = {
+                "name": self.custom.name,
+                "arguments": dumps({"input": self.custom.input}, ensure_ascii=False),
+            }
         elif self.function is not None:
             function = self.function.model_dump()
         else:
@@ -47,7 +50,8 @@ class Message(Body):
     """As a client sends it, or as it was sent to the client."""
 
     without_effect = frozenset({
-        "annotations", "id", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks",
+        "annotations", "id", "parsed", "provider_specific_fields", "reasoning_details",
+        "thinking_blocks",
     })  # fmt: skip
     role: str = Field(min_length=1, max_length=64)
     content: str | list[dict[str, Any]] | None = None
@@ -71,15 +75,26 @@ class Message(Body):
         return self.cache_control or (read_mark(parts[-1]) if parts else None)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it. A call of a function before there were tools has the function's name for its id."""
+        """As chat templates expect it. A call of a function before there were tools has the
+        function's name for its id."""
         made: dict[str, Any] = {"role": self.role}
-        content = [_part(part) for part in self.content] if isinstance(self.content, list) else self.content
+        content = (
+            [_part(part) for part in self.content]
+            if isinstance(self.content, list)
+            else self.content
+        )
         if content is None and self.refusal is not None:
             content = self.refusal
         calls = [call.for_template() for call in self.tool_calls or []]
         call_id = self.tool_call_id
         if self.function_call is not None:
-            calls.append({"id": self.function_call.name, "type": "function", "function": self.function_call.model_dump()})
+            calls.append(
+                {
+                    "id": self.function_call.name,
+                    "type": "function",
+                    "function": self.function_call.model_dump(),
+                }
+            )
         if self.role == "function":
             made["role"], call_id = "tool", call_id or self.name
         more = {
@@ -87,23 +102,34 @@ class Message(Body):
             "name": self.name,
             "tool_calls": calls or None,
             "tool_call_id": call_id,
-            "reasoning_content": self.reasoning_content if self.reasoning_content is not None else self.reasoning,
+            "reasoning_content": self.reasoning_content
+            if self.reasoning_content is not None
+            else self.reasoning,
         }
         return made | {name: value for name, value in more.items() if value is not None}
 
 
-_NOT_TEXT = {"image_url": "Images", "input_audio": "Audio", "file": "Files", "video_url": "Videos", "audio_url": "Audio"}
+_NOT_TEXT = {
+    "image_url": "Images",
+    "input_audio": "Audio",
+    "file": "Files",
+    "video_url": "Videos",
+    "audio_url": "Audio",
+}
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a message's content. Text and refusals are text; what else there may be is refused by the template."""
+    """A part of a message's content. Text and refusals are text; what else there may be is refused
+    by the template."""
     kind = part.get("type")
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     part = {name: value for name, value in part.items() if name != "cache_control"}
     if isinstance(kind, str) and kind in _NOT_TEXT:
         what = f"{_NOT_TEXT[kind]} are not supported (a content part of type {kind!r})."
-        raise InvalidRequest(what.replace("Audio are", "Audio is"), fix="Send text.", param="messages")
+        raise InvalidRequest(
+            what.replace("Audio are", "Audio is"), fix="Send text.", param="messages"
+        )
     return part
 
 
@@ -126,7 +152,10 @@ class CustomFormat(Body):
     @model_validator(mode="after")
     def _is_one(self) -> CustomFormat:
         if (self.type == "grammar") != (self.grammar is not None):
-            raise ValueError("the format of a custom tool is of type text, or of type grammar with the member grammar")
+            raise ValueError(
+                "the format of a custom tool is of type text, or of type grammar with the "
+                "member grammar"
+            )
         return self
 
 
@@ -207,8 +236,12 @@ class ChatMessages(Body):
     tools: list[Tool] | None = Field(default=None, max_length=256)
     tool_choice: Literal["auto", "none", "required"] | AllowedTools | NamedTool | None = None
     functions: list[Function] | None = Field(default=None, max_length=256)  # what tools were before
-    function_call: Literal["auto", "none"] | NamedFunction | None = None  # what tool_choice was before
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    function_call: Literal["auto", "none"] | NamedFunction | None = (
+        None  # what tool_choice was before
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     documents: list[dict[str, Any]] | None = Field(default=None, max_length=256)
     chat_template: str | None = Field(default=None, max_length=2**16)  # if the server allows it
     chat_template_kwargs: dict[str, Any] | None = None
@@ -221,8 +254,15 @@ class ChatMessages(Body):
     @model_validator(mode="after")
     def _of_one_age(self) -> ChatMessages:
         if (self.functions or self.function_call) and (self.tools or self.tool_choice):
-            raise InvalidRequest("functions are what tools were before.", fix="Send tools and tool_choice.", param="functions")
-        check_ends(self.continue_final_message, self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set)
+            raise InvalidRequest(
+                "functions are what tools were before.",
+                fix="Send tools and tool_choice.",
+                param="functions",
+            )
+        check_ends(
+            self.continue_final_message,
+            self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set,
+        )
         return self
 
     @property
@@ -249,15 +289,30 @@ class ChatMessages(Body):
             made = [function for function in made if function["name"] in names]
         return made
 
-    def marks(self, before: Sequence[dict[str, Any]] = ()) -> list[tuple[str, list[dict[str, Any]] | None]]:
-        """Of cache_control, the last mark with each time to live. `before`: messages of a prompt cache."""
-        last = {tool.cache_control.ttl: 0 for tool in self.tools or () if tool.cache_control}  # with each time to live
-        last |= {message.mark.ttl: i for i, message in enumerate(self.messages, 1) if message.mark is not None}
-        return [(ttl, self._until(i, before) if i < len(self.messages) else None) for ttl, i in last.items()]
+    def marks(
+        self, before: Sequence[dict[str, Any]] = ()
+    ) -> list[tuple[str, list[dict[str, Any]] | None]]:
+        """Of cache_control, the last mark with each time to live. `before`: messages of a prompt
+        cache."""
+        last = {
+            tool.cache_control.ttl: 0 for tool in self.tools or () if tool.cache_control
+        }  # with each time to live
+        last |= {
+            message.mark.ttl: i
+            for i, message in enumerate(self.messages, 1)
+            if message.mark is not None
+        }
+        return [
+            (ttl, self._until(i, before) if i < len(self.messages) else None)
+            for ttl, i in last.items()
+        ]
 
     def _until(self, num: int, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The first messages; those of the tools alone need some message."""
-        return [*before, *([message.for_template() for message in self.messages[:num]] or [ANY_MESSAGE])]
+        return [
+            *before,
+            *([message.for_template() for message in self.messages[:num]] or [ANY_MESSAGE]),
+        ]
 
     def variables(self) -> dict[str, Any]:
         """Of the template. Those that are given by name count first."""

@@ -73,7 +73,8 @@ def make_router(models: Models) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """Where its time went, for each of its prompts and samples; of a label, for the latest requests with it."""
+        """Where its time went, for each of its prompts and samples; of a label, for the latest
+        requests with it."""
         caller = request.state.caller
         parts = models.explain(request_id, None if caller.is_admin else caller.tenant)
         if not parts:
@@ -105,7 +106,9 @@ def _route_of(models: Models, names: dict[str, msgspec.Raw]) -> str:
         name = msgspec.json.decode(names.get("model", b"null"))
         is_encoder = models.of(name if isinstance(name, str) else None).ready.model.own_pooling
         return "/v1/embeddings" if is_encoder else "/v1/chat/completions"
-    return next((_ENCODER_FIELDS[name] for name in _ENCODER_FIELDS if name in names), "/v1/chat/completions")
+    return next(
+        (_ENCODER_FIELDS[name] for name in _ENCODER_FIELDS if name in names), "/v1/chat/completions"
+    )
 
 
 def _model_card(service: Service) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Request bodies of the OpenAI API, with the extensions of vLLM, SGLang and llama.cpp; values are checked by SamplingParams."""
+"""Request bodies of the OpenAI API, with the extensions of vLLM, SGLang and llama.cpp; values are
+checked by SamplingParams."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class StructuredOutputs(Body):
         given = [(kind, value) for kind in kinds if (value := getattr(self, kind)) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                "structured_outputs takes exactly one of json, regex, grammar, choice and structural_tag.",
+                "structured_outputs takes exactly one of json, regex, grammar, choice and "
+                "structural_tag.",
                 param="structured_outputs",
             )
         ((kind, value),) = given
@@ -79,23 +81,31 @@ class ResponseFormat(Body):
     format: dict[str, Any] | None = None  # of a structural tag; or structures and triggers
     structures: list[dict[str, Any]] | None = Field(default=None, max_length=256)
     triggers: list[str] | None = Field(default=None, max_length=256)
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")  # llama.cpp's place for it
+    schema_: dict[str, Any] | bool | None = Field(
+        default=None, alias="schema"
+    )  # llama.cpp's place for it
 
     def to_grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
         if self.type == "structural_tag":
             names = ("type", "format", "structures", "triggers")
-            return grammar_of("structural_tag", {name: value for name in names if (value := getattr(self, name)) is not None})
+            return grammar_of(
+                "structural_tag",
+                {name: value for name in names if (value := getattr(self, name)) is not None},
+            )
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
         if self.json_schema is not None and self.json_schema.strict:
             schema = closed(schema)
         if schema is None and self.type == "json_schema":
-            raise InvalidRequest("response_format json_schema needs a schema.", param="response_format")
+            raise InvalidRequest(
+                "response_format json_schema needs a schema.", param="response_format"
+            )
         return Grammar("json_schema", dumps({"type": "object"} if schema is None else schema))
 
 
-# What else asks for structured output: the parameter and the kind of grammar. Names of vLLM, SGLang and llama.cpp.
+# What else asks for structured output: the parameter and the kind of grammar. Names of vLLM, SGLang
+# and llama.cpp.
 _GRAMMARS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -106,7 +116,11 @@ _GRAMMARS = {
     "ebnf": "grammar",
     "grammar": "grammar",
 }
-_BUDGETS = {"thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"}  # a chat's may lift the server's limit
+_BUDGETS = {
+    "thinking_token_budget",
+    "reasoning_budget_tokens",
+    "thinking_budget_tokens",
+}  # a chat's may lift the server's limit
 # The same parameter under names of SGLang and llama.cpp.
 _ALIASES = {"rid": "request_id", "extra_key": "cache_salt", "n_cmpl": "n"}
 
@@ -116,12 +130,17 @@ class SamplingRequest(Body):
 
     without_effect = frozenset({
         # OpenAI
-        "metadata", "prediction", "prompt_cache_options", "safety_identifier", "service_tier", "store", "user", "verbosity",
-        # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
-        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "backend_sampling",
-        "session_id", "stream_interval", "sse_ping_interval", "speculative.n_max", "speculative.n_min", "speculative.p_min",
+        "metadata", "prediction", "prompt_cache_options", "safety_identifier", "service_tier",
+        "store", "user", "verbosity",
+        # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are
+        # not shifted
+        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard",
+        "n_keep", "backend_sampling",
+        "session_id", "stream_interval", "sse_ping_interval", "speculative.n_max",
+        "speculative.n_min", "speculative.p_min",
         # what refines a sampler of llama.cpp that is off
-        "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
+        "dry_sequence_breakers", "dynatemp_exponent",
         "mirostat_eta", "mirostat_tau", "xtc_threshold",
         # SGLang: which replica does it
         "bootstrap_room", "data_parallel_rank", "disagg_prefill_dp_rank", "routed_dp_rank",
@@ -144,27 +163,41 @@ class SamplingRequest(Body):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
-    repeat_last_n: int | None = Field(default=None, ge=-1)  # how many of the latest tokens penalties count; -1: all
+    repeat_last_n: int | None = Field(
+        default=None, ge=-1
+    )  # how many of the latest tokens penalties count; -1: all
     min_tokens: int | None = None
-    n_predict: int | None = Field(default=None, ge=-1)  # llama.cpp's max_tokens; -1: up to the end of the context
+    n_predict: int | None = Field(
+        default=None, ge=-1
+    )  # llama.cpp's max_tokens; -1: up to the end of the context
     stop_regex: str | Annotated[list[str], Field(max_length=MAX_STOP_REGEXES)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
-    allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    allowed_token_ids: list[int] | None = Field(
+        default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS
+    )
     bad_words: list[BadWord] | None = Field(default=None, max_length=MAX_BAD_WORDS // 2)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # keep this many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1
+    )  # keep this many of the prompt's last tokens
     truncation_side: Literal["left", "right"] | None = None  # which end is cut off; None: the left
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # in logprobs
-    cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
-    kv_policy: str | dict[str, Any] | None = None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
+    cache_salt: str | None = Field(
+        default=None, max_length=256
+    )  # the prefix cache is separate for each salt
+    kv_policy: str | dict[str, Any] | None = (
+        None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
+    )
     prompt_cache_key: str | None = Field(
         default=None, max_length=MAX_KEY_CHARS
     )  # of the requests with it, the latest is retained
     prompt_cache_retention: Retention | None = None  # for how long
-    prompt_cache: str | None = Field(default=None, pattern=ID_PATTERN)  # a named one, that the prompt continues
+    prompt_cache: str | None = Field(
+        default=None, pattern=ID_PATTERN
+    )  # a named one, that the prompt continues
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -180,7 +213,9 @@ class SamplingRequest(Body):
         default=None, min_length=1, max_length=MAX_LOGPROB_IDS
     )  # instead of the likeliest
     use_beam_search: bool | None = None
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)  # of which n are returned: samples, or beams
+    best_of: int | None = Field(
+        default=None, ge=1, le=MAX_N
+    )  # of which n are returned: samples, or beams
     length_penalty: float | None = None  # of beam search
     early_stopping: bool | Literal["never"] | None = None  # of beam search
     num_beam_groups: int | None = None  # of beam search
@@ -191,7 +226,9 @@ class SamplingRequest(Body):
     verbose: bool = False  # return the prompt as __verbose
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
-    timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
+    timeout: float | None = Field(
+        default=None, gt=0, le=86400, allow_inf_nan=False
+    )  # seconds until the request must be complete
 
     @model_validator(mode="before")
     @classmethod
@@ -214,26 +251,39 @@ class SamplingRequest(Body):
     @property
     def wants_usage_always(self) -> bool:
         options = self.stream_options
-        return options is not None and bool(options.include_usage) and options.continuous_usage_stats
+        return (
+            options is not None and bool(options.include_usage) and options.continuous_usage_stats
+        )
 
     def most_tokens(self, given: int | None) -> int | None:
         """`given`: as max_tokens."""
         if self.n_predict is None or self.n_predict == given:
             return given
         if given is not None and self.model_fields_set & {"max_tokens", "max_completion_tokens"}:
-            raise InvalidRequest("max_tokens and n_predict differ.", fix="Give one.", param="n_predict")
+            raise InvalidRequest(
+                "max_tokens and n_predict differ.", fix="Give one.", param="n_predict"
+            )
         return None if self.n_predict == -1 else self.n_predict
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Parameters not given keep the defaults of SamplingParams."""
         names = (
-            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p", "typical_p",
-            "repetition_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k",
+            "min_p", "typical_p",
+            "repetition_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output",
+            "skip_special_tokens",
             "prompt_logprobs", "kv_policy",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.repeat_penalty is not None and given.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty:
-            raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
+        if (
+            self.repeat_penalty is not None
+            and given.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty
+        ):
+            raise InvalidRequest(
+                "repetition_penalty and repeat_penalty differ.",
+                fix="Give one.",
+                param="repeat_penalty",
+            )
         if self.stop is not None:
             given["stop"] = as_tuple(self.stop)
         for name in ("stop_regex", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
@@ -242,7 +292,9 @@ class SamplingRequest(Body):
         if self.repeat_last_n is not None:
             given["penalty_window"] = self.repeat_last_n
         if self.logprob_token_ids is not None and more.get("logprobs") is None:
-            what = "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
+            what = (
+                "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
+            )
             raise InvalidRequest(what, param="logprob_token_ids")
         if self.logit_bias is not None:
             given["logit_bias"] = biases(self.logit_bias)
@@ -253,30 +305,54 @@ class SamplingRequest(Body):
     def _beams(self) -> Beams | None:
         """Their number is best_of, or n."""
         if not self.use_beam_search:
-            own = (("length_penalty", 1), ("early_stopping", False), ("num_beam_groups", 1), ("diversity_penalty", 0))
+            own = (
+                ("length_penalty", 1),
+                ("early_stopping", False),
+                ("num_beam_groups", 1),
+                ("diversity_penalty", 0),
+            )
             for name, neutral in own:
                 if getattr(self, name) not in (None, neutral):
-                    raise InvalidRequest(f"{name} is only allowed with use_beam_search.", param=name)
+                    raise InvalidRequest(
+                        f"{name} is only allowed with use_beam_search.", param=name
+                    )
             return None
         if self.stream:
-            raise InvalidRequest("use_beam_search cannot be streamed: the beams are known only at the end.", param="stream")
+            raise InvalidRequest(
+                "use_beam_search cannot be streamed: the beams are known only at the end.",
+                param="stream",
+            )
         width, name = (self.n or 1, "n") if self.best_of is None else (self.best_of, "best_of")
         if width < (self.n or 1):
             raise InvalidRequest(f"best_of is {width}, less than n.", param="best_of")
         if width > MAX_BEAMS:
-            raise InvalidRequest(f"{name} is {width}; a beam search has at most {MAX_BEAMS} beams.", param=name)
+            raise InvalidRequest(
+                f"{name} is {width}; a beam search has at most {MAX_BEAMS} beams.", param=name
+            )
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         groups = 1 if self.num_beam_groups is None else self.num_beam_groups
-        return Beams(width, penalty, self.early_stopping or False, groups, self.diversity_penalty or 0.0)
+        return Beams(
+            width, penalty, self.early_stopping or False, groups, self.diversity_penalty or 0.0
+        )
 
     def _asked_grammar(self) -> Grammar | None:
-        names = [name for name in ("structured_outputs", "response_format", *_GRAMMARS) if getattr(self, name) is not None]
-        if "response_format" in names and self.response_format is not None and self.response_format.type == "text":
+        names = [
+            name
+            for name in ("structured_outputs", "response_format", *_GRAMMARS)
+            if getattr(self, name) is not None
+        ]
+        if (
+            "response_format" in names
+            and self.response_format is not None
+            and self.response_format.type == "text"
+        ):
             names.remove("response_format")
         if not names:
             return None
         if len(names) > 1:
-            raise InvalidRequest(f"{names[0]} and {names[1]} are both given.", fix="Give one.", param=names[-1])
+            raise InvalidRequest(
+                f"{names[0]} and {names[1]} are both given.", fix="Give one.", param=names[-1]
+            )
         value = getattr(self, names[0])
         if isinstance(value, StructuredOutputs | ResponseFormat):
             return value.to_grammar()
@@ -293,7 +369,10 @@ class CompletionRequest(SamplingRequest):
 
     def params(self) -> SamplingParams:
         """Of the samples that are generated: best_of, of which n are returned."""
-        more: dict[str, Any] = {"max_tokens": self.most_tokens(self.max_tokens), "logprobs": self.logprobs}
+        more: dict[str, Any] = {
+            "max_tokens": self.most_tokens(self.max_tokens),
+            "logprobs": self.logprobs,
+        }
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
@@ -303,7 +382,10 @@ class CompletionRequest(SamplingRequest):
             if self.best_of < (self.n or 1):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
             if self.stream:
-                raise InvalidRequest("best_of cannot be streamed: the best sample is known only at the end.", param="best_of")
+                raise InvalidRequest(
+                    "best_of cannot be streamed: the best sample is known only at the end.",
+                    param="best_of",
+                )
             if not self.use_beam_search:
                 more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         return self.sampling(**more)
@@ -322,7 +404,8 @@ class ChatRequest(SamplingRequest, ChatMessages):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
     include_reasoning: bool = True
-    # vLLM's: reasoning is ended after so many tokens; -1: it is not, whatever the server's own limit is
+    # vLLM's: reasoning is ended after so many tokens; -1: it is not, whatever the server's own
+    # limit is
     thinking_token_budget: int | None = Field(default=None, ge=-1, lt=2**31)
     reasoning_budget_tokens: int | None = Field(default=None, ge=-1, lt=2**31)  # llama.cpp's names
     thinking_budget_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -335,7 +418,11 @@ class ChatRequest(SamplingRequest, ChatMessages):
 
     @property
     def reasoning_budget(self) -> int | None:
-        given = (self.thinking_token_budget, self.reasoning_budget_tokens, self.thinking_budget_tokens)
+        given = (
+            self.thinking_token_budget,
+            self.reasoning_budget_tokens,
+            self.thinking_budget_tokens,
+        )
         return next((budget for budget in given if budget is not None), None)
 
     @property
@@ -350,27 +437,45 @@ class ChatRequest(SamplingRequest, ChatMessages):
 
     @property
     def echoed(self) -> str:
-        """What comes before the output: the message that it continues, or the last one if it is the assistant's."""
+        """What comes before the output: the message that it continues, or the last one if it is the
+        assistant's."""
         last = self.messages[-1]
-        return last.content if self.echo and last.role == "assistant" and isinstance(last.content, str) else ""
+        return (
+            last.content
+            if self.echo and last.role == "assistant" and isinstance(last.content, str)
+            else ""
+        )
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs is only allowed with logprobs.", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ.", fix="Give one.", param="max_tokens")
+            raise InvalidRequest(
+                "top_logprobs is only allowed with logprobs.", param="top_logprobs"
+            )
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens differ.", fix="Give one.", param="max_tokens"
+            )
         more: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         more["max_tokens"] = self.most_tokens(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
         if not self.use_beam_search and self.best_of not in (None, self.n or 1):
-            raise InvalidRequest("Of a chat, best_of is only allowed with use_beam_search.", fix="Use n.", param="best_of")
+            raise InvalidRequest(
+                "Of a chat, best_of is only allowed with use_beam_search.",
+                fix="Use n.",
+                param="best_of",
+            )
         if self.must_call:  # a response format, if there is one, is for answers without a call
             name = self.chosen.name if isinstance(self.chosen, NamedTool) else None
             several = name is None and self.parallel_tool_calls is not False
             called = self.called()
             for custom in [tool.custom for tool in self.tools or [] if tool.custom is not None]:
-                if name in (None, custom.name) and any(one["name"] == custom.name for one in called):
+                if name in (None, custom.name) and any(
+                    one["name"] == custom.name for one in called
+                ):
                     check_forced(custom.name, *custom.grammar)
             more["grammar"] = call_grammar(called, name, several=several)
         return self.sampling(**more)
@@ -380,7 +485,9 @@ class EmbeddingRequest(Body):
     without_effect = frozenset({"user"})
     model: str | None = None
     input: PromptField | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)  # instead of an input
+    messages: list[Message] | None = Field(
+        default=None, min_length=1, max_length=MAX_MESSAGES
+    )  # instead of an input
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
@@ -388,9 +495,13 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     embed_dtype: EmbedDType = "float32"  # of base64 and bytes
     endianness: Endianness = "native"
-    use_activation: bool | None = None  # False: vectors are not normalized. None: as the model has it
+    use_activation: bool | None = (
+        None  # False: vectors are not normalized. None: as the model has it
+    )
     dimensions: int | None = Field(default=None, ge=1)  # the first of them, normalized again
-    pooling: Literal["mean", "last", "cls", "none"] | None = None  # None: the model's own, else the mean
+    pooling: Literal["mean", "last", "cls", "none"] | None = (
+        None  # None: the model's own, else the mean
+    )
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
 
@@ -438,9 +549,14 @@ class TokenizeRequest(Body):
         return _as_chat(self, None if self.tool_choice == "none" else self.tools)
 
 
-def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None) -> ChatMessages:
+def _as_chat(
+    body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None
+) -> ChatMessages:
     assert body.messages is not None
-    check_ends(body.continue_final_message, body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set)
+    check_ends(
+        body.continue_final_message,
+        body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set,
+    )
     return ChatMessages.model_construct(
         messages=body.messages,
         tools=tools,

@@ -48,7 +48,13 @@ class ResponseCodec(Codec):
         self.response_id = own_id(caller.call, "resp")
         if body.background:  # it outlives the call that asked for it
             call = caller.call
-            own = RequestContext(self.response_id, path=call.path, tenant=caller.tenant, labels=call.labels, trace=call.trace)
+            own = RequestContext(
+                self.response_id,
+                path=call.path,
+                tenant=caller.tenant,
+                labels=call.labels,
+                trace=call.trace,
+            )
             caller = replace(caller, call=own)
         super().__init__(models, body, caller)
         self.store = models.responses
@@ -74,7 +80,9 @@ class ResponseCodec(Codec):
     async def read(self) -> Generation:
         body, service, caller = self.body, self.service, self.caller
         if body.background and not self._may_wait:
-            raise InvalidRequest("background is not possible here.", fix="Leave it out.", param="background")
+            raise InvalidRequest(
+                "background is not possible here.", fix="Leave it out.", param="background"
+            )
         if body.background and body.store is False:
             what = "background can only be used when `store` is true."
             raise InvalidRequest(what, fix="Leave out store.", param="background")
@@ -138,12 +146,17 @@ class ResponseCodec(Codec):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "conversation": {"id": body.conversation_id} if body.conversation_id else None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": params.temperature,
             "text": {"format": text_format or {"type": "text"}},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tool_choice": choice
+            if isinstance(choice, str)
+            else choice.model_dump(exclude_none=True),
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
@@ -152,7 +165,8 @@ class ResponseCodec(Codec):
             "metadata": body.metadata or {},
             "prompt_cache_key": body.prompt_cache_key,
             "prompt_cache_retention": body.prompt_cache_retention,
-            "prompt_cache_diagnostics": None,  # which pydantic-ai reads whatever the client's version
+            # Which pydantic-ai reads whatever the client's version.
+            "prompt_cache_diagnostics": None,
             **(self._messages() if body.enable_response_messages and self.is_over else {}),
         }
 
@@ -205,7 +219,9 @@ class ResponseCodec(Codec):
         if (progress := output.delta.progress) is not None:
             told = self.generation.figures.llamacpp_progress(progress)
             response = self.response()
-            yield named_event(self._event("response.in_progress", response=response, prompt_progress=told))
+            yield named_event(
+                self._event("response.in_progress", response=response, prompt_progress=told)
+            )
             return
         for event in self._take(output):
             yield named_event(event)
@@ -235,7 +251,9 @@ class ResponseCodec(Codec):
             is_last = choice.reader is not None and event.part is choice.reader.parts[-1]
             status = "incomplete" if is_cut and is_last else "completed"
             for item_event in self._item_events(event, status):
-                yield item_event | (self._timings() if item_event["type"].endswith(".delta") else {})
+                yield item_event | (
+                    self._timings() if item_event["type"].endswith(".delta") else {}
+                )
         if output.is_last:
             self._finish("incomplete" if is_cut else "completed")
             self._why = "max_output_tokens" if is_cut else None
@@ -250,7 +268,9 @@ class ResponseCodec(Codec):
             yield from self._end_item(part, status)
         elif part.kind != "call":
             yield self._text_delta(part, text)
-        elif self.output[part.number]["type"] == "function_call":  # a custom tool's input is decoded at its end
+        elif (
+            self.output[part.number]["type"] == "function_call"
+        ):  # a custom tool's input is decoded at its end
             self.output[part.number]["arguments"] += text
             yield self._of_item(part, "response.function_call_arguments.delta", delta=text)
 
@@ -273,20 +293,36 @@ class ResponseCodec(Codec):
             self._logprobs = []  # they are reported of messages only
         self.output.append(item | {"status": "in_progress"})
         added = self.output[-1] | ({"content": []} if "content" in item else {})
-        return self._event("response.output_item.added", output_index=len(self.output) - 1, item=added)
+        return self._event(
+            "response.output_item.added", output_index=len(self.output) - 1, item=added
+        )
 
     def _begin_text(self, part: Part) -> Iterable[dict[str, Any]]:
         is_reasoning = part.kind == "reasoning"
         if self.output and self.output[-1]["type"] == "reasoning":
-            self._logprobs = self._logprobs[-1:]  # the tokens before are the reasoning's, and its mark
-        item: dict[str, Any] = {"type": "message", "id": make_id("msg"), "content": [], "role": "assistant"}
-        content: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._logprobs = self._logprobs[
+                -1:
+            ]  # the tokens before are the reasoning's, and its mark
+        item: dict[str, Any] = {
+            "type": "message",
+            "id": make_id("msg"),
+            "content": [],
+            "role": "assistant",
+        }
+        content: dict[str, Any] = {
+            "type": "output_text",
+            "text": "",
+            "annotations": [],
+            "logprobs": [],
+        }
         if is_reasoning:
             item = {"type": "reasoning", "id": make_id("rs"), "content": [], "summary": []}
             content = {"type": "reasoning_text", "text": ""}
         yield self._begin_item(item)
         self.output[-1]["content"].append(content)
-        yield self._of_item(part, "response.content_part.added", content_index=0, part=_copy(content))
+        yield self._of_item(
+            part, "response.content_part.added", content_index=0, part=_copy(content)
+        )
 
     def _text_delta(self, part: Part, text: str) -> dict[str, Any]:
         content = self.output[part.number]["content"][0]
@@ -295,7 +331,9 @@ class ResponseCodec(Codec):
         if part.kind == "text":
             more["logprobs"], self._logprobs = self._logprobs, []
             content["logprobs"] += more["logprobs"]
-        return self._of_item(part, f"response.{content['type']}.delta", content_index=0, delta=text, **more)
+        return self._of_item(
+            part, f"response.{content['type']}.delta", content_index=0, delta=text, **more
+        )
 
     def _of_item(self, part: Part, kind: str, /, **fields: Any) -> dict[str, Any]:
         item_id = self.output[part.number]["id"]
@@ -317,7 +355,9 @@ class ResponseCodec(Codec):
             more = {"logprobs": content["logprobs"]} if "logprobs" in content else {}
             kind, text = f"response.{content['type']}.done", content["text"]
             yield self._of_item(part, kind, content_index=0, text=text, **more)
-            yield self._of_item(part, "response.content_part.done", content_index=0, part=_copy(content))
+            yield self._of_item(
+                part, "response.content_part.done", content_index=0, part=_copy(content)
+            )
         yield self._event("response.output_item.done", output_index=part.number, item=dict(item))
 
     # ---- its end

@@ -1,4 +1,5 @@
-"""OpenAI's Conversations API: lists of items that responses continue. They are kept with the stored responses."""
+"""OpenAI's Conversations API: lists of items that responses continue. They are kept with the stored
+responses."""
 
 from __future__ import annotations
 
@@ -42,10 +43,17 @@ def make_router(store: Store) -> APIRouter:
         return store.get(request.state.caller.tenant, conversation_id, "conversation")
 
     @router.post("/v1/conversations", openapi_extra=schema_of(ConversationRequest))
-    async def create(request: Request, body: ConversationRequest = Depends(body_of(ConversationRequest))) -> Response:
+    async def create(
+        request: Request, body: ConversationRequest = Depends(body_of(ConversationRequest))
+    ) -> Response:
         items = await _checked(body.items or [])
         name = make_id("conv")
-        made = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
+        made = {
+            "id": name,
+            "object": "conversation",
+            "created_at": int(time.time()),
+            "metadata": body.metadata or {},
+        }
         store.put(request.state.caller.tenant, name, Stored.of(items, made))
         return json_response(made)
 
@@ -55,7 +63,9 @@ def make_router(store: Store) -> APIRouter:
 
     @router.post("/v1/conversations/{conversation_id}", openapi_extra=schema_of(ConversationChange))
     async def update(
-        request: Request, conversation_id: str, body: ConversationChange = Depends(body_of(ConversationChange))
+        request: Request,
+        conversation_id: str,
+        body: ConversationChange = Depends(body_of(ConversationChange)),
     ) -> Response:
         before = get(request, conversation_id)
         made = msgspec.json.decode(before.head) | {"metadata": body.metadata}
@@ -69,11 +79,15 @@ def make_router(store: Store) -> APIRouter:
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @router.post("/v1/conversations/{conversation_id}/items", openapi_extra=schema_of(NewItems))
-    async def add(request: Request, conversation_id: str, body: NewItems = Depends(body_of(NewItems))) -> Response:
+    async def add(
+        request: Request, conversation_id: str, body: NewItems = Depends(body_of(NewItems))
+    ) -> Response:
         tenant = request.state.caller.tenant
         store.get_to_continue(tenant, conversation_id, "conversation")
         new = await _checked(body.items)
-        before = store.get_to_continue(tenant, conversation_id, "conversation")  # others may have added to it meanwhile
+        before = store.get_to_continue(
+            tenant, conversation_id, "conversation"
+        )  # others may have added to it meanwhile
         if len(before.items) + len(new) > MAX_MESSAGES:
             raise InvalidRequest(f"A conversation may have {MAX_MESSAGES} items.", param="items")
         store.put(tenant, conversation_id, replace(before, items=(*before.items, *new)))
@@ -82,7 +96,11 @@ def make_router(store: Store) -> APIRouter:
     @router.get("/v1/conversations/{conversation_id}/items")
     async def items(request: Request, conversation_id: str) -> Response:
         query = dict(request.query_params)
-        return _as_json(page_of(get(request, conversation_id).items, query, read_limit(query.get("limit"), 20, 100)))
+        return _as_json(
+            page_of(
+                get(request, conversation_id).items, query, read_limit(query.get("limit"), 20, 100)
+            )
+        )
 
     @router.get("/v1/conversations/{conversation_id}/items/{item_id}")
     async def item(request: Request, conversation_id: str, item_id: str) -> Response:

@@ -1,4 +1,5 @@
-"""The prompt of a response: the conversation so far and the new items, as messages of the model's chat template."""
+"""The prompt of a response: the conversation so far and the new items, as messages of the model's
+chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from tidemill.server.api.responses.types import (
     is_reference,
     messages_of,
 )
-from tidemill.server.generation.conversation import template_tools, template_variables, with_one_system
+from tidemill.server.generation.conversation import (
+    template_tools,
+    template_variables,
+    with_one_system,
+)
 from tidemill.server.generation.service import Service
 from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
@@ -26,12 +31,17 @@ def items_of(
     store: Store, body: ResponsePrompt, tenant: str
 ) -> tuple[tuple[Item, ...], list[dict[str, Any]]]:
     """The items of the conversation so far, and those of this request."""
-    new, before_id, conversation_id = body.new_items(), body.previous_response_id, body.conversation_id
+    new, before_id, conversation_id = (
+        body.new_items(),
+        body.previous_response_id,
+        body.conversation_id,
+    )
     if sum(map(is_reference, new)) > MAX_REFERENCES:
         what = f"More than {MAX_REFERENCES} item references."
         raise InvalidRequest(what, fix="Send the items.", param="input")
     new = [
-        store.output_item(tenant, item["id"]).members() if is_reference(item) else item for item in new
+        store.output_item(tenant, item["id"]).members() if is_reference(item) else item
+        for item in new
     ]
     if before_id is not None and conversation_id is not None:
         what = "previous_response_id and conversation are both given."
@@ -70,7 +80,10 @@ async def prompt_of(
     variables, unknown = template_variables(source, effort, None)
     call.ignored |= {"reasoning.effort"} if unknown else set()
     tools = template_tools(callee.function() for callee in body.callable_tools())
-    options: dict[str, Any] = {"tools": tools, "variables": variables | (body.chat_template_kwargs or {})}
+    options: dict[str, Any] = {
+        "tools": tools,
+        "variables": variables | (body.chat_template_kwargs or {}),
+    }
     messages = with_one_system(messages)
     if body.truncation != "auto":
         return await service.encode_chat(messages, **options)
@@ -80,7 +93,8 @@ async def prompt_of(
 async def _truncated(
     service: Service, messages: list[dict[str, Any]], options: dict[str, Any], room: int
 ) -> list[int]:
-    """Without as many of the oldest turns as must go for the prompt to fit. A turn begins with a message of the user."""
+    """Without as many of the oldest turns as must go for the prompt to fit. A turn begins with a
+    message of the user."""
     context = service.max_context
     room = min(room, context // 2)
     begin = int(messages[0]["role"] == "system")

@@ -100,7 +100,9 @@ async def _body(store: Store, tenant: str, response_id: str) -> bytes:
     return await aside(stored.body, stored.num_bytes)
 
 
-def _events(store: Store, tenant: str, response_id: str, num_known: int) -> AsyncGenerator[bytes, None]:
+def _events(
+    store: Store, tenant: str, response_id: str, num_known: int
+) -> AsyncGenerator[bytes, None]:
     """The events after so many."""
     running: ResponseCodec | None = store.running.get((tenant, response_id))
     if running is not None and running.task is not None and running.body.stream:

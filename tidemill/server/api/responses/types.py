@@ -1,4 +1,5 @@
-"""Request bodies of the Responses API: parameters, tools, and input items as the messages of a chat template."""
+"""Request bodies of the Responses API: parameters, tools, and input items as the messages of a chat
+template."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
+from tidemill.sampling import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    Grammar,
+    SamplingParams,
+    closed,
+)
 from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.custom_tools import check_forced, custom_function
 from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
@@ -23,7 +31,9 @@ from tidemill.server.http.context import ID_PATTERN
 
 MAX_REFERENCES = 128  # to stored items, in one request
 # Tools that run at OpenAI or in a client's program, and that a model may do without.
-_MERELY_OFFERED = frozenset({"web_search", "web_search_preview", "local_shell", "image_generation", "tool_search"})
+_MERELY_OFFERED = frozenset(
+    {"web_search", "web_search_preview", "local_shell", "image_generation", "tool_search"}
+)
 _DEFAULT_NAMESPACE = "functions"
 _LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
@@ -49,7 +59,9 @@ def make_id(prefix: str) -> str:
 
 
 class FunctionTool(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "defer_loading", "output_schema"})
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"allowed_callers", "defer_loading", "output_schema"}
+    )
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -74,7 +86,11 @@ class CustomTool(Body):
     def grammar(self) -> tuple[str | None, str | None]:
         """Its syntax and its text, if it has one."""
         has_one = self.format is not None and self.format.type == "grammar"
-        return (self.format.syntax, self.format.definition) if self.format and has_one else (None, None)
+        return (
+            (self.format.syntax, self.format.definition)
+            if self.format and has_one
+            else (None, None)
+        )
 
 
 class NamespaceTool(Body):
@@ -83,11 +99,14 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
-    tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]] = Field(max_length=256)
+    tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]] = Field(
+        max_length=256
+    )
 
 
 class OfferedTool(Body):
-    """A tool that cannot run here: without effect if the model merely cannot use it, else refused."""
+    """A tool that cannot run here: without effect if the model merely cannot use it, else
+    refused."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str
@@ -129,7 +148,11 @@ class CallableTool:
     custom: CustomTool | None = None
 
     def function(self) -> dict[str, Any]:
-        made = {"name": self.seen_name, "description": self.description, "parameters": self.parameters}
+        made = {
+            "name": self.seen_name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
         return {name: value for name, value in made.items() if value is not None}
 
 
@@ -142,7 +165,9 @@ def _callable_tool(tool: FunctionTool | CustomTool, namespace: str | None = None
     if isinstance(tool, FunctionTool):
         return CallableTool(seen, tool.name, namespace, tool.description, tool.parameters)
     made = custom_function(seen, tool.description, *tool.grammar)
-    return CallableTool(seen, tool.name, namespace, made.get("description"), made["parameters"], tool)
+    return CallableTool(
+        seen, tool.name, namespace, made.get("description"), made["parameters"], tool
+    )
 
 
 class NamedTool(Body):
@@ -205,7 +230,11 @@ class ResponsePrompt(Body):
 
     @property
     def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
+        return (
+            self.conversation.id
+            if isinstance(self.conversation, ConversationName)
+            else self.conversation
+        )
 
     @property
     def must_call(self) -> bool:
@@ -239,7 +268,8 @@ class ResponsePrompt(Body):
 
 class ResponseRequest(ResponsePrompt):
     without_effect: ClassVar[frozenset[str]] = frozenset({
-        "client_metadata", "max_tool_calls", "prompt_cache_options", "safety_identifier", "service_tier", "session_id",
+        "client_metadata", "max_tool_calls", "prompt_cache_options", "safety_identifier",
+        "service_tier", "session_id",
         "stream_options", "user",
     })  # fmt: skip
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -265,12 +295,18 @@ class ResponseRequest(ResponsePrompt):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
+    cache_salt: str | None = Field(
+        default=None, max_length=256
+    )  # the prefix cache is separate for each salt
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
-    kv_policy: str | dict[str, Any] | None = None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
+    kv_policy: str | dict[str, Any] | None = (
+        None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
+    )
     timings_per_token: bool = False  # llama.cpp's times, in each delta and at the end
-    return_progress: bool = False  # llama.cpp's: events that tell how much of the prompt is computed
+    return_progress: bool = (
+        False  # llama.cpp's: events that tell how much of the prompt is computed
+    )
     enable_response_messages: bool = False  # vLLM's: return prompt and output as texts and tokens
 
     @property
@@ -280,7 +316,8 @@ class ResponseRequest(ResponsePrompt):
     def params(self) -> SamplingParams:
         given: dict[str, Any] = {"max_tokens": self.max_output_tokens}
         names = (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "seed",
             "stop", "kv_policy", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
         )  # fmt: skip
         given |= {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -321,8 +358,8 @@ class CountRequest(ResponseRequest):
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of a conversation as chat templates expect them. What else the items carry (ids, status, annotations, phase) is not
-    part of the prompt."""
+    """Items of a conversation as chat templates expect them. What else the items carry (ids,
+    status, annotations, phase) is not part of the prompt."""
     made: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:
@@ -339,9 +376,16 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         elif kind in ("function_call_output", "custom_tool_call_output") and "output" in item:
-            message = {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": text_of(item["output"])}
+            message = {
+                "role": "tool",
+                "tool_call_id": str(item.get("call_id") or ""),
+                "content": text_of(item["output"]),
+            }
         else:
-            raise InvalidRequest(f"An input item of type {str(kind)[:40]!r} is not supported, or lacks a field.", param="input")
+            raise InvalidRequest(
+                f"An input item of type {str(kind)[:40]!r} is not supported, or lacks a field.",
+                param="input",
+            )
         if reasoning and message["role"] == "assistant":
             message["reasoning_content"], reasoning = reasoning, ""
         made.append(message)
@@ -352,9 +396,15 @@ def _call_of(kind: Any, item: dict[str, Any]) -> dict[str, Any] | None:
     """A call of a function or of a custom tool, as part of the assistant's message."""
     name, namespace = item.get("name"), item.get("namespace")
     given = item.get({"function_call": "arguments", "custom_tool_call": "input"}.get(str(kind), ""))
-    if not isinstance(name, str) or not isinstance(given, str) or not isinstance(namespace, str | None):
+    if (
+        not isinstance(name, str)
+        or not isinstance(given, str)
+        or not isinstance(namespace, str | None)
+    ):
         return None
-    arguments = given if kind == "function_call" else json.dumps({"input": given}, ensure_ascii=False)
+    arguments = (
+        given if kind == "function_call" else json.dumps({"input": given}, ensure_ascii=False)
+    )
     function = {"name": seen_name(name, namespace), "arguments": arguments}
     return {"id": str(item.get("call_id") or ""), "type": "function", "function": function}
 
@@ -364,7 +414,11 @@ def _reasoning_text(item: dict[str, Any]) -> str:
     content = item.get("content") or []
     if not isinstance(content, list):
         raise InvalidRequest("The content of a reasoning item is a list.", param="input")
-    return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return "".join(
+        part["text"]
+        for part in content
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )
 
 
 def text_of(content: Any) -> str:
@@ -374,8 +428,14 @@ def text_of(content: Any) -> str:
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         name = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
-            raise InvalidRequest(f"A content part of type {str(kind)[:40]!r} is not supported.", fix="Send text.", param="input")
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(
+            part.get(name), str
+        ):
+            raise InvalidRequest(
+                f"A content part of type {str(kind)[:40]!r} is not supported.",
+                fix="Send text.",
+                param="input",
+            )
         texts.append(part[name])
     return "".join(texts)
 
@@ -387,7 +447,8 @@ def is_reference(item: dict[str, Any]) -> bool:
 
 
 _ITEM_PREFIXES = {
-    "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call":
+    "ctc",
     "custom_tool_call_output": "ctco", "reasoning": "rs",
 }  # fmt: skip
 
@@ -395,7 +456,11 @@ _ITEM_PREFIXES = {
 def stored_item(item: dict[str, Any]) -> dict[str, Any]:
     """An input item as it is listed later: with an id, a status, and a list of parts."""
     kind = item.get("type") or "message"
-    made = {"type": kind, "id": make_id(_ITEM_PREFIXES.get(str(kind), "item")), "status": "completed"}
+    made = {
+        "type": kind,
+        "id": make_id(_ITEM_PREFIXES.get(str(kind), "item")),
+        "status": "completed",
+    }
     made |= {name: value for name, value in item.items() if value is not None}
     if kind == "message" and isinstance(made.get("content"), str):
         part = {"type": "input_text", "text": made["content"]}

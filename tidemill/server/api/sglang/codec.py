@@ -23,7 +23,8 @@ from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import DONE, data_event
 from tidemill.wire import TokenLogprobs, decode_logprobs
 
-# Every event of a stream has all of the output so far: its logprobs grow with the square of its length.
+# Every event of a stream has all of the output so far: its logprobs grow with the square of its
+# length.
 _MAX_STREAMED_CELLS = 2**22
 _json = msgspec.json.Encoder().encode
 
@@ -45,7 +46,8 @@ class Logprobs:
             self.top.append(_json([self._top(entry) for entry in entries])[1:-1])
 
     def add_prompt(self, first: int | None, pieces: list[msgspec.Raw]) -> None:
-        """`first`: the first token of the prompt, which has no log-probability, if it is reported."""
+        """`first`: the first token of the prompt, which has no log-probability, if it is
+        reported."""
         if first is not None:
             self.values.append(_json([self._cell(first, None)])[1:-1])
             self.top.append(b"null")
@@ -53,7 +55,9 @@ class Logprobs:
             self.add(decode_logprobs(piece))
 
     def _top(self, entry: TokenLogprobs) -> list[Any]:
-        return [self._cell(*pair) for pair in entry.top if not self._named or pair[0] in self._named]
+        return [
+            self._cell(*pair) for pair in entry.top if not self._named or pair[0] in self._named
+        ]
 
     def _cell(self, token: int, value: float | None) -> list[Any]:
         return [None if value is None else finite(value), token, self._text(token)]
@@ -70,8 +74,16 @@ class GenerateCodec(Codec):
         if body.rid is not None:
             self.caller.call.labels.append(body.rid)
         num = len(texts)
-        fields = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "extra_key")
-        each = zip(texts, *(body.of_each(name, num) for name in fields), body.named_ids(num), strict=True)
+        fields = (
+            "sampling_params",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "extra_key",
+        )
+        each = zip(
+            texts, *(body.of_each(name, num) for name in fields), body.named_ids(num), strict=True
+        )
         self._starts: list[int] = []  # of the log-probabilities of each prompt
         self._nums_top: list[int] = []
         self._says_nothing: list[bool] = []  # only the prompt is computed
@@ -116,7 +128,10 @@ class GenerateCodec(Codec):
         room = max(self.service.context_of(params) - len(ids), 1)
         num_cells = min(sampling.max_new_tokens, room) ** 2 * (num_top + len(named) + 1) // 2
         if self.body.stream and wants_logprobs and num_cells > _MAX_STREAMED_CELLS:
-            what = "Each event repeats all logprobs so far, which would be too much for this many tokens."
+            what = (
+                "Each event repeats all logprobs so far, which would be too much for this "
+                "many tokens."
+            )
             fix = "Lower max_new_tokens, do not stream, or use /v1/completions."
             raise InvalidRequest(what, fix=fix, param="return_logprob")
         self._starts.append(start if start >= 0 else len(ids))
@@ -196,12 +211,20 @@ def _reason(choice: Choice) -> dict[str, Any] | None:
     return {"type": "stop", "matched": choice.stop}
 
 
-def _logprobs(service: Service, num_prompt: int, start: int, num_top: int, named: list[int]) -> dict[str, Any]:
+def _logprobs(
+    service: Service, num_prompt: int, start: int, num_top: int, named: list[int]
+) -> dict[str, Any]:
     """The log-probabilities that are asked for, as arguments of SamplingParams."""
     if not 0 <= num_top <= MAX_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs_num is from 0 to {MAX_LOGPROBS}; got {num_top}.", param="top_logprobs_num")
+        raise InvalidRequest(
+            f"top_logprobs_num is from 0 to {MAX_LOGPROBS}; got {num_top}.",
+            param="top_logprobs_num",
+        )
     if start < -1 or start > num_prompt:
-        raise InvalidRequest(f"logprob_start_len is {start}; the prompt has {num_prompt} tokens.", param="logprob_start_len")
+        raise InvalidRequest(
+            f"logprob_start_len is {start}; the prompt has {num_prompt} tokens.",
+            param="logprob_start_len",
+        )
     values: dict[str, Any] = {"logprobs": num_top}
     if start >= 0:
         values["prompt_logprobs"] = num_top
@@ -209,11 +232,16 @@ def _logprobs(service: Service, num_prompt: int, start: int, num_top: int, named
         return values
     vocab_size = service.ready.model.vocab_size
     if wrong := [token for token in named if not 0 <= token < vocab_size]:
-        what = f"token_ids_logprob has the out-of-vocabulary token {wrong[0]}; tokens are 0 to {vocab_size - 1}."
+        what = (
+            f"token_ids_logprob has the out-of-vocabulary token {wrong[0]}; tokens are 0 to "
+            f"{vocab_size - 1}."
+        )
         raise InvalidRequest(what, param="token_ids_logprob")
     if num_top:
         what = "token_ids_logprob is only supported without top_logprobs_num."
         raise InvalidRequest(what, fix="Give one of them.", param="token_ids_logprob")
     if len(named) > MAX_LOGPROB_IDS:
-        raise InvalidRequest(f"token_ids_logprob may have {MAX_LOGPROB_IDS} tokens.", param="token_ids_logprob")
+        raise InvalidRequest(
+            f"token_ids_logprob may have {MAX_LOGPROB_IDS} tokens.", param="token_ids_logprob"
+        )
     return values | {"logprob_token_ids": tuple(named)}

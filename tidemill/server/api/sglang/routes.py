@@ -22,7 +22,9 @@ def make_router(models: Models) -> APIRouter:
     add_endpoint(router, models, "/generate", GenerateCodec)
 
     @router.post("/abort_request", openapi_extra=schema_of(AbortRequest))
-    async def abort(request: Request, body: AbortRequest = Depends(body_of(AbortRequest))) -> Response:
+    async def abort(
+        request: Request, body: AbortRequest = Depends(body_of(AbortRequest))
+    ) -> Response:
         caller = request.state.caller
         models.cancel(body.rid, None if caller.is_admin else caller.tenant)
         return Response(b"{}", media_type="application/json")

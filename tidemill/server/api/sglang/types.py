@@ -7,7 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_REGEXES, MAX_STOPS, Grammar
+from tidemill.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_REGEXES,
+    MAX_STOPS,
+    Grammar,
+)
 from tidemill.server.generation.prompts import MAX_CHOICES
 from tidemill.server.generation.sampling import as_tuple, biases, grammar_of
 from tidemill.server.http.body import Body
@@ -34,7 +40,9 @@ class Sampling(Body):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_regex: str | Annotated[list[str], Field(max_length=MAX_STOP_REGEXES)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
-    allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    allowed_token_ids: list[int] | None = Field(
+        default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS
+    )
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -83,12 +91,16 @@ _Salt = Annotated[str, Field(max_length=256)]
 class Generate(Body):
     """One prompt, or a list of them. What may differ between prompts may be a list as well."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"log_metrics", "priority", "bootstrap_room", "routed_dp_rank"})
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"log_metrics", "priority", "bootstrap_room", "routed_dp_rank"}
+    )
 
     model: str | None = None
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: Sampling | Annotated[list[Sampling], Field(max_length=MAX_CHOICES)] | None = None
+    sampling_params: Sampling | Annotated[list[Sampling], Field(max_length=MAX_CHOICES)] | None = (
+        None
+    )
     rid: Annotated[str, Field(pattern=ID_PATTERN)] | None = None  # a label, as X-Request-Id
     stream: bool = False
     return_logprob: bool | list[bool] = False
@@ -104,13 +116,17 @@ class Generate(Body):
         given = self.text if self.text is not None else self.input_ids
         prompts = given if self.is_list and isinstance(given, list) else [given]
         if not prompts or len(prompts) > MAX_CHOICES:
-            raise InvalidRequest(f"{len(prompts)} prompts in one request; 1 to {MAX_CHOICES}.", param="text")
+            raise InvalidRequest(
+                f"{len(prompts)} prompts in one request; 1 to {MAX_CHOICES}.", param="text"
+            )
         return prompts
 
     @property
     def is_list(self) -> bool:
         ids = self.input_ids
-        return isinstance(self.text, list) or (bool(ids) and isinstance(ids, list) and isinstance(ids[0], list))
+        return isinstance(self.text, list) or (
+            bool(ids) and isinstance(ids, list) and isinstance(ids[0], list)
+        )
 
     def of_each(self, name: str, num: int) -> list[Any]:
         """A value for each prompt."""
@@ -128,8 +144,13 @@ class Generate(Body):
             flat = [one for one in value or () if isinstance(one, int)]
             return [flat] * num
         if not self.is_list:
-            raise InvalidRequest("token_ids_logprob of one prompt is a flat list of integers.", param="token_ids_logprob")
-        return [one if isinstance(one, list) else [] for one in self.of_each("token_ids_logprob", num)]
+            raise InvalidRequest(
+                "token_ids_logprob of one prompt is a flat list of integers.",
+                param="token_ids_logprob",
+            )
+        return [
+            one if isinstance(one, list) else [] for one in self.of_each("token_ids_logprob", num)
+        ]
 
 
 class AbortRequest(Body):

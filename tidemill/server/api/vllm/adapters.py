@@ -1,4 +1,5 @@
-"""LoRA adapters over HTTP: an adapter is a model of its own by name; vLLM's routes load and unload it."""
+"""LoRA adapters over HTTP: an adapter is a model of its own by name; vLLM's routes load and unload
+it."""
 
 from __future__ import annotations
 
@@ -30,26 +31,45 @@ class UnloadRequest(Body):
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/load_lora_adapter", openapi_extra=schema_of(LoadRequest), response_class=PlainTextResponse)
+    @router.post(
+        "/v1/load_lora_adapter",
+        openapi_extra=schema_of(LoadRequest),
+        response_class=PlainTextResponse,
+    )
     async def load(body: LoadRequest = Depends(body_of(LoadRequest))) -> Response:
         service = models.of(body.base_model_name)
         if isinstance(service, AdapterService):
-            raise InvalidRequest(f"{body.base_model_name!r} is an adapter itself.", param="base_model_name")
+            raise InvalidRequest(
+                f"{body.base_model_name!r} is an adapter itself.", param="base_model_name"
+            )
         if any(body.lora_name in (one.model_name, *one.aliases) for one in models):
             raise InvalidRequest(f"{body.lora_name!r} is the name of a model.", param="lora_name")
         if any(one is not service and one.client.adapters.get(body.lora_name) for one in models):
-            raise InvalidRequest(f"{body.lora_name!r} is the name of another model's adapter.", param="lora_name")
+            raise InvalidRequest(
+                f"{body.lora_name!r} is the name of another model's adapter.", param="lora_name"
+            )
         if not service.client.working:
-            raise EngineDead(f"The model {service.model_name!r} is not loaded at the moment.", fix="Try again in a moment.")
+            raise EngineDead(
+                f"The model {service.model_name!r} is not loaded at the moment.",
+                fix="Try again in a moment.",
+            )
         info = await service.client.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{info.name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", openapi_extra=schema_of(UnloadRequest), response_class=PlainTextResponse)
+    @router.post(
+        "/v1/unload_lora_adapter",
+        openapi_extra=schema_of(UnloadRequest),
+        response_class=PlainTextResponse,
+    )
     async def unload(body: UnloadRequest = Depends(body_of(UnloadRequest))) -> Response:
         service = models.adapter(body.lora_name)
         if service is None:
             known = ", ".join(repr(one.model_name) for one in models.adapters()) or "none"
-            raise ModelUnknown(f"There is no adapter {body.lora_name!r}.", fix=f"Loaded are: {known[:1000]}.", param="lora_name")
+            raise ModelUnknown(
+                f"There is no adapter {body.lora_name!r}.",
+                fix=f"Loaded are: {known[:1000]}.",
+                param="lora_name",
+            )
         service.client.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -1,5 +1,5 @@
-"""How likely labels follow a prompt and each of some items: /generative_scoring as vLLM has it, and the `items` of SGLang's
-/v1/score."""
+"""How likely labels follow a prompt and each of some items: /generative_scoring as vLLM has it, and
+the `items` of SGLang's /v1/score."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ Id = Annotated[int, Field(ge=0, lt=2**31)]
 Items = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PAIRS)]
-    | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PAIRS)]
+    | Annotated[
+        list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PAIRS)
+    ]
 )
 Labels = Annotated[list[Id], Field(min_length=1, max_length=MAX_LOGPROB_IDS)]
 
@@ -63,20 +65,25 @@ class GenerativeScoring(Endpoint):
 
     async def answer(self) -> bytes:
         scores = await label_scores(self.service, self.body, self.caller)
-        data = [{"index": i, "object": "score", "score": each[0]} for i, each in enumerate(scores.by_item)]
+        data = [
+            {"index": i, "object": "score", "score": each[0]}
+            for i, each in enumerate(scores.by_item)
+        ]
         usage = {
             "prompt_tokens": scores.num_tokens,
             "completion_tokens": len(data),
             "total_tokens": scores.num_tokens + len(data),
         }
-        return msgspec.json.encode({
-            "id": self.caller.call.request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": self.service.model_name,
-            "data": data,
-            "usage": usage,
-        })
+        return msgspec.json.encode(
+            {
+                "id": self.caller.call.request_id,
+                "object": "list",
+                "created": int(time.time()),
+                "model": self.service.model_name,
+                "data": data,
+                "usage": usage,
+            }
+        )
 
 
 async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller) -> LabelScores:
@@ -87,9 +94,15 @@ async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller
         raise InvalidRequest(what, fix="Give ids of /tokenize.", param="label_token_ids")
     if not items:
         return LabelScores([], 0)
-    query = await service.encode(body.query) if isinstance(body.query, str) and not isinstance(items[0], str) else body.query
+    query = (
+        await service.encode(body.query)
+        if isinstance(body.query, str) and not isinstance(items[0], str)
+        else body.query
+    )
     _check_lengths(service, query, items)
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(body.label_token_ids))
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(body.label_token_ids)
+    )
     num_tokens = 0
 
     async def request(item: Any) -> tuple[list[int], SamplingParams]:
@@ -113,14 +126,21 @@ def _top(delta: Delta) -> dict[int, float] | None:
     return dict(delta.logprobs[0].top) if delta.logprobs else None
 
 
-def _check_lengths(service: Service, query: str | list[int], items: Sequence[str | list[int]]) -> None:
+def _check_lengths(
+    service: Service, query: str | list[int], items: Sequence[str | list[int]]
+) -> None:
     """Before any prompt is made of them: there may be thousands of items."""
     for item in items:
         if isinstance(item, str) is not isinstance(query, str):
-            raise InvalidRequest("query has token ids, and items are texts.", fix="Give both in the same way.", param="items")
+            raise InvalidRequest(
+                "query has token ids, and items are texts.",
+                fix="Give both in the same way.",
+                param="items",
+            )
         if isinstance(item, list) and len(query) + len(item) >= service.max_context:
             raise InvalidRequest(
-                f"The query and an item have {len(query) + len(item)} tokens; the context is {service.max_context}.",
+                f"The query and an item have {len(query) + len(item)} tokens; the context is "
+                f"{service.max_context}.",
                 fix="Shorten the query or the item.",
                 param="items",
             )

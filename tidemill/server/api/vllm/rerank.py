@@ -1,5 +1,5 @@
-"""Scores of pairs of texts: /v1/rerank as Jina, Cohere, vLLM and llama.cpp have it, /v1/score as vLLM has it. By a cross-encoder,
-or by the cosine of embeddings of any other model."""
+"""Scores of pairs of texts: /v1/rerank as Jina, Cohere, vLLM and llama.cpp have it, /v1/score as
+vLLM has it. By a cross-encoder, or by the cosine of embeddings of any other model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "item
 
 
 class ScoreRequest(Body):
-    """Of pairs of texts, under any of vLLM's names, or SGLang's: how likely labels follow each item."""
+    """Of pairs of texts, under any of vLLM's names, or SGLang's: how likely labels follow each
+    item."""
 
     without_effect = frozenset({"user"})
     model: str | None = None
@@ -65,7 +66,9 @@ class ScoreRequest(Body):
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     use_activation: bool | None = None
     query: str | list[Id] | None = None
-    items: Items | Annotated[list[str], Field(max_length=0)] | None = None  # no items, no scores: as SGLang
+    items: Items | Annotated[list[str], Field(max_length=0)] | None = (
+        None  # no items, no scores: as SGLang
+    )
     label_token_ids: Labels | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
@@ -73,14 +76,24 @@ class ScoreRequest(Body):
     @property
     def of_labels(self) -> LabelScoreRequest | None:
         given = {name: value for name in _OF_LABELS if (value := getattr(self, name)) is not None}
-        pairs = [name for name in (*_FIRST, *_SECOND) if name != "items" and getattr(self, name) is not None]
+        pairs = [
+            name
+            for name in (*_FIRST, *_SECOND)
+            if name != "items" and getattr(self, name) is not None
+        ]
         if not given or (pairs and [*given] == ["items"]):
             return None
         if pairs:
-            raise InvalidRequest(f"{pairs[0]} does not go with {next(iter(given))}.", fix="Give one of them.", param="items")
+            raise InvalidRequest(
+                f"{pairs[0]} does not go with {next(iter(given))}.",
+                fix="Give one of them.",
+                param="items",
+            )
         if missing := [name for name in ("query", "items", "label_token_ids") if name not in given]:
             raise InvalidRequest(f"The parameter {missing[0]!r} is required.", param=missing[0])
-        return LabelScoreRequest.model_construct(**{"apply_softmax": False, "item_first": False} | given)
+        return LabelScoreRequest.model_construct(
+            **{"apply_softmax": False, "item_first": False} | given
+        )
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, list[str]]:
         """The one of these names that is given, and its texts."""
@@ -159,14 +172,18 @@ class Rerank(PairScores):
             raise InvalidRequest(what, param="max_tokens_per_doc")
         documents = body.documents or ()
         self._texts = body.texts or [one if isinstance(one, str) else one.text for one in documents]
-        return await self.read_pairs([body.query], self._texts, ("query", "documents"), most or None)
+        return await self.read_pairs(
+            [body.query], self._texts, ("query", "documents"), most or None
+        )
 
     def whole(self) -> Any:
         body, texts, scores = self.body, self._texts, self.scores()
         best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
         if body.texts is not None:
             shown = [{"text": texts[i]} if body.return_text else {} for i in best]
-            return [{"index": i, "score": scores[i]} | more for i, more in zip(best, shown, strict=True)]
+            return [
+                {"index": i, "score": scores[i]} | more for i, more in zip(best, shown, strict=True)
+            ]
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
         if body.return_documents:
             results = [one | {"document": {"text": texts[one["index"]]}} for one in results]

@@ -38,11 +38,17 @@ def make_router(models: Models) -> APIRouter:
     async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
         service = models.of(body.model)
         text = await service.decode(body.tokens, body.skip_special_tokens)
-        made = {"prompt": text, "content": text, "text": text}  # as vLLM, llama.cpp and SGLang call it
+        made = {
+            "prompt": text,
+            "content": text,
+            "text": text,
+        }  # as vLLM, llama.cpp and SGLang call it
         return Response(await aside(partial(_json, made), len(text)), media_type="application/json")
 
     for route in (tokenize, detokenize):
-        router.add_api_route(f"/v1/{route.__name__}", route, methods=["POST"], include_in_schema=False)  # SGLang's names
+        router.add_api_route(
+            f"/v1/{route.__name__}", route, methods=["POST"], include_in_schema=False
+        )  # SGLang's names
     return router
 
 
@@ -52,7 +58,9 @@ def _tokenizer_card(service: Service) -> dict[str, Any]:
     ends = tokenizer.eos_token_ids
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None if tokenizer.bos_token_id is None else tokenizer.token_name(tokenizer.bos_token_id),
+        "bos_token": None
+        if tokenizer.bos_token_id is None
+        else tokenizer.token_name(tokenizer.bos_token_id),
         "eos_token": tokenizer.token_name(ends[0]) if ends else None,
         "model_max_length": service.max_context,
         "chat_template": None if template is None else template.source,
@@ -69,7 +77,9 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> bytes:
         add_special = body.prompt is not None if given is None else given
         if isinstance(text, list):
             several = [await service.encode(one, add_special) for one in text]
-            return await aside(partial(_told_of_several, service, several), _BYTES_PER_ID * sum(map(len, several)))
+            return await aside(
+                partial(_told_of_several, service, several), _BYTES_PER_ID * sum(map(len, several))
+            )
         ids = await service.encode(text, add_special)
     return await aside(partial(_told, service, ids, body), _BYTES_PER_ID * len(ids))
 
@@ -82,7 +92,12 @@ def _told_of_several(service: Service, several: list[list[int]]) -> bytes:
 
 def _told(service: Service, ids: list[int], body: TokenizeRequest) -> bytes:
     tokenizer = service.tokenizer
-    made: dict[str, Any] = {"tokens": None, "count": len(ids), "max_model_len": service.max_context, "token_strs": None}
+    made: dict[str, Any] = {
+        "tokens": None,
+        "count": len(ids),
+        "max_model_len": service.max_context,
+        "token_strs": None,
+    }
     if body.return_token_strs:
         made["token_strs"] = encoded(map(tokenizer.token_name, ids))
     pieces = ({"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids)

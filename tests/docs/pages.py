@@ -6,16 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FOLDERS = ("start", "howto", "how", "reference", "extending")
-# Pages that are not yet rewritten for the manual: faults of style and blocks that cannot run
-# are expected there.
-PENDING = Path(__file__).with_name("pending.txt").read_text().split()
 _FENCE = re.compile(r"^( *)(```+|~~~+) *(\S*)[^\n]*\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
 _EXCUSE = re.compile(r"<!-- not run: .+ -->\s*$")
 
@@ -41,7 +35,7 @@ def all_pages() -> list[Path]:
 
 def manual() -> list[Path]:
     """The pages of the manual."""
-    pages = [DOCS / "index.md", DOCS / "troubleshooting.md"]
+    pages = [DOCS / "index.md", DOCS / "architecture.md", DOCS / "troubleshooting.md"]
     pages += [page for folder in FOLDERS for page in sorted((DOCS / folder).rglob("*.md"))]
     return [page for page in pages if page.is_file()]
 
@@ -49,12 +43,6 @@ def manual() -> list[Path]:
 def name(page: Path) -> str:
     """A page's path in the repository."""
     return str(page.relative_to(ROOT))
-
-
-def marked(page: Any) -> Any:
-    """A page or block as a parameter of a test, which may fail where a page is pending."""
-    pending = (page.page if isinstance(page, Block) else name(page)) in PENDING
-    return pytest.param(page, marks=pytest.mark.xfail(strict=False)) if pending else page
 
 
 def without_blocks(text: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.docs.pages import DOCS, ROOT, Block, blocks, manual, marked, name, without_blocks
+from tests.docs.pages import DOCS, ROOT, Block, blocks, manual, name, without_blocks
 from tidemill.cli.foreign_flags import FOREIGN
 from tidemill.cli.main import app
 from tidemill.models.registry import ARCHITECTURES
@@ -118,9 +118,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "block", [marked(block) for block in BLOCKS if block.language in SHELLS], ids=str
-)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in SHELLS], ids=str)
 def test_commands_are_understood(block, folder):
     assert not faults(block)
 
@@ -162,9 +160,7 @@ def test_flags_in_the_text_exist(page):
     assert not flags - options() - _OTHER_PROGRAMS
 
 
-@pytest.mark.parametrize(
-    "block", [marked(block) for block in BLOCKS if block.language == "toml"], ids=str
-)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=str)
 def test_configurations_are_read(block, folder):
     (folder / "tidemill.toml").write_text(block.text)
     parse(["serve", "--config", "tidemill.toml"])
@@ -182,7 +178,7 @@ def registries():
 
 
 @pytest.mark.parametrize(
-    "block", [marked(block) for block in BLOCKS if block.language == "python"], ids=str
+    "block", [block for block in BLOCKS if block.language == "python"], ids=str
 )
 def test_python_is_run(block, folder, registries, request):
     text = block.text
@@ -201,7 +197,7 @@ def test_python_is_run(block, folder, registries, request):
 @pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl")
 @pytest.mark.parametrize(
     "block",
-    [marked(block) for block in BLOCKS if block.language in SHELLS and f"curl {URL}" in block.text],
+    [block for block in BLOCKS if block.language in SHELLS and f"curl {URL}" in block.text],
     ids=str,
 )
 def test_curl_is_run(block, folder, roomy):

@@ -23,7 +23,7 @@ from tidemill.sched.policies import POLICIES
 
 URL = "http://127.0.0.1:8000"
 SHELLS = ("sh", "bash", "shell", "console", "")
-PAGES = [ROOT / "README.md", *manual()]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *manual()]
 BLOCKS = [block for page in PAGES for block in blocks(page) if not block.is_excused]
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9])(?![\w*-])")
 _OF_OTHERS = re.compile(

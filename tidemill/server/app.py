@@ -98,7 +98,7 @@ def create_app(
 
     @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:
-        """As SageMaker and SGLang call it."""
+        """The health check that SageMaker and SGLang call."""
         return await health()
 
     @app.get("/load")

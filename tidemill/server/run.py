@@ -75,7 +75,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How several models share the machine's memory."""
+    """The settings by which several models share the machine's memory."""
 
     budget_bytes: int | None = None
     max_loaded: int | None = None
@@ -350,8 +350,8 @@ async def _pool(
     start_s: float,
     log: RequestLog | None,
 ) -> EnginePool:
-    """Of engines that are not started. Each model's share of the memory is settled before anything
-    is loaded."""
+    """A pool of engines that are not started. Each model's share of the memory is settled before
+    anything is loaded."""
     try:
         found = {
             one.served.name: await link.inspect(

@@ -46,7 +46,7 @@ class Part:
 
 
 class PartEvent(NamedTuple):
-    """What new output does to a part: it begins, gets more text, or ends."""
+    """A change of a part by new output: it begins, gets more text, or ends."""
 
     stage: Literal["begin", "more", "end"]
     part: Part

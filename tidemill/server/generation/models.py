@@ -137,11 +137,11 @@ class Models:
         return any(service.state != "failed" for service in self)
 
     def states(self) -> dict[str, str]:
-        """Of each model, by name."""
+        """The state of each model, by name."""
         return {service.model_name: service.state for service in self}
 
     def health(self) -> dict[str, Any]:
-        """What works, in words, and of several models or engines each one's state. Degraded: some
+        """The health in words and, of several models or engines, the state of each. Degraded: some
         serve, and others do not."""
         told: dict[str, Any] = {"models": self.states()} if len(self._services) > 1 else {}
         failed = "failed" in told.get("models", {}).values()
@@ -183,8 +183,8 @@ class Models:
         return sum(service.cancel(request_id, tenant) for service in self)
 
     def explain(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        """Where the time of a request's parts went, whichever model it was for. `tenant`: only of
-        this one."""
+        """Explains where the time of a request's parts went, whichever model it was for. `tenant`:
+        only of this one."""
         return [
             story.body() | {"model": service.model_name}
             for service in self

@@ -34,7 +34,7 @@ _json = msgspec.json.Encoder().encode
 
 
 class Endpoint(ABC):
-    """What answers one request of a route. It is made for each."""
+    """The handler of one request of a route. It is made for each."""
 
     body_type: ClassVar[type[Body]]
 
@@ -55,7 +55,7 @@ class Endpoint(ABC):
 
 
 class Codec(Endpoint):
-    """How one API asks for text and gets it."""
+    """The translation between one API and a generation of text."""
 
     stream_type: ClassVar[type[EventStream]] = EventStream
     generation: Generation  # once it was read
@@ -68,7 +68,7 @@ class Codec(Endpoint):
 
     @abstractmethod
     async def read(self) -> Generation:
-        """What the body asks for."""
+        """The generation that the body asks for."""
 
     @abstractmethod
     def event(self, output: Output) -> Iterable[bytes]:

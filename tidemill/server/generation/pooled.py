@@ -42,8 +42,8 @@ class Input:
 
 @dataclass(slots=True)
 class Pooling:
-    """What a request asks for. `kind`: as of SamplingParams; with none, each token has a vector of
-    its own."""
+    """The vectors or scores that a request asks for. `kind`: as of SamplingParams; with none, each
+    token has a vector of its own."""
 
     inputs: list[Input]
     kind: str
@@ -56,13 +56,13 @@ class Pooling:
 
 
 class PooledEndpoint(Endpoint):
-    """How one API asks for vectors or scores and gets them."""
+    """The translation between one API and a request for vectors or scores."""
 
     pooling: Pooling  # once it was read
 
     @abstractmethod
     async def read(self) -> Pooling:
-        """What the body asks for."""
+        """The pooling that the body asks for."""
 
     @abstractmethod
     async def take(self, number: int, vector: list[float]) -> None:
@@ -156,7 +156,7 @@ def pooling_kind(service: Service, asked: str | None = None) -> str:
 
 
 def embedding_pooling(service: Service) -> str:
-    """As `pooling_kind`; raises for a model that has no embeddings."""
+    """The same as `pooling_kind`, but raises for a model that has no embeddings."""
     kind = pooling_kind(service)
     service.ready.model.check_pooling("mean" if kind == "score" else kind)
     return kind
@@ -195,7 +195,8 @@ def shortened(vector: list[float], num: int | None, is_normalized: bool) -> list
 
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
-    """How a vector is written: as a list of numbers, or as bytes, in base64 or as they are."""
+    """The form in which a vector is written: as a list of numbers, or as bytes, in base64 or as
+    they are."""
 
     encoding: str | None = None
     dtype: EmbedDType = "float32"

@@ -1,4 +1,4 @@
-"""Which prefixes of requests the engine is to hold: prompt caches by name, cache_control,
+"""The prefixes of requests that the engine is to hold: prompt caches by name, cache_control,
 prompt_cache_key, tool calls."""
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Marks = Iterable[
 
 
 class CacheControl(Body):
-    """Of a block: what comes before it, and the block itself, is held for a time."""
+    """The cache_control of a block: what comes before it, and the block itself, is held for a
+    time."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"scope"})
     type: Literal["ephemeral"]
@@ -53,7 +54,7 @@ ANY_MESSAGE = {"role": "user", "content": "."}  # where a template wants one, af
 
 
 def read_mark(given: Any) -> CacheControl:
-    """Of a part of a message, which is not checked otherwise."""
+    """Reads the cache_control of a part of a message, which is not checked otherwise."""
     try:
         return CacheControl.model_validate(given)
     except ValidationError:
@@ -117,8 +118,8 @@ async def mark_holds(
     how: dict[str, Any],
     salt: str = "",
 ) -> list[Hold]:
-    """Of cache_control: the prompt up to the last mark with each time to live. `how`: as of
-    `Service.encode_chat`."""
+    """The leases that cache_control asks for: the prompt up to the last mark with each time to
+    live. `how`: as of `Service.encode_chat`."""
     holds = []
     for ttl, conversation in dict(marks).items():
         num = (
@@ -135,8 +136,8 @@ async def mark_holds(
 async def _num_common(
     service: Service, prompt: list[int], conversation: list[dict[str, Any]], how: dict[str, Any]
 ) -> int:
-    """How many of the prompt's tokens are also those of the conversation up to a mark. A template
-    that cannot write it alone has the whole prompt marked."""
+    """The number of the prompt's tokens that are also those of the conversation up to a mark. A
+    template that cannot write it alone has the whole prompt marked."""
     try:
         ids = await service.encode_chat(
             conversation, **how | {"add_generation_prompt": False, "continue_final_message": False}
@@ -177,7 +178,7 @@ class NoRoomToPin(TidemillError):
 
 
 class Pins:
-    """What the engine holds of prompt caches, as its events say."""
+    """The prefixes of prompt caches that the engine holds, by its events."""
 
     def __init__(self) -> None:
         self.on_pinned: Callable[[str], None] = lambda name: None
@@ -240,13 +241,14 @@ class PromptCache:
         return Hold(self.pin, len(self.token_ids), left, True, f"prompt cache {self.name}")
 
     def holds(self, prompt: list[int]) -> list[Hold]:
-        """Of a request with it: pinned again, if it has been lost. A template may write the prefix
-        of a longer conversation differently; then there is nothing to pin."""
+        """The leases of a request with this cache: it is pinned again, if it has been lost. A
+        template may write the prefix of a longer conversation differently; then there is nothing to
+        pin."""
         return [self.hold] if prompt[: len(self.token_ids)] == self.token_ids else []
 
 
 class PromptCaches:
-    """Of one model, each by its tenant only."""
+    """The prompt caches of one model, each by its tenant only."""
 
     def __init__(self) -> None:
         self._caches: dict[tuple[str, str], PromptCache] = {}

@@ -67,7 +67,7 @@ _LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokeni
 
 @dataclass(frozen=True, slots=True)
 class ResponseDefaults:
-    """How the server answers, whatever a request asks for."""
+    """The settings of the server's answers, whatever a request asks for."""
 
     usage_always: bool = False  # in every chunk
     ids_in_logprobs: bool = False  # instead of the texts of tokens
@@ -151,8 +151,9 @@ class Service:
 
     @property
     def state(self) -> str:
-        """Of the model: loaded, restarting after a failure, or failed; in a pool also unloaded,
-        loading, unloading, or held: it takes no new requests until it was unloaded for another."""
+        """The state of the model: loaded, restarting after a failure, or failed; in a pool also
+        unloaded, loading, unloading, or held: it takes no new requests until it was unloaded for
+        another."""
         if self.client.working and (self._pooled is None or self._pooled.state == "loaded"):
             return "loaded"
         if self._pooled is not None and self._pooled.state != "loaded":
@@ -204,8 +205,9 @@ class Service:
     async def encode_pair(
         self, first: str, second: str, truncate: int | None = None, max_second: int | None = None
     ) -> tuple[list[int], int]:
-        """As a cross-encoder takes them, and where tokens of type 1 begin. `truncate`: to so many
-        tokens; None: not at all. `max_second`: tokens of the second."""
+        """The ids of a pair of texts in the form that cross-encoders take, and where tokens of type
+        1 begin. `truncate`: to so many tokens; None: not at all. `max_second`: tokens of the
+        second."""
         how: Any = {
             "max_tokens": truncate or self.max_context,
             "truncate": truncate is not None,
@@ -300,8 +302,9 @@ class Service:
         continued: str = "",
         variables: dict[str, Any] | None = None,
     ) -> Reading:
-        """How the output of a chat is read. `functions`: what the model may call; `continued`: the
-        text that its output goes on with, if it does; `variables`: of the template."""
+        """Tells how the output of a chat is read. `functions`: what the model may call;
+        `continued`: the text that its output goes on with, if it does; `variables`: of the
+        template."""
         prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
         return self._dialect.reading(
             prompt_end,
@@ -347,7 +350,7 @@ class Service:
             self._known_grammars.popitem(last=False)
 
     def with_defaults(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
-        """What was not given takes the model's defaults."""
+        """The parameters, completed with the model's defaults."""
         return self.defaults.fill(
             params, self.context_of(params) - len(prompt_ids), null_is_absent=True
         )
@@ -538,7 +541,7 @@ class Service:
 
 
 def _record(call: RequestContext, delta: Delta, text: TextDelta) -> None:
-    """What the request log reports."""
+    """Records the figures that the request log reports."""
     call.num_output += text.num_tokens
     if text.num_tokens and not call.first_s:
         call.first_s = time.monotonic()

@@ -290,7 +290,8 @@ def _origin_given(origin: str) -> str:
 
 
 def _parse_keys(given: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
-    """Of each: the text, the option it came from, and words that say where in it."""
+    """The tenants by key. Each entry of `given` is the text, the option it came from, and words
+    that say where in it."""
     keys: dict[bytes, int] = {}
     for text, param, where in given:
         key, _, settings = text.strip().partition(" ")

@@ -35,7 +35,7 @@ async def aside(work: Callable[[], T], size: int = LARGE_BYTES) -> T:
 
 
 def switch_often() -> None:
-    """For a process with an event loop."""
+    """Lets threads take turns more often, in a process with an event loop."""
     sys.setswitchinterval(SWITCH_S)
 
 

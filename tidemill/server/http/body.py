@@ -128,7 +128,7 @@ class Body(BaseModel):
 
 
 async def parsed(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
-    """As `parse`; a large one beside the event loop."""
+    """The same as `parse`, but a large body is parsed beside the event loop."""
     return await aside(partial(parse, model, body, call), len(body))
 
 
@@ -170,7 +170,7 @@ def is_too_much(body: bytes) -> bool:
 
 
 def parse(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
-    """What is ignored is noted in the call."""
+    """Checks a body against its model and notes ignored fields in the call."""
     if is_too_much(body):
         raise RequestTooLarge(
             f"The body has more than {MAX_PARTS} objects, lists and members, or more than "
@@ -184,7 +184,7 @@ def parse(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
 
 
 def read(model: type[M], given: dict[str, Any]) -> M:
-    """As `parse`, of what another API's body was made into."""
+    """The same as `parse`, for a body that was made from another API's."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -247,7 +247,7 @@ class _Schema(UserDict):
 
 
 def schema_of(model: type[BaseModel]) -> Any:
-    """What a route adds to the OpenAPI document."""
+    """The part of the OpenAPI document that describes a route's body."""
     return _Schema(model)
 
 

@@ -31,8 +31,8 @@ _TOO_MANY_OF_YOURS = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\n" + _
 
 
 class Connections:
-    """How many there may be, and how many of each address are idle. One address can fill half of
-    them at most with idle ones."""
+    """The open connections: a limit of all, and of the idle ones of each address. One address can
+    fill half of them at most with idle ones."""
 
     def __init__(self, max_total: int = MAX_CONNECTIONS) -> None:
         self.max_total = max_total

@@ -86,7 +86,7 @@ class RequestContext:
         return self.labels[0] if self.labels else self.request_id
 
     def fields(self) -> dict[str, Any]:
-        """Of the log line; empty ones are left out."""
+        """The fields of the log line; empty ones are left out."""
         now = time.monotonic()
         fields: dict[str, Any] = {
             "time": _now(),

@@ -1,5 +1,5 @@
-"""Where the server listens: a TCP port or a Unix socket, with or without TLS, and under which
-path."""
+"""The address the server listens at: a TCP port or a Unix socket, with or without TLS, and under
+which path."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Listen:
         return f"{scheme}://{host}:{port}{self.root_path}"
 
     def tls(self) -> dict[str, Any]:
-        """As the HTTP server's settings; what is wrong with them is told here."""
+        """The TLS settings of the HTTP server; raises for those that cannot work."""
         if self.tls_cert is None:
             if self.tls_key or self.tls_client_ca:
                 raise ConfigError(
@@ -174,7 +174,8 @@ def _remove_stale(path: Path) -> None:
 
 
 class RootPathMiddleware:
-    """Behind a reverse proxy: takes the prefix off paths. A proxy may have done so already."""
+    """A middleware for use behind a reverse proxy: takes the prefix off paths. A proxy may have
+    done so already."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app, self._root = app, root_path

@@ -1,1 +1,1 @@
-"""What the server tells about itself: explanations, the live view, traces and recordings."""
+"""Observation of the server: explanations, the live view, traces and recordings."""

@@ -1,5 +1,5 @@
-"""Where each request's time went, from arrival to last token: spans that add up to the whole, each
-with its reason.
+"""Explanations of each request's time, from arrival to last token: spans that add up to the whole,
+each with its reason.
 
 Read from the engine's events and from nothing else. Between two events a request is in one state;
 when the state changes, the time since the last change is added to that state's span. So the spans

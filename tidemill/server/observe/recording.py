@@ -95,7 +95,7 @@ class TraceFile:
         self._thread.start()
 
     def _open(self) -> int:
-        """How many bytes there are."""
+        """Opens the file and returns its size in bytes."""
         fix = "Choose another --record-trace."
         try:
             self._fd = os.open(
@@ -137,7 +137,7 @@ class TraceFile:
             raise
 
     def recording(self, model: str = "") -> Recording:
-        """Of a model. `model`: its name, where there are several."""
+        """The recording of a model. `model`: its name, where there are several."""
         return Recording(self, model)
 
     def put(self, row: Row, keys: Sequence[int]) -> None:
@@ -219,7 +219,7 @@ class _Asked:
 
 
 class Recording:
-    """Of one model. Times are the server's: engines may be on other hosts."""
+    """The recording of one model. Times are the server's: engines may be on other hosts."""
 
     def __init__(self, file: TraceFile, model: str = "") -> None:
         """`model`: its name, where there are several."""
@@ -277,7 +277,7 @@ class Recording:
                 del self._unknown[oldest], self._asked[oldest]
 
     def take(self, batch: list[Event]) -> list[Event]:
-        """What is to be told beside them."""
+        """Notes the events of requests; returns those that tell of a recording that stopped."""
         for event in batch:
             match event:
                 case (
@@ -300,7 +300,7 @@ class Recording:
             self._write_if_over(request_id, asked)
 
     def _keys_of(self, request: Submit) -> array[int]:
-        """Of the blocks of its prompt; the last may be shorter."""
+        """The keys of the blocks of a request's prompt; the last may be shorter."""
         try:
             ids = array("I", request.prompt_ids).tobytes()
         except OverflowError:  # the engine will refuse it

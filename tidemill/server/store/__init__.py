@@ -1,1 +1,1 @@
-"""What the server keeps: files, batches, responses and prompt caches."""
+"""The stores of the server: files, batches, responses and prompt caches."""

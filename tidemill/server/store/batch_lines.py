@@ -45,7 +45,7 @@ def read(path: Path, skip: Container[int] = ()) -> Iterator[tuple[int, bytes]]:
 
 
 def problems_of(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """How many requests a file holds, and what is wrong with it, with the error codes of OpenAI's
+    """The number of requests in a file and its problems, with the error codes of OpenAI's
     batches."""
     problems: list[dict[str, Any]] = []
     seen: set[str] = set()

@@ -240,7 +240,7 @@ def _grown(text: bytes, more: bytes) -> bytes:
 
 
 def _plain_name(given: bytes) -> str:
-    """For display only: no file on the disk has this name."""
+    """The name of a file for display only: no file on the disk has this name."""
     last = given.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:255] or "upload"
 

@@ -1,4 +1,4 @@
-"""What the Responses API keeps in memory: responses and conversations, each with its items.
+"""The memory of the Responses API: responses and conversations, each with its items.
 
 Items are kept as JSON, one by one: one is read without the rest of the conversation, and a response
 shares the items of the conversation so far with those before it.
@@ -43,8 +43,8 @@ class Item(NamedTuple):
         return Item(item["id"], _json(item))
 
     def members(self) -> dict[str, Any]:
-        """For a prompt: of a large one, without the log-probabilities of its text, which are most
-        of it."""
+        """The members of the item that go into a prompt: for a large one, without the
+        log-probabilities of its text, which are most of it."""
         if len(self.text) < LARGE_BYTES:
             return dict(msgspec.json.decode(self.text))
         made: dict[str, Any] = _members(self.text)
@@ -105,7 +105,7 @@ class Stored:
 
 
 class _Shelf:
-    """What one tenant has stored, oldest first."""
+    """The items that one tenant has stored, oldest first."""
 
     def __init__(self) -> None:
         self.stored: OrderedDict[str, Stored] = OrderedDict()
@@ -159,7 +159,7 @@ class Store:
         return found
 
     def get_to_continue(self, tenant: str, name: str, kind: str = "response") -> Stored:
-        """As `get`, unless it has become too large for more."""
+        """The same as `get`, unless it has become too large for more."""
         found = self.get(tenant, name, kind)
         if found.num_bytes > MAX_CONTINUED_BYTES:
             what = f"The {kind} {name[:100]!r} has more than {MAX_CONTINUED_BYTES} bytes."

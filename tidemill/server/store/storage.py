@@ -97,7 +97,7 @@ class BatchUnknown(InvalidRequest):
 
 
 class _Damage(Exception):
-    """What is wrong with the database."""
+    """Damage that was found in the database."""
 
 
 class Storage:
@@ -279,7 +279,7 @@ class Storage:
         return False
 
     def _lost_before(self) -> str:
-        """For messages about unknown ids: when state was last set aside."""
+        """A hint in messages about unknown ids: when state was last set aside."""
         times = sorted(
             path.name.partition(".damaged-")[2]
             for path in self._folder.glob(f"{_DATABASE}.damaged-*Z")
@@ -314,7 +314,7 @@ class Storage:
         return self._contents / file_id
 
     def content_path(self, file_id: str) -> Path:
-        """Where the content is, if it is there as it was stored."""
+        """The path of a file's content, if it is there as it was stored."""
         path = self.path(file_id)
         sizes = [
             num_bytes
@@ -341,7 +341,7 @@ class Storage:
         return Upload(self, new_id("file"))
 
     def add_file(self, tenant: str, record: dict[str, Any]) -> None:
-        """Of a file whose content is on the disk."""
+        """Adds the record of a file whose content is on the disk."""
         sql = (
             "INSERT INTO files (id, owner, purpose, expires_at, bytes, told) VALUES (?, ?, "
             "?, ?, ?, ?)"
@@ -452,8 +452,8 @@ class Storage:
         return [self._with_counts(record) for record in found], more
 
     def delete_batch(self, tenant: str, batch_id: str) -> None:
-        """With its files, but for an input that another batch reads. One that is not over is not
-        deleted."""
+        """Deletes a batch with its files, but for an input that another batch reads. One that is
+        not over is not deleted."""
         record = self.batch(tenant, batch_id)
         if record["status"] not in OVER:
             raise InvalidRequest(
@@ -507,8 +507,8 @@ class Storage:
         self._used_bytes += len(text)
 
     def add_skipped(self, batch_id: str, texts: Iterable[tuple[int, bytes]]) -> None:
-        """Of lines that will not be executed. They are short; the quota does not keep a batch from
-        its end."""
+        """Adds the results of lines that will not be executed. They are short; the quota does not
+        keep a batch from its end."""
         self._rows("BEGIN")
         try:
             for line, text in texts:

@@ -76,8 +76,8 @@ class MessagesCodec(Codec):
     # ---- what is written
 
     def _usage(self) -> dict[str, Any]:
-        """What is held was computed for it, or found in the cache: only the former is its
-        creation."""
+        """The usage of the response. Tokens that are held were computed for the request, or found
+        in the cache: only the former count as its creation."""
         figures = self.generation.figures
         num_created = max(figures.num_held - figures.num_cached, 0)
         num_for_an_hour = min(self._num_for_an_hour, figures.num_held) - figures.num_cached

@@ -266,8 +266,8 @@ class OutputConfig(Body):
 
 
 class Edit(Body):
-    """Of the context. Thinking of earlier turns is left to the chat template, so clearing it has no
-    effect."""
+    """One edit of the context, as clients ask for it. Thinking of earlier turns is left to the chat
+    template, so clearing it has no effect."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: str
@@ -287,7 +287,7 @@ class ContextManagement(Body):
 
 
 class Prompt(Body):
-    """What the prompt is made of."""
+    """The parts of a request that the prompt is made of."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"speed", "user_profile_id", "workspace_id"}
@@ -328,7 +328,7 @@ class Prompt(Body):
         )
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As chat templates expect it."""
+        """The conversation in the form that chat templates expect."""
         blocks = (
             [TextBlock(type="text", text=self.system)]
             if isinstance(self.system, str)
@@ -343,8 +343,8 @@ class Prompt(Body):
         return with_one_system(made)
 
     def marks(self) -> list[tuple[str, list[dict[str, Any]] | None]]:
-        """Of cache_control, in the order of the prompt: a time to live, and the conversation up to
-        there; None: all of it."""
+        """The marks of cache_control, in the order of the prompt: a time to live, and the
+        conversation up to there; None: all of it."""
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, CustomTool)]
         system = (
             [block.cache_control for block in self.system] if isinstance(self.system, list) else []
@@ -507,5 +507,5 @@ def _turns(message: Message) -> list[dict[str, Any]]:
 
 
 def _call_id(tool_use_id: str) -> str:
-    """As the model's template knows it."""
+    """The id of a call in the form that the model's template knows."""
     return tool_use_id.removeprefix("toolu_")

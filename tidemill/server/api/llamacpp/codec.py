@@ -28,7 +28,7 @@ from tidemill.server.http.responses import data_event
 
 
 class OptionsCodec(Codec):
-    """What completion and infill share."""
+    """The codec of what completion and infill share."""
 
     body: CompletionOptions
     _is_list = False

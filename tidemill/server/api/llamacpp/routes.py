@@ -33,7 +33,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/apply-template", openapi_extra=schema_of(ChatMessages))
     async def apply_template(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, str]:
-        """For /completion, which puts the first token before it."""
+        """Renders the prompt of a chat for /completion, which puts the first token before it."""
         service = models.of(body.model)
         return {
             "prompt": service.tokenizer.as_prompt(

@@ -61,7 +61,7 @@ Bias = Annotated[tuple[int | str, float | bool], Strict(False)]  # from a list
 
 
 class CompletionOptions(sampling_aliases.Options):
-    """What completion and infill share."""
+    """The options that completion and infill share."""
 
     without_effect: ClassVar[frozenset[str]] = sampling_aliases.Options.without_effect | {
         "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "n_cache_reuse",

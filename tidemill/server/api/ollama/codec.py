@@ -72,7 +72,7 @@ def ns(seconds: float) -> int:
 
 
 class LinesCodec(Codec):
-    """What chat and generate share."""
+    """The codec of what chat and generate share."""
 
     body: OllamaRequest
     stream_type = JSONLines
@@ -129,8 +129,8 @@ class LinesCodec(Codec):
 
     @abstractmethod
     def empty(self) -> dict[str, Any] | None:
-        """What is answered if there is nothing to generate from: the model is asked to be loaded,
-        which it is."""
+        """The response if there is nothing to generate from: the model is asked to be loaded, which
+        it is."""
 
     def _line(
         self, fields: dict[str, Any], probs: Iterable[bytes], is_last: bool
@@ -290,7 +290,7 @@ def _now() -> str:
 
 
 class TextEmbeddings(PooledEndpoint):
-    """What both routes share."""
+    """The embeddings of texts, which both routes share."""
 
     body: Embed | Embeddings
 

@@ -149,7 +149,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _family(service: Service) -> str:
-    """As GGUF files name it: llama, not LlamaForCausalLM."""
+    """The model's family, named as in GGUF files: llama, not LlamaForCausalLM."""
     return (
         service.ready.model.architecture.partition("For")[0]
         .removesuffix("Model")

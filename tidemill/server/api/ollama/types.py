@@ -51,7 +51,7 @@ class Show(ModelBody):
 
 
 class OllamaRequest(ModelBody):
-    """What chat and generate share."""
+    """The fields that chat and generate share."""
 
     without_effect: ClassVar[frozenset[str]] = ModelBody.without_effect | {"shift", "truncate"}
 
@@ -165,8 +165,8 @@ def _no_images(images: list[Any] | None) -> None:
 
 
 def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """As the OpenAI API has it. Calls without an id get one, and results refer to them by name, or
-    in order."""
+    """The conversation in the form of the OpenAI API. Calls without an id get one, and results
+    refer to them by name, or in order."""
     made: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0
@@ -196,7 +196,7 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _result_of(message: ChatMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
-    """Which call the result is of."""
+    """The name and id of the call that a result belongs to."""
     mine = [
         one for one in waiting if one[0] == message.tool_call_id or one[1] == message.tool_name
     ] or waiting[:1]

@@ -227,7 +227,7 @@ class ChatBatchCodec(ChatCodec):
         return await self._generation(prompts)
 
     async def whole(self) -> dict[str, Any]:
-        """What is said of a prompt is beside each of its choices."""
+        """The whole response. The fields of a prompt are beside each of its choices."""
         choices = [
             self._whole_choice(choice) | self._shown(self._of_prompt(choice.prompt))
             for choice in self.generation.choices

@@ -1,4 +1,4 @@
-"""What the codecs of OpenAI's completions and chats have in common: chunks, usage, times, token ids
+"""The common base of the codecs of OpenAI's completions and chats: chunks, usage, times, token ids
 and stops."""
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class OpenAICodec(Codec):
         return cache
 
     def holds(self, ids: list[int], number: int, cache: PromptCache | None) -> list[Hold]:
-        """What a prompt holds: the prompt cache, and what OpenAI's parameters ask for."""
+        """The leases of a prompt's prefixes: the prompt cache, and those that OpenAI's parameters
+        ask for."""
         body, tenant = self.body, self.caller.tenant
         key, retention = body.prompt_cache_key, body.prompt_cache_retention
         named = cache.holds(ids) if cache is not None else []
@@ -137,7 +138,7 @@ class OpenAICodec(Codec):
         self.take_ids(output)
 
     def take_ids(self, output: Output) -> None:
-        """Of the output of a choice that is written next, if they are to be reported."""
+        """The token ids of the output that a choice writes next, if they are to be reported."""
         if self.body.return_token_ids:
             self._unreported_ids[output.choice.number] += output.token_ids
 
@@ -148,12 +149,12 @@ class OpenAICodec(Codec):
         return {"token_ids": self._unreported_ids.pop(choice.number, [])}
 
     def ending(self, choice: Choice) -> dict[str, Any]:
-        """What ended a choice, as vLLM and as SGLang say it: the first knows no end-of-text
-        token."""
+        """The reason that a choice ended, in the fields of vLLM and of SGLang: the first knows no
+        end-of-text token."""
         return {"stop_reason": choice.stop_reason(), "matched_stop": choice.stop}
 
     def prompt_fields(self) -> dict[str, Any]:
-        """What is said of the prompt in the whole response or its first chunk."""
+        """The fields about the prompt, in the whole response or its first chunk."""
         return self.verbose(self._prompt_texts)
 
     def verbose(self, texts: list[str]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Embeddings(PooledEndpoint):
         return Pooling(inputs, kind, body.use_activation, body.dimensions or 0)
 
     def task(self) -> str | None:
-        """What vLLM's clients name as the task of the model; None: what the model does."""
+        """The model's task in the words of vLLM's clients; None: the task that the model has."""
         return "embed"
 
     def _is_each(self) -> bool:
@@ -155,7 +155,7 @@ class Embeddings(PooledEndpoint):
         return Response(data, media_type="application/octet-stream", headers=headers)
 
     def _places(self) -> list[dict[str, Any]]:
-        """Where in the response each vector lies."""
+        """The description of each vector in the response: its bytes, type and shape."""
         places, at = list[dict[str, Any]](), 0
         each = {"embed_dtype": self.body.embed_dtype, "endianness": self.body.endianness}
         width = self.body.dimensions or self.service.ready.model.hidden_size

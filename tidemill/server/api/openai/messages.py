@@ -47,7 +47,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """As a client sends it, or as it was sent to the client."""
+    """A message that a client sends, or that was sent to the client."""
 
     without_effect = frozenset({
         "annotations", "id", "parsed", "provider_specific_fields", "reasoning_details",
@@ -75,8 +75,8 @@ class Message(Body):
         return self.cache_control or (read_mark(parts[-1]) if parts else None)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it. A call of a function before there were tools has the
-        function's name for its id."""
+        """The message in the form that chat templates expect. A call of a function before there
+        were tools has the function's name for its id."""
         made: dict[str, Any] = {"role": self.role}
         content = (
             [_part(part) for part in self.content]
@@ -229,7 +229,7 @@ def check_ends(goes_on: bool, begins: bool) -> None:
 
 
 class ChatMessages(Body):
-    """What the prompt is made of."""
+    """The parts of a chat request that the prompt is made of."""
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -267,7 +267,7 @@ class ChatMessages(Body):
 
     @property
     def chosen(self) -> Literal["auto", "none", "required"] | NamedTool:
-        """What the model may, must or must not call."""
+        """Tells what the model may, must or must not call."""
         if isinstance(self.function_call, NamedFunction):
             return NamedTool(function=self.function_call)
         if isinstance(self.tool_choice, AllowedTools):
@@ -292,8 +292,8 @@ class ChatMessages(Body):
     def marks(
         self, before: Sequence[dict[str, Any]] = ()
     ) -> list[tuple[str, list[dict[str, Any]] | None]]:
-        """Of cache_control, the last mark with each time to live. `before`: messages of a prompt
-        cache."""
+        """The marks of cache_control: the last one with each time to live. `before`: messages of a
+        prompt cache."""
         last = {
             tool.cache_control.ttl: 0 for tool in self.tools or () if tool.cache_control
         }  # with each time to live
@@ -315,7 +315,7 @@ class ChatMessages(Body):
         ]
 
     def variables(self) -> dict[str, Any]:
-        """Of the template. Those that are given by name count first."""
+        """The variables of the template. Those that are given by name count first."""
         made: dict[str, Any] = {}
         if self.documents is not None:
             made["documents"] = self.documents

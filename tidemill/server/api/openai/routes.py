@@ -46,7 +46,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/invocations", openapi_extra=schema_of(ChatRequest))
     async def invocations(request: Request) -> Response:
-        """As SageMaker calls it: what the body asks for tells the route."""
+        """The route that SageMaker calls: what the body asks for tells the route."""
         raw = await raw_body(request)
         try:
             names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -73,8 +73,8 @@ def make_router(models: Models) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """Where its time went, for each of its prompts and samples; of a label, for the latest
-        requests with it."""
+        """Explains where a request's time went, for each of its prompts and samples; of a label,
+        for the latest requests with it."""
         caller = request.state.caller
         parts = models.explain(request_id, None if caller.is_admin else caller.tenant)
         if not parts:

@@ -368,7 +368,7 @@ class CompletionRequest(SamplingRequest):
     suffix: str | None = None  # the output comes before it
 
     def params(self) -> SamplingParams:
-        """Of the samples that are generated: best_of, of which n are returned."""
+        """The parameters of the samples that are generated: best_of, of which n are returned."""
         more: dict[str, Any] = {
             "max_tokens": self.most_tokens(self.max_tokens),
             "logprobs": self.logprobs,
@@ -437,7 +437,7 @@ class ChatRequest(SamplingRequest, ChatMessages):
 
     @property
     def echoed(self) -> str:
-        """What comes before the output: the message that it continues, or the last one if it is the
+        """The text before the output: the message that it continues, or the last one if it is the
         assistant's."""
         last = self.messages[-1]
         return (

@@ -60,7 +60,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.get("/v1/response_items/{item_id}")
     async def response_item(request: Request, item_id: str) -> Response:
-        """What an item_reference stands for: a router asks which server has it."""
+        """The item that an item_reference names: a router asks which server has it."""
         return _as_json(store.output_item(request.state.caller.tenant, item_id).text)
 
     @router.delete("/v1/responses/{response_id}")

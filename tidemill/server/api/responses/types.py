@@ -138,7 +138,7 @@ Tool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """What the model may call, and how the client calls it."""
+    """A tool that the model may call, and how the client calls it."""
 
     seen_name: str  # by the model
     name: str
@@ -213,7 +213,7 @@ class ConversationName(Body):
 
 
 class ResponsePrompt(Body):
-    """What the prompt is made of."""
+    """The parts of a request that the prompt is made of."""
 
     model: str | None = None
     input: str | Items | None = None
@@ -246,7 +246,7 @@ class ResponsePrompt(Body):
         )
 
     def callable_tools(self) -> list[CallableTool]:
-        """What the model may call."""
+        """The tools that the model may call."""
         if self.tool_choice == "none":
             return []
         made: list[CallableTool] = []
@@ -410,7 +410,7 @@ def _call_of(kind: Any, item: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _reasoning_text(item: dict[str, Any]) -> str:
-    """What the model itself wrote. A summary is not part of the prompt."""
+    """The reasoning that the model itself wrote. A summary is not part of the prompt."""
     content = item.get("content") or []
     if not isinstance(content, list):
         raise InvalidRequest("The content of a reasoning item is a list.", param="input")

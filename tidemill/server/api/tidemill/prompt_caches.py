@@ -38,7 +38,7 @@ _json = msgspec.json.Encoder().encode
 
 
 class Content(Body):
-    """What a prompt cache begins with, or goes on with: messages, or a text or tokens."""
+    """The beginning or continuation of a prompt cache: messages, or a text or tokens."""
 
     name: Name
     ttl: Ttl = DEFAULT_TTL_S
@@ -258,7 +258,8 @@ class PromptCacheRoutes:
 async def _computed(
     service: Service, caller: Caller, cache: PromptCache, timeout_s: float | None
 ) -> tuple[int, int]:
-    """How many tokens are pinned, and how many had been cached before."""
+    """Computes the prompt of a cache and pins it: the number of tokens pinned, and of those cached
+    before."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full")
     )  # whatever requests with it keep

@@ -77,6 +77,6 @@ def make_router(models: Models) -> APIRouter:
 
 
 def adapter_card(card: dict[str, Any], service: AdapterService) -> dict[str, Any]:
-    """What /v1/models says about an adapter. `card`: of a model of its name."""
+    """The adapter's entry in /v1/models. `card`: the entry of a model of its name."""
     base = service.base.model_name
     return card | {"root": base, "parent": base, "aliases": [], "lora": {"rank": service.info.rank}}

@@ -1,5 +1,5 @@
-"""How likely labels follow a prompt and each of some items: /generative_scoring as vLLM has it, and
-the `items` of SGLang's /v1/score."""
+"""The likelihood of labels after a prompt and each of some items: /generative_scoring as vLLM has
+it, and the `items` of SGLang's /v1/score."""
 
 from __future__ import annotations
 

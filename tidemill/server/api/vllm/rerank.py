@@ -52,8 +52,8 @@ _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "item
 
 
 class ScoreRequest(Body):
-    """Of pairs of texts, under any of vLLM's names, or SGLang's: how likely labels follow each
-    item."""
+    """A request to score pairs of texts, under any of vLLM's names, or SGLang's: how likely labels
+    follow each item."""
 
     without_effect = frozenset({"user"})
     model: str | None = None

@@ -60,6 +60,16 @@ def test_a_wrong_link_is_noticed():
     assert broken(DOCS / "index.md", "../LICENSE") == "outside the site"
 
 
+def test_every_page_is_two_clicks_from_the_readme():
+    def pages_linked(page: Path) -> set[Path]:
+        targets = {(page.parent / link.partition("#")[0]).resolve() for link in links(page)}
+        return {target for target in targets if target.suffix == ".md"}
+
+    one = pages_linked(ROOT / "README.md")
+    reached = one.union(*map(pages_linked, one))
+    assert not [name(page) for page in all_pages() if page not in reached | {ROOT / "README.md"}]
+
+
 def _nav(entry) -> list[str]:
     if isinstance(entry, str):
         return [entry]

@@ -56,6 +56,12 @@ def test_16_bit_weights_stay_so_with_compiled_kernels():
     assert resolve(EngineOptions(), short, PLAIN).weight_bytes == 134_515_008 * 4
 
 
+def test_a_context_longer_than_the_models_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineOptions(max_context=100_000), SMOLLM2, LARGE)
+    assert "--max-context 8192" in caught.value.fix
+
+
 def test_quantized_is_refused_where_it_cannot_be():
     with pytest.raises(ConfigError, match="not built"):
         resolve(EngineOptions(dtype="quantized"), QUANTIZED, PLAIN)

@@ -85,7 +85,7 @@ class Always(Poison):
         return [[*right[:1], BROKEN] for right in Guesser.propose(self, asks)]
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("ends", ["at a stop token", "aborted", "preempted"])
 def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends, page_size):
     """The request is gone when that step's logits are seen: no NaN may stay in a page that another sequence gets."""

@@ -78,7 +78,7 @@ def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, act, tiles):
     assert_close(out, reference(*tensors, 2, False, act, *biases, scoring) + shared, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 21, 70])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(21, marks=pytest.mark.slow), 70])
 def test_experts_of_several_ranks(num_tokens, tiles):
     """Each adds up what its own give: together that is all, and what it has not computed is not read."""
     tiles(PLAIN, BULK)

@@ -413,7 +413,9 @@ BOXES = """return ["#side", "main", "main > header", "#chat", "#composer", "#new
 ROW = "document.querySelector('#conversations li').getBoundingClientRect().height"
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(SIZES[name], id=name, marks=[pytest.mark.slow] * (name == "tablet")) for name in SIZES]
+)
 def test_a_look_at_the_engine_leaves_the_chat_as_it_was(browser, roomy, size):
     """Nothing moves by visiting a view, no row grows while its conversation is answered, and the table of requests is whole."""
     browser.size(*size)

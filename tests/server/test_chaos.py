@@ -153,7 +153,7 @@ def server(folder, tiny_folder, options):
 @pytest.mark.parametrize(
     ("num_clients", "waves", "seed", "options"),
     [
-        (12, [2], 1, ()),
+        (12, [1], 1, ()),
         pytest.param(48, [2, 1, 2], 2, (), marks=pytest.mark.slow),
         pytest.param(24, [2, 1, 2], 3, ("--prefill", "1", "--decode", "1", "--threads", "1"), marks=pytest.mark.slow),
     ],

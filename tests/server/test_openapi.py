@@ -79,12 +79,12 @@ def ask_all(api, mode, num_examples, every=1):
             ask()
 
 
-@pytest.mark.parametrize("num_examples", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_what_is_allowed(api, num_examples):
-    ask_all(api, GenerationMode.POSITIVE, num_examples)
+@pytest.mark.parametrize(("num_examples", "every"), [(1, 2), pytest.param(100, 1, marks=pytest.mark.slow)])
+def test_what_is_allowed(api, num_examples, every):
+    ask_all(api, GenerationMode.POSITIVE, num_examples, every)
 
 
-@pytest.mark.parametrize(("num_examples", "every"), [(1, 6), pytest.param(100, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_examples", "every"), [(1, 12), pytest.param(100, 1, marks=pytest.mark.slow)])
 def test_what_is_forbidden(api, num_examples, every):
     ask_all(api, GenerationMode.NEGATIVE, num_examples, every)
 

@@ -72,7 +72,7 @@ class AdapterStore:
         return bool(self._reading)
 
     def wait(self) -> None:
-        """For a moment, until something was read."""
+        """Waits for a moment, until something was read."""
         wait([adapter.reading for adapter in self._reading if adapter.reading is not None], _LOOK_EVERY_S)
 
     # ---- adapters come and go
@@ -96,7 +96,7 @@ class AdapterStore:
         return adapter
 
     def answers(self) -> list[AdapterReply]:
-        """Of loads that have ended. What was read goes into a slot, if there is one to be had."""
+        """The answers to loads that have ended. Weights that were read go into a slot, if there is one to be had."""
         made = []
         for adapter in [one for one in self._unanswered if one.reading is None or one.reading.done()]:
             self._unanswered.remove(adapter)
@@ -126,7 +126,7 @@ class AdapterStore:
     # ---- requests use them
 
     def bring(self, adapter: Adapter) -> bool:
-        """Whether it is in a slot. If not, that is under way. Raises what is wrong with its files."""
+        """Tells if the adapter is in a slot. If not, that is under way. Raises what is wrong with its files."""
         if adapter.slot >= 0:
             return True
         if adapter.reading is None:
@@ -135,7 +135,7 @@ class AdapterStore:
         return adapter.reading.done() and self._settle(adapter)
 
     def drop_unwanted(self, wanted: Collection[int]) -> None:
-        """What was read for requests that have left. `wanted`: numbers of adapters that others wait for."""
+        """Drops the weights that were read for requests that have left. `wanted`: numbers of adapters that others wait for."""
         for adapter in [one for one in self._reading if one.adapter_id not in wanted and one not in self._unanswered]:
             if adapter.reading is not None and adapter.reading.done():
                 self._stop_reading(adapter)

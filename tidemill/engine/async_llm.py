@@ -230,7 +230,7 @@ class _Engine:
         return _Engine(client, metrics, tokenizer, sampling_defaults(path, ready.model.num_parameters, *chosen))
 
     def filled(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """With the model's defaults."""
+        """The parameters, completed with the model's defaults."""
         return self.defaults.fill(params, self._config.context_of(params) - num_prompt)
 
     def adapter(self, name: str) -> int:

@@ -27,7 +27,7 @@ class _Bytes(DownloadColumn):
 
 
 class LoadingBar:
-    """What an engine does until it is ready: its process starts, weights are read, and what is left has no figures."""
+    """A progress bar of an engine until it is ready: its process starts, weights are read, and what is left has no figures."""
 
     def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), _Bytes(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""What `LLM.beam_search` returns."""
+"""The outputs that `LLM.beam_search` returns."""
 
 from __future__ import annotations
 

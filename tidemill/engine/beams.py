@@ -114,7 +114,7 @@ class BeamGroups:
 
     @property
     def beams(self) -> list[Beam]:
-        """Of all groups; before the first token, they have one in common."""
+        """The beams of all groups; before the first token, they have one in common."""
         return [beam for group in self._going for beam in group.beams] if self._has_begun else [Beam()]
 
     @property
@@ -127,7 +127,7 @@ class BeamGroups:
         return len(self.beams[0].tokens)
 
     def advance(self, tops: Sequence[TokenLogprobs]) -> list[int]:
-        """As of one search, over the beams of all groups."""
+        """Advances all groups; the same as `BeamSearch.advance`, over the beams of all groups."""
         parents, going, first = list[int](), list[BeamSearch](), 0
         chosen = Counter[int]()
         for group in self._going:
@@ -248,7 +248,8 @@ class BeamSearches:
         return [Delta(search.live.request_id, search.indices[0], [], num_cached=before[0].num_cached)]  # it has begun
 
     def _reorder(self, search: _Search, parents: list[int]) -> None:
-        """What is dropped leaves its row before a fork takes one. Forks come before the tokens of their sources."""
+        """Gives the beams of the next token their rows. A dropped beam leaves its row before a fork takes one. Forks come before
+        the tokens of their sources."""
         before, continued = search.requests, set[int]()
         for number, request in enumerate(before):
             if number not in parents:

@@ -12,7 +12,7 @@ from tidemill.wire import Inspected
 
 @dataclass(frozen=True)
 class Budget:
-    """What the engines may need together: bytes by device, and how many of them there may be."""
+    """The limits of the engines together: bytes by device, and the number of engines."""
 
     num_bytes: Mapping[str, int]
     max_loaded: int

@@ -460,7 +460,7 @@ class EngineClient:
         return max(self.stall_s, longest_s)
 
     def _resume(self, link: Link, why: str) -> None:
-        """What was under way goes on in the new engine."""
+        """Continues the requests that were under way in the new engine."""
         self.link, self._last_step_s = link, time.monotonic()
         self.death = ""
         self.gave_up.clear()

@@ -57,7 +57,8 @@ class InFlight(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Parts:
-    """What an engine is made of, besides the scheduler. `engine/load.py` makes them of a model, a simulation of a cost model."""
+    """The components of an engine, besides the scheduler. `engine/load.py` makes them of a model, a simulation of a cost
+    model."""
 
     runner: Runner
     model_config: ModelConfig
@@ -270,7 +271,7 @@ class EngineCore:
             self.structured.start(sample.seq, matcher)
 
     def _cache_of(self, request: Submit) -> CachePolicy | None:
-        """Which of its tokens stay in its pages; None: all."""
+        """The policy by which some of the request's tokens stay in its pages; None: all."""
         if (given := self.config.policy_of(request.params)) is None:
             return None
         num_prompt = len(request.prompt_ids)
@@ -280,7 +281,7 @@ class EngineCore:
         return policy if policy is None or not self.config.policy_bytes else self._counted(policy)
 
     def _counted(self, policy: CachePolicy) -> CachePolicy:
-        """With what its row keeps beside its pages."""
+        """The policy with the number of bytes that its row keeps beside its pages."""
         shape, most = self.model_config, self.config.policy_bytes
         num_bytes = policy.num_beside(shape.num_layers, shape.num_kv_heads, shape.head_dim)
         if num_bytes > most:
@@ -338,7 +339,7 @@ class EngineCore:
             self.scheduler.kv.expect(message.prompt_ids, _salt(message.salt, adapter))
 
     def pages(self) -> Pages:
-        """Which request holds which page. No step is made meanwhile, so it should be called seldom."""
+        """The owners of the pages. No step is made meanwhile, so it should be called seldom."""
         begin = self._clock.now()
         holders = self.scheduler.holders()
         kinds = self.scheduler.kv.map([request.seq for request in holders])
@@ -346,7 +347,7 @@ class EngineCore:
         return Pages(owners, kinds.tobytes(), self._clock.now() - begin, self.scheduler.kv.tier_sizes())
 
     def take_events(self) -> list[Event]:
-        """What was decided since the last step's output, by aborts for example."""
+        """The events since the last step's output, by aborts for example."""
         return self._events.take()
 
     def step(self) -> tuple[StepOutput, list[Refused]]:
@@ -431,7 +432,7 @@ class EngineCore:
         return done, result, progress, of_beams
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
-        """For the frontend. Made when the next step is launched, if that waited for this one."""
+        """The deltas of a step for the frontend. They are made when the next step is launched, if that waited for this one."""
         progress = [one for one in progress if one.request.seq in self._live_of]
         deltas = of_beams + make_deltas(done, result, progress, self._live_of, self._clock.now())
         for one in progress:
@@ -440,7 +441,7 @@ class EngineCore:
         return deltas
 
     def _count_uses(self, now: float) -> None:
-        """Of experts and of streamed weights: every so many steps, and when nothing is left to do."""
+        """Counts the uses of experts and of streamed weights: every so many steps, and when nothing is left to do."""
         if not self.model_config.experts and not self._streams_weights:
             return
         self._num_uncounted_steps += 1
@@ -454,8 +455,8 @@ class EngineCore:
             self._num_uncounted_steps = 0
 
     def _complete(self, plan: StepPlan) -> list[Refused]:
-        """What drawn drafts were drawn from, and token masks of structured outputs. A request whose grammar fails is aborted; its
-        part of the step is wasted."""
+        """Completes the plan with the probabilities that drawn drafts were drawn from, and the token masks of structured outputs.
+        A request whose grammar fails is aborted; its part of the step is wasted."""
         if self.drafting is not None and self.config.acceptance == "rejection":
             plan.draft_probs = self.drafting.probs(plan)
         if not self.structured:
@@ -569,7 +570,8 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _salt(given: str, adapter: Adapter | None) -> str:
-    """Of the prefix cache: pages depend on the adapter's content. No salt of a request can be that of another adapter."""
+    """The salt of the prefix cache: pages depend on the adapter's content. No salt of a request can be that of another
+    adapter."""
     if adapter is None:
         return f"\n{given}" if given else ""
     return f"{adapter.digest}\n{given}"

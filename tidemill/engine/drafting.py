@@ -26,7 +26,7 @@ _LONGEST_REST = 3  # steps in which free drafters are not asked about a request 
 
 @dataclass(slots=True)
 class _Guess:
-    """Of the tokens after those known. None, where a drafter was asked and has none."""
+    """A guess of the tokens after those known. It has no tokens where a drafter was asked and has none."""
 
     drafter: str
     tokens: Sequence[int]
@@ -37,7 +37,7 @@ _NO_GUESS = _Guess("", (), 0)
 
 
 class Drafted(NamedTuple):
-    """Of a step: who made the drafts of each sequence, and how many of all may be right."""
+    """The drafts of a step: who made the drafts of each sequence, and how many of all may be right."""
 
     by: Mapping[int, str]
     num_expected: float
@@ -106,7 +106,7 @@ class Drafting:
         return Drafted(drafted_by, num_expected)
 
     def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
-        """Of the drafts in a plan that were drawn, by row and position, what they were drawn from."""
+        """The distributions that drafts of a plan were drawn from, by row and position."""
         probs = {}
         for item in plan.items if plan.drafts else ():
             guess = self._guesses[item.seq].tokens if item.num_drafts else ()
@@ -137,7 +137,8 @@ class Drafting:
         return self._acceptance[guess.drafter].rate(request.seq) ** num_tokens
 
     def _guess(self, requests: Sequence[Request]) -> None:
-        """What free drafters have for each. One that was asked since its last token came is asked again only for more."""
+        """The guess of a free drafter for each request. A drafter that was asked since its last token came is asked again only
+        for more."""
         asks = []
         for request in requests:
             known, most = self._guesses.get(request.seq), self._max_drafts + request.num_in_flight
@@ -173,7 +174,8 @@ class Drafting:
         return made
 
     def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
-        """How many drafts each is to have, and how many may be right. The first tokens of a guess stand for those in flight."""
+        """The number of drafts of each request, and the number of all that may be right. The first tokens of a guess stand for
+        those in flight."""
         rates: dict[int, float | Sequence[float]] = {}
         most: dict[int, int] = {}
         for request in requests:
@@ -192,7 +194,7 @@ class Drafting:
         return allot(rates, most, num_running, room, self._times, self._trust.value)
 
     def _chances(self, drafter: str, request: Request, num: int) -> float | Sequence[float]:
-        """Of each draft, if the drafter knows; else how likely one is right if those before it were."""
+        """The chance of each draft, if the drafter knows; else how likely one is right if those before it were."""
         knowing = self._knowing.get(drafter)
         chances = None if knowing is None else knowing.chances(request.params, num)
         return self._acceptance[drafter].rate(request.seq) if chances is None else chances
@@ -264,7 +266,7 @@ def _drafts_in(plan: StepPlan, row: int) -> Sequence[int]:
 
 
 def _compare(drafts: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-    """How many drafts in a row are right, and how many there are in a row at most."""
+    """Counts how many drafts in a row are right, and how many there are in a row at most."""
     if isinstance(drafts, Tree):
         return len(right_path(drafts.tokens, drafts.parents, _after_each(drafts, tokens))), drafts.depth
     return next((i for i, draft in enumerate(drafts) if tokens[i : i + 1] != [draft]), len(drafts)), len(drafts)

@@ -25,7 +25,7 @@ class _Ending(NamedTuple):
 
 
 class Endings:
-    """Of an engine that exports. True while there are any."""
+    """The ends of requests in an engine that exports, which wait until their pages are exported. True while there are any."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, take_moves: Callable[[], None]) -> None:
         self._scheduler, self._runner, self._clock, self._take_moves = scheduler, runner, clock, take_moves

@@ -1,4 +1,4 @@
-"""What of the KV cache goes to disk when an engine ends."""
+"""The part of the KV cache that goes to disk when an engine ends."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def open_tiers(
 def open_outside(
     runner: Runner, config: EngineConfig, weights: bytes, rank: int, note: Callable[[str], None]
 ) -> tuple[Outside, Opened | None]:
-    """What the pages of a rank move to and from besides host memory. `note`: is told why a file, or part of one, is not used."""
+    """Opens the places outside host memory that a rank's pages move to and from. `note`: is told why a file, or part of one, is
+    not used."""
     identity, page_bytes = _identity(config, weights, rank), runner.cache[0].nbytes
     opened = _open_file(config, identity, page_bytes, rank, note) if config.kv_disk else None
     exporter = importer = None
@@ -78,7 +79,7 @@ def open_outside(
 def _open_file(
     config: EngineConfig, identity: Identity, page_bytes: int, rank: int, note: Callable[[str], None]
 ) -> Opened | None:
-    """Of several ranks, each has a file in a folder of its own, and its share of the quota."""
+    """Opens the page file. Of several ranks, each has a file in a folder of its own, and its share of the quota."""
     digest = hashlib.sha256(repr(sorted(identity.items())).encode()).digest()
     folder, num = Path(config.kv_disk), config.num_ranks
     folder = folder if num == 1 else folder / f"rank-{rank}-of-{num}"

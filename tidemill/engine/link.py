@@ -40,7 +40,7 @@ _AT_ONCE = 16  # messages
 
 
 class Link(Protocol):
-    """What a client needs of an engine, wherever that runs. Started once, closed once."""
+    """The interface of an engine that a client needs, wherever the engine runs. It is started once and closed once."""
 
     last_error: str  # why it ended
     is_blameless: bool  # it was lost with its machine or by hand, and not by what it computed

@@ -250,8 +250,8 @@ class LLM:
         pooling_task: str | None = None,
         use_tqdm: bool | Callable[..., Any] | None = None,
     ) -> list[PoolingOutput]:
-        """What a model makes of prompts, as tensors. `pooling_task`, in vLLM's words: embed, token_embed (a vector for each
-        token), classify or score; by default classify for a cross-encoder or classifier, embed for others."""
+        """Runs a pooling model on prompts and returns its tensors. `pooling_task`, in vLLM's words: embed, token_embed (a vector
+        for each token), classify or score; by default classify for a cross-encoder or classifier, embed for others."""
         task = pooling_task or ("classify" if self.model_config.own_pooling == "score" else "embed")
         if task not in _POOLING_OF_TASK:
             fix = f"Choose {', '.join(_POOLING_OF_TASK)}."
@@ -302,7 +302,7 @@ class LLM:
         yield from self._stream(self._prompts.encode_chat(messages), sampling_params, lora)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters gets."""
+        """The sampling parameters of a request that gives none."""
         return self.defaults.fill(SamplingParams(), self.config.max_context)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -415,7 +415,7 @@ class LLM:
             self._note(self._core.take_events())
 
     def step(self) -> None:
-        """What was submitted gets its next tokens."""
+        """Generates the next tokens of the submitted requests."""
         with _uninterrupted():
             output, failed = self.core.step()
         self._note(output.events)

@@ -1,4 +1,4 @@
-"""What a script gives to `LLM` and `AsyncLLM`, checked: options, also under vLLM's names, prompts, messages and parameters."""
+"""The checked inputs of `LLM` and `AsyncLLM`: options, also under vLLM's names, prompts, messages and parameters."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def located_options(model: str, given: dict[str, Any]) -> tuple[Path, EngineOptions]:
-    """Where a model's files are, fetched if need be, and the options of an engine for it. A script may queue any number of
+    """The folder of a model's files, fetched if need be, and the options of an engine for it. A script may queue any number of
     requests."""
     settings = engine_options(dict(given), model)
     path = locate(model, fetch=True)

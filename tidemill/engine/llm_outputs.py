@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` return, and how it grows with the engine's deltas."""
+"""The outputs of `LLM` and `AsyncLLM`, and how they grow with the engine's deltas."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """The text of the first sample."""
         return self.outputs[0].text
 
     @property
@@ -105,7 +105,7 @@ class _Pooled:
 
     @property
     def outputs(self) -> Self:
-        """As vLLM has it: `output.outputs.embedding`."""
+        """The output itself, so that vLLM's spelling works: `output.outputs.embedding`."""
         if self.error is not None:
             raise self.error
         return self

@@ -74,7 +74,7 @@ def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model
 
 
 def share_of(machine: Machine, num_ranks: int) -> Machine:
-    """What one of so many ranks on this host may use."""
+    """The share of this machine that one of so many ranks may use."""
     per_gpu = -(-num_ranks // max(machine.num_gpus, 1))
     return replace(
         machine,
@@ -180,7 +180,7 @@ def _load_alone(
 
 
 def to_gpu(config: EngineConfig, shape: ModelConfig) -> Streaming:
-    """Of a model whose weights do not fit in a GPU's memory."""
+    """The streaming of a model whose weights do not fit in a GPU's memory."""
     hot = config.hot_neurons
     if hot is None:
         return HostStreaming(config.weight_memory)
@@ -189,7 +189,7 @@ def to_gpu(config: EngineConfig, shape: ModelConfig) -> Streaming:
 
 
 def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool, by_neuron: bool) -> Store:
-    """Of the model's weights as the kernels of this machine take them."""
+    """Opens the store of the model's weights, in the form that the kernels of this machine take them."""
     about = f"{config.scheme} {by_neuron} {native.sources} {native.why} {random} {shape if random else shape.architecture}"
     folder = Folder(Path(config.weight_cache).expanduser(), config.weight_cache_bytes)
     num_bytes = shape.weight_bytes(config.dtype, compiled=True) + _TABLE_BYTES
@@ -209,7 +209,7 @@ def _core_with(
     progress: ProgressFn | None,
     weights: bytes,
 ) -> EngineCore:
-    """What is around a model that is loaded."""
+    """The engine core around a model that is loaded."""
     random, draft_model = options.load_format == "dummy", None
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)

@@ -29,7 +29,8 @@ class Live(msgspec.Struct):
         self.requests[index] = request
 
     def collect(self, item: StepItem, result: StepResult) -> None:
-        """What a step found out about its part of the prompt. What it repeats is replaced: it was preempted on the way."""
+        """Collects the results of a step for a part of the prompt. Repeated results are replaced: the request was preempted on
+        the way."""
         entries = result.prompt_logprobs.get(item.row)
         if entries:
             first = next(iter(self.requests.values())).params.prompt_logprobs_start
@@ -96,5 +97,5 @@ def make_deltas(
 
 
 def _unit(vector: np.ndarray) -> list[float]:
-    """Of length 1."""
+    """The vector scaled to length 1."""
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).tolist()

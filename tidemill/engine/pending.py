@@ -62,7 +62,7 @@ class Pending:
 
 
 def names_of(request: Submit) -> list[str]:
-    """Of its samples, as events have them."""
+    """The names of the request's samples, in the form that events have."""
     if request.params.n == 1 or request.params.beams:
         return [request.request_id]
     return [f"{request.request_id}:{index}" for index in range(request.params.n)]

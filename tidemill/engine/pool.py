@@ -118,7 +118,7 @@ class EnginePool:
             await self._load_for_requests(wanted)
 
     async def _notice(self, one: Pooled, now: float) -> None:
-        """What has happened to it meanwhile."""
+        """Brings the state of a model up to date with its engine's."""
         if one.is_loaded and one.client.death:  # its requests have failed; a later one tries again
             why = one.client.death
             await one.client.stop()
@@ -145,7 +145,7 @@ class EnginePool:
         return chosen
 
     def _helps(self, one: Pooled, wanted: Pooled, chosen: Sequence[Pooled]) -> bool:
-        """Whether unloading it makes room: on the same device, or as one less of the number that may be loaded."""
+        """Tells if unloading it makes room: on the same device, or as one less of the number that may be loaded."""
         num_loaded = sum(other.is_loaded and other not in chosen for other in self._models)
         return one.config.device == wanted.config.device or num_loaded >= self._budget.max_loaded
 

@@ -11,7 +11,7 @@ from tidemill.wire import Delta, PromptProgress
 
 
 class Progress:
-    """Of requests, from `tell` to their first token."""
+    """The progress of requests, from `tell` to their first token."""
 
     def __init__(self) -> None:
         self._telling: dict[str, Pending] = {}

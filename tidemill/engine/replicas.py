@@ -88,7 +88,7 @@ class Replicas:
         return ready
 
     def _options(self, options: EngineOptions, number: int) -> EngineOptions:
-        """What replicas cannot share is divided."""
+        """The options of one replica: those that replicas cannot share are divided."""
         on_device = len(self.clients) if not self._gpus or options.device == "cpu" else -(-len(self.clients) // len(self._gpus))
         disk = options.kv_disk
         if disk is not None:
@@ -179,7 +179,7 @@ class Replicas:
         return all(client.is_idle for client in self.clients)
 
     def described(self) -> list[dict[str, object]]:
-        """Of each replica: its state and its load."""
+        """A description of each replica: its state and its load."""
         told = [{"state": _state(one), "load": one.num_pending} for one in self.clients]
         roles = [{"role": role} for role in self.routing.names] or [{} for _ in told]
         return [one | role for one, role in zip(told, roles, strict=True)]
@@ -194,7 +194,7 @@ class Replicas:
     async def submit(
         self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False, tells_progress: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """As of EngineClient."""
+        """The deltas of the request; same as `EngineClient.submit`."""
         if request.request_id in self.routes:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # another replica draws the same
@@ -222,8 +222,8 @@ class Replicas:
             self.routing.end(request, route)
 
     def _place(self, request: Submit, route: Route) -> Submit:
-        """What the engine gets that is chosen: one that works, if any does; one that is restarted, or else raises what the engine
-        died of."""
+        """The request as the chosen engine gets it. The engine is one that works, if any does; one that is restarted, or else
+        raises what the engine died of."""
         usable = {name: one for name, one in self._names.items() if one.working} or {
             name: one for name, one in self._names.items() if one.alive
         }
@@ -248,7 +248,7 @@ class Replicas:
             client.fail_all(why)
 
     def renew(self, name: str, ttl_s: float, reason: str) -> None:
-        """Of all: several may hold the prefix."""
+        """Renews the lease in all replicas: several may hold the prefix."""
         for client in self.clients:
             client.renew(name, ttl_s, reason)
 

@@ -120,7 +120,7 @@ class Roles(Routing):
         return choice.name, request
 
     def _part(self, request: Submit, route: RoleRoute, keys: list[int], usable: Mapping[str, EngineClient]) -> tuple[str, Choice]:
-        """Which part of the request is next, and which engine gets it."""
+        """The next part of the request, and the engine that gets it."""
         pools = {role: {name: one for name, one in usable.items() if self._role(name) == role} for role in (PREFILL, DECODE)}
         if route.has_begun:
             if route.source < 0 and route.firsts:
@@ -206,7 +206,8 @@ class Roles(Routing):
         return ""
 
     def _tell_what_comes(self, request: Submit, target: str) -> None:
-        """Of several decode engines, only the one that will have the request fetches its pages as they are exported."""
+        """Tells the decode engines which request comes. Of several, only the one that will have the request fetches its pages as
+        they are exported."""
         if self.names.count(DECODE) > 1:
             self.clients[int(target)].expect(request)
             for name in self._decoding.keys() - self._told - {target}:
@@ -308,13 +309,13 @@ def routing_of(options: EngineOptions) -> Routing:
 
 
 def _rest(request: Submit) -> Submit:
-    """What is left of a request when its first token was delivered."""
+    """The rest of a request when its first token was delivered."""
     params = msgspec.structs.replace(request.params, prompt_logprobs=None)
     return msgspec.structs.replace(request, params=params, holds=[hold for hold in request.holds if not hold.num_tokens])
 
 
 def _joined(first: Delta, delta: Delta) -> Delta:
-    """As one engine would have told it: what it found in its cache, and how long the parts took."""
+    """The delta that one engine would have made of both parts: what it found in its cache, and how long the parts took."""
     timings = delta.timings
     if timings is not None and first.timings is not None:
         began = first.timings

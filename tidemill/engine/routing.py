@@ -28,7 +28,7 @@ class Route:
     num_losses: int = 0  # of engines in a row that gave it no token, though none need have died of it
 
     def take(self, delta: Delta) -> Delta | None:
-        """What its reader gets; None: nothing."""
+        """The delta that the reader gets; None: nothing."""
         self.outputs[delta.index] += delta.token_ids
         self.num_losses = 0 if delta.token_ids else self.num_losses
         if delta.finish_reason is not None:
@@ -52,7 +52,7 @@ class Routing:
         """`emit`: with the number of the engine that an event is about."""
 
     def options(self, options: EngineOptions, number: int) -> EngineOptions:
-        """Of this engine."""
+        """The options of this engine."""
         return options
 
     def check(self, ready: Ready) -> None:
@@ -89,6 +89,6 @@ class Routing:
 
 
 def keys_of(tokens: Sequence[int], request: Submit) -> list[int]:
-    """Of leading blocks of tokens, by which engines that have computed them are known."""
+    """The keys of the leading blocks of tokens, by which engines that have computed them are known."""
     ids = array("I", [token & 0xFFFFFFFF for token in tokens]).tobytes()  # they are checked by the engine
     return prefix_keys(f"{request.adapter}\0{request.salt}".encode(), ids, _TOKEN_BYTES * BLOCK_LEN)

@@ -118,8 +118,8 @@ class StructuredOutput:
         return []
 
     def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
-        """Where drafts were right up to the end of the output and beyond: `tokens`, by row, without what came after the end. The
-        lists stay as they are: ranks compare what they have drawn."""
+        """Cuts the tokens of rows whose drafts were right up to the end of the output and beyond. `tokens`, by row, loses the
+        tokens after the end. The lists stay as they are: ranks compare what they have drawn."""
         for item in plan.items if plan.drafts and self._matchers else ():
             if item.seq in self._matchers and len(tokens.get(item.row, ())) > 1:
                 with suppress(InvalidRequest), _contained():  # it is raised again when they are taken
@@ -146,8 +146,8 @@ def _is_last(matcher: Matcher | AfterReasoning, token: int) -> bool:
 
 
 def _masks_along(matcher: Matcher | AfterReasoning, drafts: Sequence[int]) -> Iterator[np.ndarray]:
-    """Of the next token, and of those that would follow the drafts. A draft that the grammar excludes will not be drawn, so
-    what comes after it does not matter."""
+    """The masks of the next token, and of those that would follow the drafts. A draft that the grammar excludes will not be
+    drawn, so what comes after it does not matter."""
     mask = matcher.mask()
     yield mask
     if drafts:
@@ -200,7 +200,7 @@ class AfterReasoning:
         return self._budget is not None and self._num_taken >= self._budget
 
     def _rest_of_ending(self) -> bytes:
-        """What is missing of the ending, the first part of which may have been written."""
+        """The missing rest of the ending, the first part of which may have been written."""
         num = next(num for num in range(len(self._ending), -1, -1) if self._seen.endswith(self._ending[:num]))
         return self._ending[num:]
 

@@ -20,7 +20,7 @@ _MOST_FETCHED = 32  # pages under way that no sequence waits for yet
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """How a preempted sequence will come back, and what was expected of both ways."""
+    """The plan for a preempted sequence to come back: the way, and the time expected of either."""
 
     is_swap: bool
     num_pages: int  # that only it holds
@@ -51,7 +51,7 @@ class _Offered(NamedTuple):
 
 
 class Behind:
-    """What the manager asks before it forgets a page, and when it starts a sequence."""
+    """The offload tiers as the manager sees them: asked before it forgets a page, and when it starts a sequence."""
 
     def __init__(self, tiers: Tiers, index: AnyIndex, pool: PagePool) -> None:
         assert isinstance(index, HashIndex), "checked by resolve: content is known by its key"
@@ -98,12 +98,12 @@ class Behind:
         self.tiers.keep_no_longer(self._returning.pop(seq, ()))
 
     def contents(self, path: Path) -> set[bytes]:
-        """Of all pages of all groups that may hold these tokens."""
+        """The keys of all pages of all groups that may hold these tokens."""
         assert isinstance(path, HashPath)
         return set(self._index.keys_of(path))
 
     def drop(self, path: Path) -> None:
-        """What a sequence computed is worthless."""
+        """Drops the content that a sequence computed, because it is worthless."""
         for key in self.contents(path):
             self.drop_content(key)
 
@@ -133,14 +133,14 @@ class Behind:
         self._worthless.discard(page)
 
     def fetched_of(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
-        """What other engines computed and no sequence has used before, as `hold` has it."""
+        """The pages that other engines computed and no sequence has used before, in the form that `hold` returns."""
         if not self.fetched:
             return []
         pages = ((g, i, page) for g, table in enumerate(tables) for i, page in enumerate(table.pages))
         return [(g, i, b"", Tier.PEER) for g, i, page in pages if page in self.fetched]
 
     def hold(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
-        """What is to be loaded stays where it is. Returns group, index in its table, content, tier."""
+        """Keeps the contents that are to be loaded where they are. Returns group, index in its table, content, tier."""
         held = []
         for g, table in enumerate(tables):
             for i, place in enumerate(table.pages):
@@ -184,7 +184,7 @@ class Behind:
         self._offered.setdefault(page, made)
 
     def export_some(self) -> None:
-        """Of what is offered and computed."""
+        """Exports some of the pages that are offered and computed."""
         room = MOST_EXPORTS - self.tiers.num_exporting
         ready = (page for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
         for page in list(islice(ready, max(room, 0))):
@@ -199,7 +199,7 @@ class Behind:
         return {one.key for one in computed} | self.tiers.exporting
 
     def learn(self, slots: Iterable[tuple[int, bytes]]) -> None:
-        """What places of other engines hold now."""
+        """Takes note of the contents that other engines' places hold now."""
         for at, key in slots:
             self.announced.pop(self.tiers.peers.learn(at, key), None)
             if key and (self._expected is None or key in self._expected):
@@ -223,7 +223,7 @@ class Behind:
         return page if self._pool.references(page) == 0 else NULL_PAGE
 
     def fetch(self, take: Callable[[], int], least_free: int, page_tokens: int) -> None:
-        """What other engines have announced comes into free pages before it is needed, while more than so many are free."""
+        """Fetches announced content of other engines into free pages before it is needed, while more than so many are free."""
         while self._pool.num_free > least_free and (key := self._next_to_fetch(page_tokens)) is not None:
             page = take()
             self.load(key, self.tiers.get(key), page)
@@ -260,8 +260,7 @@ class Behind:
 def tokens_by_tier(
     loads: Sequence[tuple[int, int, bytes, Tier]], groups: Sequence[Group], page_size: int, num_tokens: int
 ) -> tuple[int, int, int]:
-    """Of a prefix of so many tokens: those that wait for host memory, those that wait for disk in some group, and those that wait
-    for another engine."""
+    """The tokens of a prefix of so many that wait for host memory, for disk in some group, and for another engine."""
     tiers = [0] * (num_tokens // page_size)
     for g, i, _, tier in loads:
         per_page = groups[g].page_size // page_size

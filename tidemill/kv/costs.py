@@ -1,4 +1,4 @@
-"""What moving a page takes and what computing its tokens again takes, as measured: which of the two is faster."""
+"""The measured costs of moving a page and of computing its tokens again: which of the two is faster."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Costs:
         return -(-num_tokens // self.step_tokens) * start + num_tokens * slope
 
     def move_s(self, tier: int, is_load: bool, num_bytes: float) -> float:
-        """Of a direction that was never seen: as the other one."""
+        """The time of a move. A direction that was never seen counts like the other one."""
         rate = self._moves.get((tier, is_load)) or self._moves.get((tier, not is_load))
         return num_bytes * rate.seconds / rate.num_bytes if rate and rate.num_bytes else 0.0
 

@@ -40,7 +40,7 @@ class GroupTable(msgspec.Struct):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a new sequence begins with."""
+    """The state that a new sequence begins with."""
 
     num_cached: int  # tokens
     num_matching: int  # tokens that the prefix index knows, though pages may be missing
@@ -51,7 +51,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What is cached of a prompt."""
+    """The cached part of a prompt."""
 
     num_tokens: int
     num_matching: int

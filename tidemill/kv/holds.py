@@ -102,7 +102,8 @@ class Holds:
         return ""
 
     def _least_needed(self) -> Iterator[Held]:
-        """What ends first to make room: of the tenant that holds most, the least recently renewed, one after the other."""
+        """The leases that end first to make room: of the tenant that holds most, the least recently renewed, one after the
+        other."""
         nums: Counter[str] = Counter()
         of: dict[str, deque[Held]] = {}
         for held in self._held.values():

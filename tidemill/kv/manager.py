@@ -100,7 +100,7 @@ class KVManager(TieredPages):
         return self.pool.num_free
 
     def num_pages_for(self, num_tokens: int, policy: CachePolicy | None = None) -> int:
-        """What a sequence of so many tokens holds at most, in all groups."""
+        """The most pages that a sequence of so many tokens holds, in all groups."""
         num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
         return sum([group.most_pages(num_slots, self._most_at_once) for group in self.groups])
 
@@ -163,7 +163,7 @@ class KVManager(TieredPages):
         return Match(num_tokens, found.num_tokens, tables, partly)
 
     def _num_usable(self, pages: Sequence[Sequence[int]], num: int) -> int:
-        """Of a prefix of so many pages' tokens, how many of which every group has what it needs."""
+        """The number of leading tokens, of those of so many pages, for which every group has the pages it needs."""
         before = -1
         while num != before:
             before = num
@@ -207,7 +207,7 @@ class KVManager(TieredPages):
         return sum(1 for page, num in owners.items() if self.pool.references(page) == num)
 
     def map(self, seqs: Sequence[int]) -> array[int]:
-        """What each page is, for the live view. `seqs`: all that hold pages. Takes some 20 ms for 100,000 pages."""
+        """The kind or owner of each page, for the live view. `seqs`: all that hold pages. Takes some 20 ms for 100,000 pages."""
         kinds = array("H", bytes(2 * self.pool.num_pages))
         for page in self.index.pages():
             kinds[page] = CACHED
@@ -282,13 +282,14 @@ class KVManager(TieredPages):
                 self.behind.offer(page, self._step)
 
     def _stops(self, num_tokens: int, match: Match) -> tuple[int, int]:
-        """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
-        its end, as the next turn of a conversation does."""
+        """The positions where other prompts probably leave this one: where the part ends that it has in common with an earlier
+        prompt, and at its end, as the next turn of a conversation does."""
         size = self.page_size
         return match.num_matching // size * size, (num_tokens - 1) // size * size
 
     def until_stop(self, seq: int, start: int, count: int) -> int:
-        """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
+        """The number of the next `count` tokens that a step may compute: a state is kept only where a step ends, or an
+        interval."""
         stops = self._sequences[seq].stops
         return min([count, *[stop - start for stop in stops if stop > start]]) if stops else count
 
@@ -403,8 +404,8 @@ class KVManager(TieredPages):
                 self.behind.offer(page, self._step)
 
     def begin_step(self, step: int = 0) -> None:
-        """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
-        from part of a page, while full pages of keys and values can be shared in the step that computes them."""
+        """Begins a step: everything planned so far is computed before what is planned now. Only then can another sequence start
+        from a state, or from part of a page, while full pages of keys and values can be shared in the step that computes them."""
         self._fresh.clear()
         self._step = step
 
@@ -527,7 +528,7 @@ class KVManager(TieredPages):
             self._emptied.add(page)
 
     def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
-        """What it gave back and none has taken since."""
+        """The pages that the sequence gave back and none has taken since."""
         return [(page, times) for page, times in sequence.given_back if self.pool.times_taken(page) == times]
 
     def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:

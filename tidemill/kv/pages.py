@@ -33,7 +33,7 @@ class PagePool:
         return self._refs[page]
 
     def times_taken(self, page: int) -> int:
-        """What a page holds is the same while this is."""
+        """The number of times that a page was taken: its content is the same while this is."""
         return self._times_taken[page]
 
     def take(self) -> int:
@@ -51,7 +51,7 @@ class PagePool:
         return page
 
     def take_all(self, num: int) -> list[int]:
-        """As many calls of `take`."""
+        """Takes so many pages; the same as so many calls of `take`."""
         pages, following, refs, times = list[int](), self._next, self._refs, self._times_taken
         sentinel = self.num_pages
         page = following[sentinel]
@@ -67,7 +67,7 @@ class PagePool:
         return pages if len(pages) == num else pages + [self.take() for _ in range(num - len(pages))]
 
     def drop_all(self, pages: Sequence[int]) -> None:
-        """As many calls of `drop`."""
+        """Drops these pages; the same as one call of `drop` for each."""
         refs, before, after = self._refs, self._prev, self._next
         if self.num_kept or set(map(refs.__getitem__, pages)) != {1}:
             for page in pages:
@@ -120,7 +120,7 @@ class PagePool:
             self._relink(page)
 
     def renew(self, page: int) -> None:
-        """What a page holds has become worthless: nobody keeps it any more."""
+        """Makes a page's content worthless: nobody keeps it any more."""
         self._times_taken[page] += 1
         if self._keepers[page]:
             self._keepers[page] = 0

@@ -1,4 +1,5 @@
-"""Which page holds which content. Two indexes with one interface: chained hashes of full pages here, a radix tree in radix.py.
+"""The index of the pages by their content. There are two with one interface: chained hashes of full pages here, a radix tree in
+radix.py.
 
 A page in an index is full and its content final; it may be owned or free (evictable). Both know every page of a content, so that
 whoever holds a page of a prefix also holds one of each page before it that the index knows. A sequence gives back its last page
@@ -27,11 +28,11 @@ class Path(ABC):
 
     @abstractmethod
     def until(self, num_tokens: int) -> Path:
-        """Of a sequence that has the first `num_tokens` tokens in common."""
+        """The path of a sequence that has the first `num_tokens` tokens in common."""
 
     @abstractmethod
     def through(self, token_ids: Sequence[int], num_tokens: int) -> Path:
-        """Of the first `num_tokens` of these tokens, which the sequence has: all of them may be found."""
+        """The path of the first `num_tokens` of these tokens, which the sequence has: all of them may be found."""
 
 
 P = TypeVar("P", bound=Path)
@@ -77,7 +78,7 @@ class PrefixIndex(ABC, Generic[P]):
         """The page's content is about to be overwritten. True if it was cached."""
 
     def forget_all(self, pages: Iterable[int]) -> int:
-        """How many of them were cached."""
+        """Forgets these pages; returns how many of them were cached."""
         return sum(map(self.forget, pages))
 
     @abstractmethod
@@ -138,7 +139,7 @@ _MOST_ROOTS = 1024
 
 
 def root_key(salt: str, page_size: int) -> bytes:
-    """Where a tenant's chains start. Chains of different salts never meet, so no tenant can find another's pages."""
+    """The key at which a tenant's chains start. Chains of different salts never meet, so no tenant can find another's pages."""
     return sha256(b"tidemill-prefix\0%d\0" % page_size + salt.encode()).digest()
 
 
@@ -235,7 +236,8 @@ class HashIndex(PrefixIndex[HashPath]):
         return path
 
     def look_elsewhere(self, place_of: Callable[[bytes], int]) -> None:
-        """Of content that no page has: `find` gives its place, a negative number, or 0 if it has none."""
+        """Makes the index look elsewhere for content that no page has: `find` gives its place, a negative number, or 0 if it has
+        none."""
         self._place_of = lambda key: self._page_of.get(key) or place_of(key)
 
     def key_of(self, page: int) -> bytes | None:
@@ -246,12 +248,12 @@ class HashIndex(PrefixIndex[HashPath]):
         return self._page_of.get(key, NULL_PAGE)
 
     def has_copy(self, page: int) -> bool:
-        """Of a page in the index: another one has the same content."""
+        """Tells if another page has the same content as this page, which is in the index."""
         standing = self._page_of[self._key_of[page]]
         return standing != page or bool(self._copies.of(page))
 
     def keys_of(self, path: HashPath) -> list[bytes]:
-        """Of all pages of all groups that may hold these tokens."""
+        """The keys of all pages of all groups that may hold these tokens."""
         return [group_key(g, key) for g in range(len(self._groups)) for key in path.keys]
 
     def enter(self, key: bytes, page: int) -> None:
@@ -281,8 +283,8 @@ class HashIndex(PrefixIndex[HashPath]):
         return Found((num_seen if self._has_states else num) * self._page_size, pages)
 
     def _num_seen(self, path: HashPath, place_of: Callable[[bytes], int | None]) -> int:
-        """With states, how many of its keys were computed before: those noted, and those before a state that is there, as
-        one that was loaded is."""
+        """The number of the path's keys that were computed before, in a model with states: those noted, and those before a state
+        that is there, as one that was loaded is."""
         num = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
         if self._has_states and place_of != self._page_of.get:
             states = _States(place_of, len(self._groups) - 1, path.keys)
@@ -312,7 +314,8 @@ class HashIndex(PrefixIndex[HashPath]):
         return entered
 
     def _see(self, path: HashPath, num: int) -> None:
-        """With states, most pages of a prefix may be missing: that it was there is known by its keys."""
+        """Notes the first `num` keys of a path as seen. With states, most pages of a prefix may be missing: that it was there is
+        known by its keys."""
         if path.num_seen < num:
             for key in path.keys[path.num_seen : num]:
                 self._seen[key] = None

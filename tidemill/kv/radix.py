@@ -216,7 +216,7 @@ class RadixIndex(PrefixIndex[RadixPath]):
             node = node.parent
 
     def _end_of_pages(self, node: Node) -> int:
-        """Where the last of its pages ends; 0 if it has none."""
+        """The end of the node's last page; 0 if it has none."""
         ends = [0]
         for pages, size in zip(node.pages, self._sizes, strict=True):
             num = len(pages)
@@ -277,7 +277,7 @@ def _packed(token_ids: Sequence[int], start: int, end: int) -> bytes:
 
 
 def _num_equal(label: bytes, tokens: bytes, at: int) -> int:
-    """How many tokens of a label are equal to those at this position."""
+    """The number of a label's tokens that are equal to those at this position."""
     if tokens.startswith(label, at * _WIDTH):
         return len(label) // _WIDTH
     low, high = 0, min(len(label) // _WIDTH, len(tokens) // _WIDTH - at) + 1  # so many are equal; so many are not

@@ -39,7 +39,7 @@ class TieredPages(ABC):
         return None if self.behind is None else self.behind.tiers
 
     def tier_sizes(self) -> list[tuple[str, int, int]]:
-        """Of each tier: its name, the pages in it, and how many it can hold."""
+        """The name of each tier, the pages in it, and how many it can hold."""
         if self.tiers is None:
             return []
         tiers = {"host memory": self.tiers.host, "disk": self.tiers.disk, "exported": self.tiers.exports}
@@ -49,7 +49,7 @@ class TieredPages(ABC):
 
     @property
     def num_stored(self) -> int:
-        """Of the pages evicted so far, those that a tier has got."""
+        """The number of evicted pages, so far, that a tier has got."""
         return 0 if self.behind is None else self.behind.num_stored
 
     @property
@@ -64,14 +64,15 @@ class TieredPages(ABC):
         return not self.behind.loading.isdisjoint(self._holders[seq].held())
 
     def take_moves(self) -> list[PageMove]:
-        """What the runner is to move now."""
+        """The moves that the runner is to make now."""
         if self.behind is None:
             return []
         self.behind.export_some()
         return self.behind.tiers.take_moves()
 
     def trust(self, num_steps: int) -> None:
-        """So many steps were computed: what was stored after them is right, and what they computed may be exported."""
+        """Trusts the first `num_steps` steps, which were computed: everything stored after them is right, and what they computed
+        may be exported."""
         if self.behind is not None:
             self.behind.tiers.trust(num_steps)
             self.behind.export_some()
@@ -94,7 +95,7 @@ class TieredPages(ABC):
             self.behind.expect(self.behind.contents(self.index.path(token_ids, salt, len(token_ids))))
 
     def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
-        """What places of other engines hold now, and contents that they found to be worthless."""
+        """Takes note of the contents that other engines' places hold now, and contents that they found to be worthless."""
         assert self.behind is not None
         self.behind.learn(slots)
         for key in erased:
@@ -103,7 +104,7 @@ class TieredPages(ABC):
                 self._forget(page)
 
     def fetch_announced(self, num_promised: int = 0) -> None:
-        """What other engines have announced comes into free pages before it is needed, while there are many. `num_promised`:
+        """Fetches announced content of other engines into free pages before it is needed, while there are many. `num_promised`:
         free pages that are left to others."""
         if self.behind is not None:
             self.behind.fetch(self._take, max((self.pool.num_pages - 1) // 2, num_promised), self.page_size)

@@ -95,7 +95,7 @@ class Slots:
         return at
 
     def get(self, key: bytes) -> int:
-        """Where a content is, which is then the most recently used and stays until `let_go`."""
+        """The place of a content, which is then the most recently used and stays until `let_go`."""
         self.touch(key)
         self._held[self._at[key]] += 1
         return self._at[key]
@@ -133,7 +133,7 @@ class Slots:
 
 
 class Peers:
-    """What other engines have announced. It may be gone when it is asked for."""
+    """The pages that other engines have announced. A page may be gone when it is asked for."""
 
     def __init__(self) -> None:
         self._at: dict[bytes, int] = {}
@@ -314,7 +314,7 @@ class Tiers:
         return self.num_moves > 0
 
     def take_moves(self) -> list[PageMove]:
-        """What the runner is to move now."""
+        """The moves that the runner is to make now."""
         self._write_some()
         taken, self._unsent = self._unsent, []
         return taken
@@ -344,7 +344,7 @@ class Tiers:
         return move
 
     def trust(self, num_steps: int) -> None:
-        """So many steps were computed without a failure."""
+        """Trusts the first `num_steps` steps, which were computed without a failure."""
         self.num_trusted = num_steps
         for key in list(self._stored):
             self._may_write(key)

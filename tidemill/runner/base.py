@@ -31,7 +31,7 @@ class StepResult(msgspec.Struct):
     broken: set[int] = set()  # rows of which a draft, right or wrong, has logits that are not finite
 
     def token_of(self, row: int, number: int) -> int:
-        """Of the draws of a row, a token that counts; -1: it was drawn after a wrong draft."""
+        """The token of a draw of the row that counts; -1: it was drawn after a wrong draft."""
         own, path = self.tokens[row], self.paths.get(row)
         if path is not None and number:
             number = path.index(number - 1) + 1 if number - 1 in path else len(own)
@@ -95,7 +95,7 @@ def right_drafts(
 
 
 def broken_rows(items: Iterable[StepItem], drawn: Sequence[int]) -> set[int]:
-    """Of those with drafts, where a token drawn, counting or not, shows logits that are not finite."""
+    """The rows with drafts in which some token drawn, counting or not, shows logits that are not finite."""
     rows, at = set(), 0
     for item in items:
         if item.num_drafts and min(drawn[at : at + item.num_draws]) < 0:
@@ -117,11 +117,11 @@ class Ranks(Protocol):
 
 
 class AdapterSlots(Protocol):
-    """Where adapters are kept for the rows that use them."""
+    """The slots of adapters, for the rows that use them."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of the matrices that an adapter may change."""
+        """The shapes of the matrices that an adapter may change."""
         ...
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
@@ -149,7 +149,7 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Any: ...
 
     def change_pages(self, plan: StepPlan) -> None:
-        """Of a plan that computes nothing."""
+        """Applies the page changes of a plan that computes nothing."""
         ...
 
     def collect(self, launched: Any) -> StepResult: ...

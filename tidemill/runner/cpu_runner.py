@@ -132,7 +132,7 @@ class CpuRunner:
         return Mixers(shape.layers, kv, states)
 
     def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-        """What attention reads: keys and values, their page tables, and scales where there are any."""
+        """The memory that attention reads: keys and values, their page tables, and scales where there are any."""
         shape = self.model.config
         sizes = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
         values, scales = views(self.cache, *sizes, config.kv_dtype)
@@ -162,7 +162,7 @@ class CpuRunner:
         return result
 
     def _begin(self, plan: StepPlan) -> None:
-        """What changes in rows and pages before anything is computed."""
+        """Applies the plan's changes of rows and pages before anything is computed."""
         self.state.stage(plan)
         self.state.apply()
         self.change_pages(plan)
@@ -214,8 +214,8 @@ class CpuRunner:
         return _sources(plan.items, batch)
 
     def _forward_read(self, batch: Batch, read: np.ndarray) -> torch.Tensor:
-        """As `forward`, with NaN in the place of hidden states that are not read. Of their tokens, the last layer computes keys
-        and values."""
+        """The same as `forward`, with NaN in the place of hidden states that are not read. Of their tokens, the last layer
+        computes keys and values."""
         rows_T = np.repeat(batch.rows, batch.counts)
         adapters_T, plan = self.state.adapters[rows_T], self.mixers.plan
         loras = None if adapters_T.max() < 0 else self.loras

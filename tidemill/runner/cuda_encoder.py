@@ -49,8 +49,8 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Where in a step's words of 32 bits something stands: first what each token has, then what each input has, then the tiles of
-    attention. A slot has two words."""
+    """The offsets in a step's words of 32 bits: first what each token has, then what each input has, then the tiles of attention.
+    A slot has two words."""
 
     size: int  # tokens
     max_requests: int
@@ -225,7 +225,7 @@ class CudaEncoder:
         graph.replay()
 
     def _spans(self, batch: Batch) -> np.ndarray:
-        """Of each input, the tokens whose states are added up: all, or one."""
+        """The tokens of each input whose states are added up: all, or one."""
         spans = np.zeros((self._max_requests, 2), np.int32)
         for i, (row, last, count) in enumerate(zip(batch.rows, batch.last_token, batch.counts, strict=True)):
             params = self.state.params[row]
@@ -235,7 +235,7 @@ class CudaEncoder:
         return spans
 
     def _each(self, batch: Batch) -> dict[int, torch.Tensor]:
-        """Of inputs that are not pooled, by row: the states of all their tokens, out of the way of the next step's."""
+        """The states of all tokens of inputs that are not pooled, by row, out of the way of the next step's."""
         made = {}
         for row, last, count in zip(batch.rows.tolist(), batch.last_token, batch.counts, strict=True):
             params = self.state.params[row]
@@ -244,6 +244,6 @@ class CudaEncoder:
         return made
 
     def _pool(self, spans: np.ndarray) -> torch.Tensor:
-        """Of as many inputs as there may be, so that matmuls have one shape."""
+        """The pooled states of as many inputs as there may be, so that matmuls have one shape."""
         made = pool(self._hidden, upload(spans, self._device))
         return made if self.model.config.labels is None else self.model.scores(made.to(self._hidden.dtype))

@@ -17,7 +17,7 @@ Programs = tuple[int, int, int, int]  # of the kernels: singles, shared and prom
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is captured: of how many tokens, with how many programs of the kernels, and the work itself."""
+    """A step to be captured: its number of tokens, the programs of the kernels, and the work itself."""
 
     size: int
     programs: Programs

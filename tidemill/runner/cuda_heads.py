@@ -195,7 +195,7 @@ class CudaFirstLayers:
         return Step(size, programs, run)
 
     def has_page(self, position: int, num_computed: int) -> bool:
-        """As FirstLayers has it."""
+        """The same as `FirstLayers.has_page`."""
         return position // self._state.page_size == (num_computed - 1) // self._state.page_size
 
     def __call__(self, rows: list[int], positions: list[int], ids: list[int]) -> torch.Tensor:

@@ -32,7 +32,7 @@ class CudaLastLayer:
         self.graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether adapters are on
 
     def is_left_out(self, size: int) -> bool:
-        """Of graphs of so many tokens."""
+        """Tells if graphs of so many tokens leave out the last layer of tokens that yield no logits."""
         return size in self._wide
 
     def steps(self, has_loras: bool) -> list[Step]:

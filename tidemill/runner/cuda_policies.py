@@ -27,7 +27,7 @@ _WATCHED = ("h2o", "snapkv")
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """How the runner's attention kernels are used."""
+    """The launch settings of the runner's attention kernels."""
 
     partial: torch.Tensor
     done: torch.Tensor
@@ -42,7 +42,7 @@ class Launches:
 
 
 class CudaPolicies:
-    """Of all rows that have one."""
+    """The KV policies of all rows that have one."""
 
     def __init__(self, kv: PagedKV, table: np.ndarray, launches: Launches) -> None:
         """`table`: the host's copy of the page tables."""
@@ -52,7 +52,7 @@ class CudaPolicies:
         self._summary = torch.empty(shape, dtype=kv.cache.dtype, device=kv.cache.device)
 
     def begin(self, plan: StepPlan) -> None:
-        """What a row keeps goes with its request."""
+        """Begins a step: the state that a row keeps goes with its request."""
         for row in (*plan.left_rows, *(copy.target for copy in plan.row_copies)):  # a copy's source has none
             self.rows.take(row, None)
         for new in plan.new_rows:
@@ -168,7 +168,7 @@ class CudaPolicies:
         return Watched(of_tiles, of_segments, where, -(-longest // self._kv.page_size))
 
     def _moved(self, segments: Iterable[Placed]) -> Moved | None:
-        """Of policies that keep the same slots in every layer and head: the first, and the latest."""
+        """The moves of policies that keep the same slots in every layer and head: the first, and the latest."""
         found = list[tuple[np.ndarray, np.ndarray]]()
         for one in segments:
             policy = one.owner.policy
@@ -182,7 +182,8 @@ class CudaPolicies:
         return Moved(sources, targets)
 
     def _rows_of(self, row: int, slots: np.ndarray) -> np.ndarray:
-        """Where keys and values of all heads lie in the cache as rows of one head, for the first layer of a page."""
+        """The places of the keys and values of all heads in the cache, counted in rows of one head, for the first layer of a
+        page."""
         kv, size = self._kv, self._kv.page_size
         runs = 2 * kv.num_kv_heads
         pages = self._table[row, slots // size].astype(np.int64) * (kv.cache.shape[1] * runs)
@@ -218,7 +219,8 @@ class CudaPolicies:
         return Sparse(dense_layers, dense, queries, few, num_pages)
 
     def _batches(self, rows: np.ndarray, places: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray] | None) -> list[Lists]:
-        """As many queries at a time as there is room for their partial results. Without tables nothing is shared."""
+        """The work lists of batches of queries, each with as many as there is room for partial results. Without tables nothing is
+        shared."""
         made, at_once, columns = list[Lists](), self._how.queries_at_once, self._table.shape[1]
         for first in range(0, rows.size, at_once):
             some = slice(first, first + at_once)

@@ -221,7 +221,7 @@ class CudaRunner:
         return new_pool(config, self.model.config, self._device)
 
     def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What attention reads: keys and values, and their scales, if the format has them."""
+        """The memory that attention reads: keys and values, and their scales, if the format has them."""
         shape = self.model.config
         page = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
         return views(self.cache, *page, config.kv_dtype)
@@ -295,7 +295,8 @@ class CudaRunner:
         return self._send_back(plan, tokens, reports)
 
     def _draw_again(self, plan: StepPlan, tokens: torch.Tensor, logits: torch.Tensor, reports: list[Report]) -> None:
-        """For the rows that want more than a temperature; and what is asked about any token."""
+        """Samples again for the rows that want more than a temperature, and collects the reports that are asked about any
+        token."""
         rows, positions = draws(plan.items, plan.trees)
         again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
         if again:
@@ -350,13 +351,13 @@ class CudaRunner:
         self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None
 
     def _cut_of(self, items: list[StepItem], decodes: bool) -> int:
-        """How many tokens are in the first half of a step; 0: it is not cut."""
+        """The number of tokens in the first half of a step; 0: it is not cut."""
         num, among = sum(item.count for item in items), self._decode_sizes if decodes else self._mixed_sizes
         cut = self.cuts.get((decodes, among[bisect_left(among, num)]), 0)
         return cut if num > cut else 0
 
     def _work(self, items: list[StepItem], may_flash: bool, cut: int = 0) -> tuple[Work, bool]:
-        """And whether its prompts are flash-attn-4's: few of them, and long."""
+        """The work of a step, and whether its prompts are flash-attn-4's: few of them, and long."""
         table = np.array([part for item in items for part in parts(item)], np.int32)
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
@@ -577,7 +578,7 @@ class CudaRunner:
             return through(ids, positions_T, step)
 
     def _through(self, size: int) -> Through:
-        """What a graph of so many tokens computes, if prompts are among them."""
+        """The forward function that a graph of so many tokens computes, if prompts are among them."""
         if self._last is None or not self._last.is_left_out(size):
             return self._all
         return lambda ids_T, positions_T, step: self.model.enter(self._embed(ids_T, positions_T), step)

@@ -1,4 +1,4 @@
-"""What a step on a GPU gives to the model's layers and what it leaves behind, and the pool of pages that it reads."""
+"""The inputs that a step on a GPU gives to the model's layers, the results it leaves, and the pool of pages that it reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Through = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 @dataclass(slots=True)
 class CudaStep:
-    """What a layer's attention, or its state, needs."""
+    """The data of a step that a layer's attention, or its state, needs."""
 
     adds: ClassVar = True
     kv: PagedKV
@@ -83,7 +83,8 @@ class Launched:
 
 
 def find_missing(config: EngineConfig, shape: ModelConfig, has_scales: bool) -> str:
-    """What of the model's attention our kernels do not compute, and torch's FlexAttention does; empty if there is nothing."""
+    """The features of the model's attention that our kernels do not compute, and torch's FlexAttention does; empty if there is
+    nothing."""
     missing = uncovered("Triton", shape.attention_layers)
     if missing and shape.state_layers:
         raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
@@ -105,7 +106,7 @@ def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> 
 
 
 def new_states(config: EngineConfig, shape: ModelConfig, pool: torch.Tensor, tables: list[torch.Tensor]) -> CudaStates | None:
-    """Of a model that has states. `tables`: of all groups."""
+    """The states of a model that has them. `tables`: of all groups."""
     layout = config.layout
     if layout.states is None:
         return None

@@ -19,7 +19,7 @@ _NEVER = 2**30  # a position that no key has
 
 
 class CudaTrees:
-    """What graphs of steps with trees read beside the words."""
+    """The inputs beside the words that graphs of steps with trees read."""
 
     def __init__(self, num_tokens: int, max_drafts: int, device: torch.device) -> None:
         self.places = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # in its row, of each token

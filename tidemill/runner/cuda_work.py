@@ -34,7 +34,7 @@ def padded(size: int) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """Of one step. A single is a request with one token, a prompt one with more."""
+    """The work of one step. A single is a request with one token, a prompt one with more."""
 
     rows: np.ndarray  # of every token
     positions: np.ndarray
@@ -138,7 +138,7 @@ def singles(
 
 
 def _with_drafts(rows: np.ndarray, positions: np.ndarray, num_splits: np.ndarray, at_once: int) -> np.ndarray:
-    """For each token, how many are in its record: it and those after it, or 0, if it is in the record of one before it. All but
+    """The number of tokens in each token's record: it and those after it, or 0, if it is in the record of one before it. All but
     their last split, such tokens share in any case, so that they have one record."""
     counts = np.ones(rows.size, np.int32)
     goes_on = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1) & (num_splits[1:] == num_splits[:-1])
@@ -211,8 +211,8 @@ def prompts(
 
 
 def copied(rows: np.ndarray, ends: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each prompt the number of the first of its copied pages, from 1 on, or 0; and these pages. Of as many prompts as there
-    is room for."""
+    """The number of each prompt's first copied page, from 1 on, or 0; and these pages, of as many
+    prompts as there is room for."""
     num_pages = -(-ends // BLOCK)
     last = np.cumsum(num_pages)
     firsts = np.where(last <= room, last - num_pages + 1, 0)

@@ -1,4 +1,4 @@
-"""Whether flash-attn-4 takes the prompts of `--fast-math`: it must be there, agree with our kernel and be faster."""
+"""The trial of flash-attn-4, which takes the prompts of `--fast-math` if it is there, agrees with our kernel and is faster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FlashTrial:
 
 @dataclass(slots=True)
 class Contest:
-    """What a trial needs of the runner."""
+    """The parts of the runner that a trial needs."""
 
     state: RowState
     num_pages: int  # of the cache

@@ -18,7 +18,7 @@ EMBEDDING, HEAD = -1, -2  # beside the numbers of layers
 
 class LayerTimer:
     def __init__(self, runner: CpuRunner) -> None:
-        """Of a runner whose forward pass is not recorded."""
+        """Times the layers of a runner whose forward pass is not recorded."""
         self._seconds, self._began_s = defaultdict[int, float](float), 0.0
         for number in range(runner.model.config.num_layers):
             block = runner.model.blocks[number]

@@ -41,7 +41,7 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
 
 
 def make_mover(runner: Runner, config: EngineConfig, outside: Outside) -> PageMover:
-    """Of pages between the device, host memory, disk and other engines."""
+    """The mover of pages between the device, host memory, disk and other engines."""
     pages = runner.cache.flatten(1).view(torch.uint8)
     assert pages.shape[1] == config.page_bytes or config.num_ranks > 1  # ranks may have fewer heads
     if config.device != "cuda":

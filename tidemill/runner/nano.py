@@ -43,7 +43,7 @@ class NanoTrial:
 
 @dataclass(slots=True)
 class Rivals:
-    """What a trial needs of the runner. Sizes are (decodes, tokens)."""
+    """The parts of the runner that a trial needs. Sizes are (decodes, tokens)."""
 
     state: RowState
     cache: torch.Tensor
@@ -73,7 +73,8 @@ def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
 
 
 def run_trials(rivals: Rivals) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
-    """And the sizes at which halves are faster. All ranks decide as the first does. Leaves the state as it was."""
+    """Runs the trials; returns them and the sizes at which halves are faster. All ranks decide as the first does. Leaves the
+    state as it was."""
     trials, taken = [], set[tuple[bool, int]]()
     # Two halves of a decode step read all weights twice: only collectives can make up for that.
     kinds = ((True, _DECODE), (False, _MIXED)) if rivals.group.size > 1 else ((False, _MIXED),)

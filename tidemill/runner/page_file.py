@@ -106,7 +106,8 @@ class PageFile:
         return contents, ignored
 
     def _scan(self) -> tuple[list[tuple[bytes, int]], int]:
-        """What records say that they hold; their pages are checked when they are read."""
+        """The contents that records name, with their places, and the number of bad records. Their pages are checked when they are
+        read."""
         size, found, num_bad = os.fstat(self._fd).st_size, dict[bytes, tuple[int, int]](), 0
         for record in range(-(-max(0, size - _FIRST) // self._stride)):
             at = _FIRST + record * self._stride
@@ -133,12 +134,12 @@ def stride(page_bytes: int) -> int:
 
 
 def records_in(num_bytes: int, page_bytes: int) -> int:
-    """How many a file of so many bytes holds."""
+    """The number of records in a file of so many bytes."""
     return max(num_bytes - _FIRST, 0) // stride(page_bytes)
 
 
 def least_bytes(page_bytes: int) -> int:
-    """Of a file that holds one page."""
+    """The size of a file that holds one page."""
     return _FIRST + stride(page_bytes)
 
 
@@ -170,7 +171,7 @@ def _read_record_header(header: bytes) -> tuple[bytes, int, int] | None:
 
 
 def _open(folder: Path, path: Path, quota: int, digest: bytes, page_bytes: int) -> Opened:
-    """What was opened for nothing is closed again, and a file without a header is not left behind."""
+    """Opens a file of pages. An unused one is closed again, and a file without a header is not left behind."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
     try:
         if not _lock(fd):

@@ -97,7 +97,7 @@ def make(move_bytes: Callable[[PageMove], int], move: PageMove) -> Moved:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What pages move to and from, besides host memory."""
+    """The places besides host memory that pages move to and from."""
 
     file: PageFile | None = None
     exporter: Exporter | None = None
@@ -110,7 +110,7 @@ class Outside:
 
 
 class PageMover(ABC):
-    """What runners of all devices have in common: reports, disk and other engines."""
+    """The common base of page movers for all devices: reports, disk and other engines."""
 
     def __init__(self, outside: Outside) -> None:
         self.outside = outside
@@ -151,7 +151,7 @@ class PageMover(ABC):
         return None if self.outside.importer is None else self.outside.importer.alarm
 
     def learned(self) -> Learned | None:
-        """What other engines have announced since this was called last."""
+        """The announcements of other engines since the last call."""
         return None if self.outside.importer is None else self.outside.importer.take()
 
     def done(self) -> list[Moved]:

@@ -1,4 +1,4 @@
-"""What every rank of a group does alike, be it the engine's or a worker's: its part of the model, and the runner of that."""
+"""The common start of every rank of a group, be it the engine's or a worker's: its part of the model, and the runner of that."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _PROMPT, _OUTPUT, _BATCH = 512, 256, 8  # the load that `auto` takes a layout fo
 
 
 def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
-    """Of the parts that ranks have of a model, the one with the largest KV cache."""
+    """The part of a rank, of all the parts, that has the largest KV cache."""
     world = World(options.tensor_parallel, (model.num_layers,), *layout_of(options, model))
     parts = [part_config(model, world.part(rank), options.expert_parallel) for rank in range(world.tensor)]
     return max(parts, key=lambda part: part.num_kv_heads)
 
 
 def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
-    """How ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts that every model has; phased, which
-    only a load finds out to be for a model, is asked for by name. It alone computes some steps in another way than others: a
-    token's bits must not depend on what else is in its step, and the other layouts sum in different orders. By rates that are
+    """Decides how ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts that every model has; phased,
+    which only a load finds out to be for a model, is asked for by name. It alone computes some steps in another way than others:
+    a token's bits must not depend on what else is in its step, and the other layouts sum in different orders. By rates that are
     written down, not measured, so that every start chooses the same."""
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
         return decide_tensor_layout(options, device, model, machine)
@@ -58,7 +58,7 @@ def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machi
 
 
 def layout_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> tuple[str, int]:
-    """How ranks that share layers do, and of how many parts of the hidden size."""
+    """The way that ranks share layers, and the number of parts of the hidden size."""
     size, layout = options.tensor_parallel, options.tensor_layout
     return layout, grid_of(size) if layout == "2d" else 1
 

@@ -1,4 +1,4 @@
-"""What a step yields besides its tokens, and how it is read."""
+"""The reports of a step besides its tokens, and how they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Score = Callable[[torch.Tensor, torch.Tensor, int], Scores]  # logits, tokens, n
 
 
 class Report(Protocol):
-    """What a step yields besides its tokens: computed on the device, copied and read later."""
+    """A result of a step besides its tokens: computed on the device, copied and read later."""
 
     def to_host(self) -> Report: ...
     def read(self, result: StepResult) -> None: ...
@@ -40,7 +40,7 @@ def scores_to_host(scores: Scores) -> Scores:
 
 @dataclass(slots=True)
 class PromptReport:
-    """Of the prompt tokens that a step computed: logprobs, pooled hidden states, or both."""
+    """The results for the prompt tokens that a step computed: logprobs, pooled hidden states, or both."""
 
     row: int
     num_top: int
@@ -85,7 +85,8 @@ def look_at_prompt(
     score: Score,
     logits: torch.Tensor | None = None,
 ) -> PromptReport:
-    """What a request asks about its prompt, from the hidden states of this step's tokens. `logits`: room for them."""
+    """Computes the report that a request asks about its prompt, from the hidden states of this step's tokens. `logits`: room for
+    them."""
     params = state.params[item.row]
     assert params is not None
     report = PromptReport(item.row, params.prompt_logprobs or 0, named=params.prompt_logprob_token_ids)
@@ -107,8 +108,8 @@ def _score_prompt(
     report: PromptReport,
     first: int,
 ) -> None:
-    """Of the prompt tokens that these hidden states predict: those at start + 1 .. start + count, within the prompt, from `first`
-    on."""
+    """Computes the log-probabilities of the prompt tokens that these hidden states predict: those at start + 1 .. start + count,
+    within the prompt, from `first` on."""
     num = min(item.start + item.count, state.num_prompt[item.row] - 1) + 1 - first
     if num < 1:
         return

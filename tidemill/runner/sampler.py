@@ -61,7 +61,7 @@ class Asked:
         return Asked([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
 
     def window_start(self, i: int) -> int:
-        """Of the tokens of sequence i that penalties take notice of, the first."""
+        """The first of the tokens of sequence i that penalties take notice of."""
         window = self.params[i].penalty_window
         return 0 if window < 0 else max(self.positions[i] - window, 0)
 
@@ -323,7 +323,7 @@ class Scores:
     ids: torch.Tensor
 
     def entries(self, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-        """With so many of the best each; equal values in order of token id."""
+        """The log-probabilities of these tokens, each with so many of the best; equal values in order of token id."""
         values, ids = self.values.numpy(), self.ids.numpy()
         order = np.lexsort((ids, -values))
         values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
@@ -342,6 +342,6 @@ def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
 
 
 def with_named(entry: TokenLogprobs, ids: Sequence[int], logprobs: Sequence[float]) -> TokenLogprobs:
-    """With these tokens and the chosen one instead of the likeliest."""
+    """The entry with these tokens and the chosen one instead of the likeliest."""
     named = dict(zip(ids, logprobs, strict=True)) | {entry.token_id: entry.logprob}
     return TokenLogprobs(entry.token_id, entry.logprob, sorted(named.items(), key=lambda pair: (-pair[1], pair[0])))

@@ -58,7 +58,7 @@ class StageRunner(CpuRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
-        """Of the last stage: the result. Others have none."""
+        """Launches the stage's part of a step; the last stage has the result. Others have none."""
         self._begin(plan)
         result = StepResult()
         for items in self._micro_batches(plan):

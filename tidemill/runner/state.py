@@ -118,7 +118,7 @@ class RowState:
         self.draft_probs = {place: np.frombuffer(probs, np.float32) for place, probs in plan.draft_probs.items()}
 
     def stage_drafts(self, plan: StepPlan, only: Container[int] | None = None) -> None:
-        """Where the tokens that follow the known ones will stand. `only`: of these rows."""
+        """Stages the drafts after the known tokens. `only`: of these rows."""
         for item in plan.items if plan.drafts else ():
             if item.num_drafts and (only is None or item.row in only):
                 self._add(0, item.row, item.start + item.count - item.num_drafts, plan.drafts[item.row])
@@ -148,7 +148,7 @@ class RowState:
             self._copies = []
 
     def asks_prompt(self, item: StepItem) -> bool:
-        """Whether something is asked about these tokens of its prompt, which needs the hidden states of all of them."""
+        """Tells if something is asked about these tokens of its prompt, which needs the hidden states of all of them."""
         return item.start < self._asked_until[item.row]
 
     def is_pooled(self, row: int) -> bool:

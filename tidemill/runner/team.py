@@ -211,7 +211,7 @@ class Team:
             channel.send(encoded)
 
     def result(self, step: int) -> Result:
-        """Of the rank that samples."""
+        """The result of the step from the rank that samples."""
         result = self._results.get()
         if result is None or self.lost is not None:
             self.check()

@@ -41,14 +41,14 @@ def launch(runner: RankRunner, plan: StepPlan) -> Launched:
 
 
 def drawn_in(launched: Launched, result: StepResult) -> list[Drawn]:
-    """What the rows of a step got."""
+    """The tokens that the rows of a step got."""
     items = [item for item in launched.drawing if item.row in result.tokens]
     return [Drawn(item.row, item.start + item.count - item.num_drafts, result.tokens[item.row]) for item in items]
 
 
 @torch.inference_mode()
 def append(state: RowState, drawn: list[Drawn]) -> None:
-    """Of a stage that does not sample: the tokens that others did."""
+    """Appends the tokens that others sampled, in a stage that does not sample."""
     rows = [one.row for one in drawn for _ in one.token_ids]
     positions = [one.position + i for one in drawn for i in range(len(one.token_ids))]
     tokens = [token for one in drawn for token in one.token_ids]

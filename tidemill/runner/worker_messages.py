@@ -1,4 +1,4 @@
-"""What rank 0 of a group and its workers tell each other, as MessagePack."""
+"""The messages between rank 0 of a group and its workers, as MessagePack."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
 
 
 class SentPair(msgspec.Struct, frozen=True):
-    """Of an adapter: for one stored matrix, float32."""
+    """A part of an adapter: for one stored matrix, float32."""
 
     rank: int
     down: bytes
@@ -91,7 +91,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):
-    """Of a plan that computes nothing."""
+    """A plan that computes nothing."""
 
     plan: StepPlan
 
@@ -119,7 +119,7 @@ class Result(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class TakeTimes(msgspec.Struct, frozen=True, tag=True):
-    """How long have your layers taken since I last asked? The first time: begin to measure it."""
+    """A request for the times of the worker's layers since the last such request. The first one begins the measurement."""
 
 
 class TookTimes(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""How much of a step requests in the background get."""
+"""The part of a step that requests in the background get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Background:
         return max(int(self._saved), 0)
 
     def skip(self, num_steps: int, is_alone: bool, num_spent: int) -> None:
-        """So many steps, each with as many tokens."""
+        """Counts so many steps at once, each with as many tokens."""
         if self._saved == self._most_saved and not is_alone and not num_spent:
             return
         for _ in range(num_steps):

@@ -1,4 +1,5 @@
-"""How many drafts are worth verifying: as many as make the most tokens a second, from what was accepted and what steps took.
+"""The number of drafts that are worth verifying: as many as make the most tokens a second, from what was accepted and what steps
+took.
 
 A draft is right with some probability, which falls with each draft before it; every one that is verified makes the step a little
 longer for all. Both are measured all the time. Where no draft is worth its time there are none, and the step is as it was.
@@ -41,7 +42,7 @@ class _Record:
 
 
 class Acceptance:
-    """How often the drafts of each request are right."""
+    """The rates at which the drafts of each request are right."""
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
@@ -116,7 +117,7 @@ class StepTimes:
         return near is not None and not near[0] and abs(near[1] - num_tokens) <= _NEAR * num_tokens
 
     def least(self, num_tokens: int) -> float:
-        """What a step without drafts takes at least: as long as one of fewer tokens, and its part of what one of more takes. 0:
+        """The least time of a step without drafts: as long as one of fewer tokens, and its part of what one of more takes. 0:
         none was measured."""
         if self.knows(num_tokens):
             return self.of(num_tokens, False)
@@ -133,7 +134,8 @@ class StepTimes:
         return self._relative(num_tokens, drafted) * (self._scale or 1.0)
 
     def _relative(self, num_tokens: int, drafted: bool) -> float:
-        """With drafts, the first few measurements are not believed: something may have been done for the first time."""
+        """The time of a step in units of one with one token and no drafts. With drafts, the first few measurements are not
+        believed: something may have been done for the first time."""
         is_believed = not drafted or self.is_believed
         key = drafted, _bucket(num_tokens)
         found = self._shape.get(key)
@@ -148,7 +150,7 @@ class StepTimes:
         return self._shape[near] + _HOPE * self.slope * (num_tokens - near[1])
 
     def _near(self, key: tuple[bool, int]) -> tuple[bool, int] | None:
-        """What was measured that is nearest to what was not."""
+        """The measured key that is nearest to one that was not measured."""
         if key not in self._nearest:
             known = [one for one in self._shape if not one[0] or (key[0] and self.is_believed)]
             self._nearest[key] = min(known, key=lambda one: (one[0] is not key[0], abs(one[1] - key[1])), default=None)

@@ -35,7 +35,7 @@ class StepCost:
     sequence_s: float
 
     def times(self, factor: float) -> StepCost:
-        """Of an engine that is so many times as slow."""
+        """The costs of an engine that is so many times as slow."""
         return StepCost(factor * self.fixed_s, factor * self.prompt_token_s, factor * self.sequence_s)
 
 
@@ -73,7 +73,7 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """Of the p99 inter-token latency, if engines have roles; 0: they cannot keep up."""
+        """The gain in p99 inter-token latency, if engines have roles; 0: they cannot keep up."""
         return self.alike.itl_p99_s / self.split.itl_p99_s if self.split.busy < 1 and self.split.itl_p99_s else 0.0
 
 
@@ -135,20 +135,20 @@ def expect_split(load: Load, engines: Engines, num_prefill: int, found: float = 
 
 
 def _chunks(load: Load, engines: Engines) -> tuple[int, float]:
-    """Of a prompt: how many there are, and their size."""
+    """The number of chunks of a prompt, and their size."""
     num = max(1, math.ceil(load.num_prompt / engines.token_budget))
     return num, load.num_prompt / num
 
 
 def _steps(rate: float, load: Load, cost: StepCost, tokens_s: float, num_slots: int) -> tuple[float, float]:
-    """Of an engine: the mean time of a step, and that of one without a prompt. `tokens_s`: what tokens alone take of a second."""
+    """The mean time of an engine's step, and that of one without a prompt. `tokens_s`: what tokens alone take of a second."""
     step_s = cost.fixed_s / (1 - tokens_s)
     num_decoding = min(max(rate * load.num_output * step_s, 1.0), num_slots)
     return step_s, cost.fixed_s + num_decoding * cost.sequence_s
 
 
 def _wait_s(busy: float, own_s: float) -> float:
-    """For prompts before one's own: a queue with random arrivals and one size."""
+    """The wait for the prompts before one's own: a queue with random arrivals and one size."""
     return busy / (2 * (1 - min(busy, 0.99))) * own_s
 
 

@@ -81,7 +81,7 @@ class Pages:
         return request.path
 
     def num_to_compute(self, request: Request) -> int:
-        """What the prefix cache does not hold."""
+        """The number of tokens that the prefix cache does not hold."""
         if self._kv.holds(request.seq):
             return request.num_needed
         return request.num_known - self._kv.num_cached(self.path(request))
@@ -159,7 +159,7 @@ class Pages:
         return True
 
     def copy(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
-        """As of `KVManager.copies_to_write`."""
+        """Copies pages; `copies` is in the form of `KVManager.copies_to_write`."""
         tables = self._kv.tables(request.seq) if copies else []
         for group, index, source in copies:
             target = tables[group][index]
@@ -175,8 +175,8 @@ class Pages:
             request.writable_end = 0
 
     def take_back_drafts(self, request: Request, num_wrong: int) -> None:
-        """So many of the tokens computed last were wrong guesses: their place is written again. A step in flight that went on
-        from them counts for nothing, and until it is over the pages that it writes stay the request's."""
+        """Takes back wrong drafts: so many of the tokens computed last were wrong guesses: their place is written again. A step
+        in flight that went on from them counts for nothing, and until it is over the pages that it writes stay the request's."""
         if num_wrong and request.num_in_flight:
             num_lost = request.num_in_flight
             request.num_computed, request.num_in_flight, request.num_drafts_in_flight = len(request.tokens) - 1, 0, 0

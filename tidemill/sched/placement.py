@@ -124,7 +124,7 @@ class Placement:
         return [], 0
 
     def _rank(self, name: str, key: int) -> int:
-        """As of a random function of both."""
+        """The rank of a key, by a random function of both."""
         seed = self._seeds.get(name)
         if seed is None:
             seed = self._seeds[name] = hash_of(name.encode())

@@ -176,7 +176,7 @@ class Unsent(msgspec.Struct):
         self.send_pages_with(plan)
 
     def send_pages_with(self, plan: StepPlan) -> None:
-        """What changes in pages, without the rows."""
+        """Sends the changes of pages with a plan, without the rows."""
         plan.page_copies = [each for of_row in self.page_copies.values() for each in of_row]
         plan.page_zeroes = self.page_zeroes
         self.page_copies, self.page_zeroes = {}, []

@@ -12,7 +12,7 @@ from tidemill.errors import ConfigError
 
 @dataclass(slots=True)
 class StepState:
-    """What a policy decides by, while a step is being filled."""
+    """The state of a step while it is being filled, by which a policy decides."""
 
     budget: int
     num_left: int  # of the budget
@@ -46,7 +46,7 @@ class Policy:
         return state.num_left > 0
 
     def chunk(self, num_needed: int, state: StepState) -> int:
-        """How many of a prompt's remaining tokens to compute in this step; 0 to leave it for a later one."""
+        """The number of a prompt's remaining tokens to compute in this step; 0 to leave it for a later one."""
         if num_needed > state.num_left and state.num_prefill_tokens > 0 and not self._pays_to_fill(state):
             return 0
         return min(num_needed, state.num_left)
@@ -85,7 +85,7 @@ class Static(SplitFuse):
 
 
 class Dynamic(Static):
-    """As static, but a batch forms until it is full or its first request has waited for the window."""
+    """The static policy, but a batch forms until it is full or its first request has waited for the window."""
 
     name = "dynamic"
 

@@ -1,4 +1,4 @@
-"""Which running requests a queued one may preempt."""
+"""The choice of running requests that a queued one may preempt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def lower(running: Sequence[Request], request: Request) -> list[Request]:
 
 
 def beyond_their_part(running: Sequence[Request], request: Request, num_tenants: int, num_rows: int) -> list[Request]:
-    """Of the tenant that runs most, the requests beyond its part of the slots (the same for all tenants with requests), if the
-    request's tenant has not got its own."""
+    """The requests beyond its part of the slots, of the tenant that runs most (the part is the same for all tenants with
+    requests), if the request's tenant has not got its own."""
     if num_tenants < 2:
         return []
     part = max(1, num_rows // num_tenants)

@@ -1,4 +1,4 @@
-"""What a step changed for a request."""
+"""The changes of a step for a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tidemill.sched.request import HANDED_OVER, Request
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):
-    """What a step changed for one request: tokens that it has now, at least one."""
+    """The changes that a step made for one request: tokens that it has now, at least one."""
 
     request: Request
     token_ids: list[int]

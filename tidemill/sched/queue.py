@@ -118,7 +118,7 @@ class _Class:
                 del self._ready[request.tenant]
 
     def ready(self) -> Iterable[Tenant]:
-        """With a request that could start."""
+        """The tenants with a request that could start."""
         return self._ready.values()
 
     @property
@@ -174,7 +174,7 @@ class WaitingQueue:
         return kind.tenants[tenant].num_waiting if tenant in kind.tenants else 0
 
     def num_tenants(self, in_background: bool) -> int:
-        """With requests, queued or running."""
+        """The number of tenants with requests, queued or running."""
         return len(self._classes[in_background].tenants)
 
     def join(self, request: Request) -> None:
@@ -213,7 +213,7 @@ class WaitingQueue:
         return None
 
     def waited_s(self, now: float) -> float:
-        """Of those that could start, how long the one in the queue for the longest has been there."""
+        """The longest time that one of the requests that could start has waited in the queue."""
         return max((now - tenant.by_age[0].queued_s for kind in self._classes for tenant in kind.ready()), default=0.0)
 
     def take(self, request: Request, now: float) -> str:
@@ -245,7 +245,7 @@ def _age(request: Request) -> tuple[bool, float, int]:
 
 
 def _index(line: list[Request], request: Request, key: Callable[[Request], tuple[float, ...]]) -> int:
-    """Where in the line it is, or would be. Mostly it is the first."""
+    """The index in the line where the request is, or would be. Mostly it is the first."""
     return 0 if line and line[0] is request else bisect_left(line, key(request), key=key)
 
 

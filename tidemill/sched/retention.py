@@ -78,7 +78,7 @@ class Retention:
         return ended is not None
 
     def clear(self, reason: str) -> None:
-        """What pages hold cannot be trusted."""
+        """Ends all leases, because the content of pages cannot be trusted."""
         self._report(self._kv.held.clear(), reason)
 
     def _report(self, ended: Iterable[Held], reason: str) -> None:

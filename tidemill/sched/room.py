@@ -14,8 +14,8 @@ class _Promise:
 
 @dataclass(slots=True)
 class Room:
-    """Of an engine that gets requests whose prompts another one computes first. Rows and pages are promised when the prompt
-    begins; the promise ends when the engine has admitted the request and counts it itself."""
+    """The capacity of an engine that gets requests whose prompts another one computes first. Rows and pages are promised when the
+    prompt begins; the promise ends when the engine has admitted the request and counts it itself."""
 
     num_rows: int
     num_pages: int
@@ -25,7 +25,7 @@ class Room:
     _promised: dict[str, _Promise] = field(default_factory=dict)
 
     def pages_of(self, num_tokens: int, num_samples: int, num_groups: int = 1) -> int:
-        """Of a prompt and the first tokens of its samples."""
+        """The pages of a prompt and the first tokens of its samples."""
         return (-(-num_tokens // self.page_size) + num_samples) * num_groups
 
     @property
@@ -68,8 +68,8 @@ class Room:
 
 
 def first_in(waiting: Iterable[tuple[str, int, int]], under_way: dict[str, int], background: int) -> int:
-    """Which of those that wait for room is next: index into `waiting`, of tenant, priority and order of arrival. The background
-    comes last, then by priority, then the tenant that has the fewest requests under way."""
+    """The next of those that wait for room: index into `waiting`, of tenant, priority and order of arrival. The background comes
+    last, then by priority, then the tenant that has the fewest requests under way."""
     ranked = [
         (priority >= background, priority, under_way.get(tenant, 0), order, at)
         for at, (tenant, priority, order) in enumerate(waiting)

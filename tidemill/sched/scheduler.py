@@ -121,7 +121,8 @@ class Scheduler(RequestTable):
         return self._pages.moves_only(StepPlan(self._step))
 
     def _fetch_announced(self) -> None:
-        """Where none is preempted, not into pages that are promised to those that run."""
+        """Fetches announced pages of other engines. Where no request is preempted, they do not go
+        into pages that are promised to those that run."""
         if self.kv.tiers is not None:
             self.kv.fetch_announced(0 if self._evict else self._pages.num_to_the_end(self.running))
 
@@ -260,7 +261,7 @@ class Scheduler(RequestTable):
                 self.kv.record(request.seq, request.tokens, end)
 
     def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
-        """As many as fit: nobody else's token, page or output limit is touched for a guess."""
+        """The drafts of the request that fit: nobody else's token, page or output limit is touched for a guess."""
         drafts, request.drafts = request.drafts, ()
         if state.num_drafts_left is None:
             state.num_drafts_left = self.room_for_drafts
@@ -310,7 +311,7 @@ class Scheduler(RequestTable):
         state.num_left += num_kept
 
     def _prompts(self) -> list[Request]:
-        """Of running requests, those with more than one token to compute."""
+        """The running requests with more than one token to compute."""
         return [one for one in self.running if len(one.tokens) + one.num_in_flight - one.num_computed > 1]
 
     def _continue_prompts(self, prompts: list[Request], plan: StepPlan, state: StepState, in_background: bool) -> None:
@@ -331,7 +332,8 @@ class Scheduler(RequestTable):
                     self._schedule(started, count, plan, state)
 
     def _kept_for_others(self, started: Request, state: StepState) -> int:
-        """What a prompt that takes several steps leaves of each: a short prompt of another tenant need not wait for its end."""
+        """The tokens that a prompt of several steps leaves to others in each step: a short prompt of another tenant need not wait
+        for its end."""
         if started.num_needed < state.num_left or not self._free_rows:
             return 0
         other = self._next_waiting()
@@ -389,7 +391,7 @@ class Scheduler(RequestTable):
         return ""
 
     def _lacks_bytes(self, request: Request, leaving: Collection[Request] = ()) -> bool:
-        """What its KV policy keeps beside its pages does not fit, also without those that leave."""
+        """Tells if the bytes that its KV policy keeps beside its pages do not fit, also without those that leave."""
         if request.cache is None or not request.cache.beside_bytes:
             return False
         gone = {one.seq for one in leaving}
@@ -397,7 +399,8 @@ class Scheduler(RequestTable):
         return taken + request.cache.beside_bytes > self._policy_bytes
 
     def _chunk(self, request: Request, num_needed: int, state: StepState) -> int:
-        """With a KV policy it would not find the pages that this step computes: it starts in the next one, with all of them."""
+        """The number of a prompt's tokens in this step. With a KV policy, a request that starts would not find the pages that
+        this step computes: it starts in the next one, with all of them."""
         state.may_fill = not request.in_background and request.cache is None
         count = self.policy.chunk(num_needed, state)
         return 0 if self._whole_prompts and count < num_needed else count
@@ -489,5 +492,5 @@ class Scheduler(RequestTable):
             self.preempt(lower.pop(), f"{request.request_id} {reason}")
 
     def _victim(self) -> Request:
-        """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
+        """The request to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
         return self._forked[-1] if self._forked else self.running[-1]

@@ -84,7 +84,7 @@ class SteadyScheduler(Scheduler):
 
     @property
     def steady_context(self) -> tuple[int, int]:
-        """What the steady ones of the step that was planned last see, in all, and the most that one of them does."""
+        """The tokens that the steady requests of the last planned step see, in all, and the most that one of them does."""
         return self._sum_of_offsets + len(self._members) * self.num_made, self._longest + self.num_made
 
     def steady_rows(self) -> list[int]:
@@ -147,7 +147,7 @@ class SteadyScheduler(Scheduler):
         return request.max_tokens - num_known + request.num_prompt - 1
 
     def _owns_page(self, request: Request) -> bool:
-        """Of a prompt that was computed: where its next token goes, no other sequence reads."""
+        """Tells if no other sequence reads the page of the next token, for a prompt that was computed."""
         if self._is_simple:
             request.writable_end = self.kv.owned_end(request.seq, request.num_computed)
         return request.writable_end >= request.num_computed
@@ -187,7 +187,7 @@ class SteadyScheduler(Scheduler):
             self.catch_up(member)
 
     def _record(self, member: _Member) -> None:
-        """As far as its tokens were known when the last step was planned."""
+        """Records the member's tokens in the prefix index, as far as they were known when the last step was planned."""
         self.catch_up(member)
         tokens = member.request.tokens
         self.kv.record(member.request.seq, tokens, len(tokens) - 1)
@@ -330,7 +330,7 @@ class SteadyScheduler(Scheduler):
         return super()._prompts() if len(self.running) > len(self._members) else []
 
     def _turn_pages(self, end: int) -> None:
-        """Of all plans before this one, in their order."""
+        """Turns the pages of all plans before this one, in their order."""
         due = self._due
         if not self._is_simple:
             while due and due[0][0] < end:
@@ -415,7 +415,7 @@ class SteadyScheduler(Scheduler):
         return request is not None and not request.deferred_because
 
     def most(self) -> tuple[int, float, StepItem | None]:
-        """How many steps like the last one follow it, if they are planned before some time, and which prompt goes on in
+        """The number of steps like the last one that follow it, if they are planned before some time, and which prompt goes on in
         them; 0: none, or it is not known."""
         none, members, prompt = (0, 0.0, None), self._members, None
         num = 1 << 30
@@ -473,7 +473,7 @@ class SteadyScheduler(Scheduler):
         return len(last.items) == (prompt is not None)
 
     def _num_chunks(self, item: StepItem) -> int:
-        """Of a prompt: steps that compute as much of it as this one, and none of them the last."""
+        """The number of steps that compute as much of the prompt as this one does, and none of them its last."""
         request = self.requests.get(item.seq)
         if request is None or request.epoch != item.epoch or item.samples or self.kv.has_windows:
             return 0
@@ -511,7 +511,7 @@ class SteadyScheduler(Scheduler):
         return math.inf if oldest.is_aged else _until_aged(oldest.queued_s, self._clock.now())
 
     def _obstacle_stays(self, request: Request, state: StepState, has_prompt: bool) -> str:
-        """What the next plan says, if that is nothing that these steps change; else a word that it never says."""
+        """The obstacle that the next plan states, if that is nothing that these steps change; else a word that it never says."""
         if obstacle := self._obstacle(request, state):
             return obstacle
         if has_prompt:  # its pages may be what the request waits for

@@ -165,7 +165,7 @@ class RequestTable:
         request.children.clear()
 
     def choose(self, request: Request, token: int) -> None:
-        """What the latest token of a held request is to be; it goes on with it."""
+        """Chooses the latest token of a held request; the request goes on with it."""
         request.tokens[-1] = token
         request.path = None
         request.is_held = False

@@ -55,7 +55,8 @@ class Drafter(Protocol):
     is_free: bool  # a guess costs next to nothing, so it is made before it is decided whether it is worth verifying
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
-        """For each, tokens that may follow; none where there is no guess. Those of a drafter that samples may be `Drawn`."""
+        """The tokens that may follow, for each request; none where there is no guess. Those of a drafter that samples may be
+        `Drawn`."""
         ...
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
@@ -68,5 +69,5 @@ class KnowsChances(Protocol):
     """A drafter whose drafts are not a chain of equals."""
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
-        """How likely each of so many drafts would be right, never more than the one before it; None: as in a chain."""
+        """The chance of each of so many drafts to be right, never more than the one before it; None: as in a chain."""
         ...

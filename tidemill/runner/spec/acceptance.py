@@ -24,7 +24,7 @@ _ACCEPT, _DRAW = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
 @dataclass(slots=True)
 class Drafts:
-    """Of the draws of a step, those in the place of a draft."""
+    """The draws of a step that are in the place of a draft."""
 
     at: list[int]  # numbers of the draws
     tokens_D: torch.Tensor

@@ -1,4 +1,4 @@
-"""Where a chain of drafts leaves the model: Thompson sampling over the exits, for each draft of the chain.
+"""The exit at which a chain of drafts leaves the model: Thompson sampling over the exits, for each draft of the chain.
 
 How often a draft is right, by its number in the chain and its exit, has a Beta posterior. Each proposal draws from all of them
 and plans the chain that would give the most tokens a second if the draws were true: a deeper exit is right more often, and costs
@@ -74,7 +74,7 @@ class ExitBandit:
         return best
 
     def _more(self, number: int) -> float:
-        """What a step takes longer with one more draft than this many. Past what was measured, as the last."""
+        """The time that one more draft than this many adds to a step. Past what was measured, as the last."""
         if len(self._step_costs) < 2:
             return 0.0
         at = min(number, len(self._step_costs) - 2)

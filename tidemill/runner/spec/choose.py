@@ -29,14 +29,14 @@ class Chain:
 
     @property
     def position(self) -> int:
-        """Of the next draft."""
+        """The position of the next draft."""
         return len(self.tokens) + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of a row, in a step that was computed: which of the step's tokens are right, from position `start` of the row on, and what
-    was drawn after the last of them."""
+    """The outcome of a row in a step that was computed: which of the step's tokens are right, from position `start` of the row
+    on, and what was drawn after the last of them."""
 
     row: int
     start: int

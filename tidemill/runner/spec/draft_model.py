@@ -34,8 +34,8 @@ class _Row:
     drafts: list[int] = field(default_factory=list)  # drawn after those; all but the last have theirs, too
 
     def take(self, tokens: Sequence[int]) -> int:
-        """What the request has by now. Drafts that were right need not be computed again. Returns from where on the row does not
-        have these tokens."""
+        """Takes the tokens that the request has by now. Drafts that were right need not be computed again. Returns from where on
+        the row does not have these tokens."""
         first = self.num_known
         if self.drafts:
             known, drafts = self.num_known, self.drafts
@@ -130,7 +130,7 @@ class DraftModelDrafter:
         return plan, nums
 
     def _enter(self, plan: StepPlan, ask: Ask, row: _Row, first: int, changes: list[PageChange]) -> None:
-        """What is new about a row. `first`: of its tokens."""
+        """Puts into a plan what is new about a row. `first`: of its tokens."""
         if not row.is_new:
             plan.page_updates += [RowPages(row.row, one.group, one.first_index, one.page_ids) for one in changes]
             plan.token_writes += [TokenWrite(row.row, at, token) for at, token in enumerate(ask.tokens[first:], first)]
@@ -206,7 +206,7 @@ class DraftModelDrafter:
 
 
 def _own_params(params: SamplingParams, num_ids: int) -> SamplingParams:
-    """What a request says about how tokens are drawn, of tokens that both models have."""
+    """The sampling parameters of the request for the draft model, limited to tokens that both models have."""
     return msgspec.structs.replace(
         params,
         n=1,

@@ -109,7 +109,7 @@ class HeadsDrafter:
         return [chain.drafts if chain.tree is None else chain.tree for chain in chains]
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
-        """How likely each draft is right; None: it is not known beforehand."""
+        """The chance of each draft to be right; None: it is not known beforehand."""
         return None if self._knowing is None else self._knowing.chances(params, most)
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:

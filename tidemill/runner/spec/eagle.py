@@ -34,7 +34,7 @@ class _Proposal:
     children: dict[tuple[int, int], int]  # by parent and rank
 
     def ranks(self, drawn: Sequence[int]) -> list[int | None]:
-        """Of the tokens drawn, as long as those before them were drafts whose next ones were guessed."""
+        """The ranks of the tokens drawn, as long as those before them were drafts whose next ones were guessed."""
         made, at = list[int | None](), -1
         for token in drawn:
             known = self.candidates.get(at)
@@ -117,7 +117,7 @@ class EagleDrafter:
             new[0] = end - window, states[end - window - first :]
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
-        """How likely each draft of a tree is right; None: drafts would be a chain."""
+        """The chance of each draft of a tree to be right; None: drafts would be a chain."""
         return self._ranks.shape(most)[1] if self._ranks is not None and takes_trees(params) else None
 
     @torch.inference_mode()
@@ -197,8 +197,8 @@ class EagleDrafter:
         states_MH: torch.Tensor,
         path: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """As `_step`, of drafts that see the ring up to `firsts_M` and their own paths, and enter nothing. `behind`: how far
-        after that they are."""
+        """The same as `_step`, for drafts that see the ring up to `firsts_M` and their own paths, and enter nothing. `behind`:
+        how far after that they are."""
         positions_M = firsts_M + behind
         x, q, k, v = self._projected(ids_M, positions_M, states_MH)
         keys, values = k.unsqueeze(1), v.unsqueeze(1)
@@ -246,7 +246,7 @@ class EagleDrafter:
     def _projected(
         self, ids_M: torch.Tensor, positions_M: torch.Tensor, states_MH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What enters the layer, and queries, keys and values of it, [M, N, D]."""
+        """The input of the layer, and the queries, keys and values of it, [M, N, D]."""
         embedded_MH = self._target.embed(ids_M)
         x = self._fuse(torch.cat([self._normed(embedded_MH, self._ones), self._normed(states_MH, self._ones)], -1))
         parts = self._qkv(self._normed(x, self._norm)).unflatten(-1, (3, self._num_heads, self._head_dim))

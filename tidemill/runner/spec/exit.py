@@ -46,7 +46,7 @@ class Exit:
 
 @dataclass(slots=True)
 class _Proposal:
-    """What was proposed for a row, until the tokens drawn are known."""
+    """The proposal for a row, until the tokens drawn are known."""
 
     position: int  # of the first draft
     drafts: list[int]

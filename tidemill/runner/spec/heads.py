@@ -24,7 +24,7 @@ _THETA = 10_000.0  # of the EAGLE layer's rope, whose positions are within a win
 
 
 class Target:
-    """What heads share with the target model: its embedding, and the rows of its head that are the draft vocabulary."""
+    """The parts of the target model that heads share: its embedding, and the rows of its head that are the draft vocabulary."""
 
     def __init__(self, model: CausalLM, ids_D: torch.Tensor) -> None:
         head = getattr(model, "head", None)
@@ -55,7 +55,7 @@ class Target:
         return made.clone().unflatten(0, ids_T.shape)
 
     def logits(self, states_TH: torch.Tensor) -> torch.Tensor:
-        """Of the draft vocabulary, [..., D]."""
+        """The logits of the draft vocabulary, [..., D]."""
         made = states_TH @ self.table_DH.t()
         return made if not self.softcap else torch.tanh(made / self.softcap) * self.softcap
 
@@ -65,7 +65,7 @@ class DraftHead(nn.Module):
 
     @property
     def settings(self) -> dict[str, int]:
-        """What its constructor takes."""
+        """The arguments of its constructor."""
         raise NotImplementedError
 
 

@@ -59,7 +59,7 @@ class MedusaDrafter:
                 self._ranks.add(head, known.index(token) if token in known else None)
 
     def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
-        """How likely each draft of a tree is right; None: drafts would be a chain."""
+        """The chance of each draft of a tree to be right; None: drafts would be a chain."""
         return self._ranks.shape(most)[1] if self._ranks is not None and takes_trees(params) else None
 
     @torch.inference_mode()

@@ -32,7 +32,7 @@ class NgramDrafter:
 
 
 class _Index:
-    """Where each n-gram of a request last ended, for a few n."""
+    """The last ends of each n-gram of a request, for a few n."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}

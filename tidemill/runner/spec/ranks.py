@@ -1,4 +1,4 @@
-"""Which tree of drafts is likeliest to be right: from how often the token drawn had which rank among a head's candidates."""
+"""The tree of drafts that is likeliest to be right: from how often the token drawn had which rank among a head's candidates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PRIOR_WEIGHT = 8.0
 
 
 class Ranks:
-    """How often the token drawn had which rank among a head's candidates, of those whose tokens before it were all right."""
+    """The counts of the ranks that the tokens drawn had among a head's candidates, of those whose tokens before it were all
+    right."""
 
     def __init__(self, num_heads: int) -> None:
         """`num_heads`: or places of drafts, if one head makes them all."""
@@ -58,5 +59,6 @@ class Ranks:
 
 
 def takes_trees(params: SamplingParams) -> bool:
-    """What is drawn depends on the tokens before it through the model alone: other stages look at a row's tokens."""
+    """Tells if the request's sampling allows trees: a token drawn depends on those before it through the model alone. Other
+    stages of sampling look at a row's tokens."""
     return not params.has_penalties and not params.bad_word_ids and not params.has_masks

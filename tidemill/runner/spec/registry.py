@@ -1,4 +1,4 @@
-"""Which drafters there are."""
+"""The registry of drafters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidemill.runner.spec.suffix import SuffixDrafter
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What drafters are made of."""
+    """The materials that drafters are made of."""
 
     config: EngineConfig
     runner: Runner

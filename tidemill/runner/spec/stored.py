@@ -52,7 +52,7 @@ def shape_of(config: ModelConfig) -> dict[str, int | str]:
 
 @torch.inference_mode()
 def digest_of(model: CausalLM) -> str:
-    """Of some rows of the embedding, as this quantization has them."""
+    """A digest of some rows of the embedding, in the form that this quantization has."""
     ids = torch.arange(_ROWS) * max(1, model.config.vocab_size // _ROWS) % model.config.vocab_size
     ids = ids.to(model.weight_plan.device)
     rows = model.embed_tokens(ids, torch.zeros_like(ids))

@@ -62,7 +62,7 @@ class SuffixDrafter:
         return _vote(tokens, found or own.find_short(tokens), ask.most)
 
     def _take_ended(self) -> None:
-        """What is kept of requests that have ended, a piece or more in a step; the least recently used goes for it."""
+        """Takes up the tokens of requests that have ended, a piece or more in a step; the least recently used goes for it."""
         room = _ENDED_AT_ONCE
         while self._ended and room > 0:
             salt, tokens = self._ended.popleft()
@@ -98,7 +98,7 @@ class _Match:
 
 
 class _Own:
-    """Where each n-gram of a running request ended: the last time, and from there the times before."""
+    """The ends of each n-gram of a running request: the last time, and from there the times before."""
 
     def __init__(self, num_prompt: int) -> None:
         self.num_prompt = num_prompt
@@ -215,7 +215,7 @@ def _key(tokens: Sequence[int]) -> int:
 
 
 def _keys(tokens: list[int]) -> Iterator[tuple[int, int]]:
-    """Of every n-gram that a token follows: its end and its key."""
+    """The end and the key of every n-gram that a token follows."""
     key = _key(tokens[: _LONG - 1])
     for end in range(_LONG, len(tokens)):
         key = (key << _BITS | tokens[end - 1]) & _LONG_KEY

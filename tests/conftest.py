@@ -106,6 +106,7 @@ _ONLY_WHEN_SLOW = (
     "test_among_31_others[smollm2 quantized-seeded",
     "test_in_other_pages[smollm2 torch",
     "test_models_that_can_never_be_served_are_refused_at_the_start",
+    "test_slower_kernels_are_an_event_of_the_start",
     "test_code_in_the_current_folder_is_not_run",
     "test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were",
     "test_what_is_only_queued_is_no_suspect",

@@ -167,22 +167,29 @@ def test_a_bad_key_names_its_source(invoke, tmp_path):
     assert "br\u00edef" not in str(done.exception)
 
 
-def complete(*words: str) -> list[str]:
-    settings = {
-        "_TIDEMILL_COMPLETE": "complete_bash",
-        "COMP_WORDS": " ".join(["tidemill", *words]),
-        "COMP_CWORD": str(len(words)),
-    }
-    code = "import sys; sys.argv[0] = 'tidemill'; from tidemill.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **settings})
-    return done.stdout.split()
+COMPLETES = """if True:
+    import os, sys
+    from tidemill.cli.main import main
+    lines, sys.argv = sys.argv[1:], ["tidemill"]
+    for line in lines:
+        os.environ |= {"COMP_WORDS": f"tidemill {line}", "COMP_CWORD": str(len(line.split()))}
+        try:
+            main()
+        except SystemExit:
+            print("---")
+    """
+
+
+def complete(*lines: str) -> list[list[str]]:
+    """What a shell is offered after each of these beginnings of a command."""
+    command, settings = [sys.executable, "-c", COMPLETES, *lines], {"_TIDEMILL_COMPLETE": "complete_bash"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
+    return [offered.split() for offered in done.stdout.split("---")[:-1]]
 
 
 def test_completion(invoke, tmp_path):
-    assert complete("ser") == ["serve"]
-    assert complete("serve", "--max-c") == ["--max-context"]
-    assert complete("serve", "--device", "c") == ["cpu", "cuda"]
-    assert complete("serve", "smo") == ["smollm2"]
+    asked = complete("ser", "serve --max-c", "serve --device c", "serve smo")
+    assert asked == [["serve"], ["--max-context"], ["cpu", "cuda"], ["smollm2"]]
     for shell in ("bash", "zsh", "fish"):
         assert "_TIDEMILL_COMPLETE=complete_" + shell in invoke("completion", shell).output
     (tmp_path / "script").write_text(invoke("completion", "bash").output)

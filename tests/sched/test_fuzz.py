@@ -396,8 +396,9 @@ def test_without_eviction_nothing_is_ever_preempted(num_runs):
     assert num_deferred > num_runs
 
 
+@pytest.mark.parametrize("num_requests", [4000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("page_size", "num_pages", "index"), [(1, 160, "hash"), (16, 15, "radix")])
-def test_no_page_of_one_pool_is_lost_over_10_000_requests(page_size, num_pages, index):
+def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_pages, index, num_requests):
     """Thousands of them are aborted, many preempted, by force and for want of pages, some with samples that share pages."""
     chance, emit = random.Random(page_size), EventBuffer()
     group = Group(page_size, 0)
@@ -409,7 +410,7 @@ def test_no_page_of_one_pool_is_lost_over_10_000_requests(page_size, num_pages, 
     live, in_flight, counts = dict[int, object](), deque(), Counter()
     for number in itertools.count():
         for _ in range(chance.randrange(5)):
-            if counts["requests"] < 10_000 and len(live) < 30:
+            if counts["requests"] < num_requests and len(live) < 30:
                 counts["requests"] += 1
                 prompt = chance.choice(beginnings)[: chance.randrange(33)] + chance.choices(range(EOS), k=chance.randrange(1, 8))
                 params = SamplingParams(max_tokens=chance.randrange(1, 10), n=chance.choice([1] * 9 + [2]), seed=1)
@@ -431,7 +432,7 @@ def test_no_page_of_one_pool_is_lost_over_10_000_requests(page_size, num_pages, 
         if number % 50 == 0:
             scheduler.check_integrity()
             counts.update(type(event) for event in emit.take())
-        if counts["requests"] == 10_000 and not live and not in_flight:
+        if counts["requests"] == num_requests and not live and not in_flight:
             break
     scheduler.check_integrity()
     assert not scheduler.has_work
@@ -439,8 +440,8 @@ def test_no_page_of_one_pool_is_lost_over_10_000_requests(page_size, num_pages, 
     kv.clear_prefixes()
     assert kv.num_free_pages == kv.num_pages
     assert not list(kv.cached_pages())
-    assert counts["aborts"] > 3000
-    assert counts["forced"] > 500
-    assert counts[Preempted] > counts["forced"] + 200
-    assert counts[PagesEvicted] > 1000
-    assert counts[PageCopied] > 100
+    assert counts["aborts"] > 0.3 * num_requests
+    assert counts["forced"] > 0.05 * num_requests
+    assert counts[Preempted] > counts["forced"] + 0.02 * num_requests
+    assert counts[PagesEvicted] > 0.1 * num_requests
+    assert counts[PageCopied] > 0.01 * num_requests

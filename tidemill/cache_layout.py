@@ -23,7 +23,7 @@ class Group:
         return -(-num_tokens // self.page_size)
 
     def most_pages(self, num_tokens: int, most_at_once: int) -> int:
-        """What a sequence of so many tokens holds at most while it is computed, `most_at_once` tokens in a step."""
+        """The most pages that a sequence of so many tokens holds while it is computed, `most_at_once` tokens in a step."""
         num_pages = self.num_pages_for(num_tokens) + self.is_state  # a state that is kept is copied before the next token
         if not self.window:
             return num_pages
@@ -41,7 +41,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where the pieces of all layers' states lie: in `block_pages` pages, each of a group of its own."""
+    """The places of the pieces of all layers' states: in `block_pages` pages, each of a group of its own."""
 
     page_bytes: int
     block_pages: int
@@ -76,7 +76,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer's keys and values lie: the group whose page table names its pages, and which layer of a page it is."""
+    """The place of a layer's keys and values: the group whose page table names its pages, and which layer of a page it is."""
 
     group: int
     index: int
@@ -104,8 +104,8 @@ class CacheLayout:
         return replace(self, groups=(*self.groups, *[state_group(interval)] * states.block_pages), states=states)
 
     def only(self, layers: Collection[int]) -> CacheLayout:
-        """With room for these alone, of the layers with keys and values. Groups and their page tables stay the same. Pages of
-        states, which may lie anywhere, stay whole."""
+        """The layout with room for these layers alone, of the layers with keys and values. Groups and their page tables stay the
+        same. Pages of states, which may lie anywhere, stay whole."""
         if self.states is not None:
             return self
         places, num_in = list[Place](), Counter[int]()
@@ -115,7 +115,7 @@ class CacheLayout:
         return replace(self, places=tuple(places), layers_per_page=max([1, *num_in.values()]))
 
     def num_pages_for(self, num_tokens: int, most_at_once: int) -> int:
-        """What a sequence of so many tokens holds at most, computed `most_at_once` tokens at a time."""
+        """The most pages that a sequence of so many tokens holds, computed `most_at_once` tokens at a time."""
         return sum(group.most_pages(num_tokens, most_at_once) for group in self.groups)
 
 
@@ -145,7 +145,8 @@ def lay_out(windows: Sequence[int], page_size: int, max_context: int) -> CacheLa
 
 
 def _layers_per_page(counts: list[int]) -> int:
-    """So many that few places of the last page of each kind stay empty; of those, the most, for fewer page tables."""
+    """The layers of a page: so many that few places of the last page of each kind stay empty; of those, the most, for fewer page
+    tables."""
 
     def num_empty(per_page: int) -> int:
         return sum(-count % per_page for count in counts)

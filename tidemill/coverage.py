@@ -1,4 +1,4 @@
-"""Which masks, score changes and head sizes the compiled attention kernels have built in. Others are computed by torch's
+"""The masks, score changes and head sizes that the compiled attention kernels have built in. Others are computed by torch's
 FlexAttention or by plain torch ops, from the same functions (`kernels/masks.py`)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tidemill.model_config import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a compiled kernel has built in."""
+    """The features that a compiled kernel has built in."""
 
     kinds: Collection[str]
     head_dims: Callable[[int], bool]

@@ -136,7 +136,7 @@ class Admitted(_Event, frozen=True):
 
 
 class Placed(_Event, frozen=True):
-    """Of engines with roles: this one gets a request, or what is left of it."""
+    """A request was placed in an engine with a role: this one gets a request, or what is left of it."""
 
     request_id: str
     part: str  # prefill: up to its first token; decode: from there on; whole
@@ -161,7 +161,8 @@ class RecordingStopped(_Event, frozen=True):
 
 
 class LayoutAdvised(_Event, frozen=True):
-    """Whether prefill and decode engines are expected to be better than engines for both, by the load that was measured."""
+    """Advice on whether prefill and decode engines are expected to be better than engines for both, by the load that was
+    measured."""
 
     disaggregate: bool
     gain: float  # of the p99 inter-token latency; 0: not known, or engines with roles could not keep up
@@ -193,7 +194,7 @@ class Forked(_Event, frozen=True):
 
 
 class BeamsReordered(_Event, frozen=True):
-    """Of a beam search: the beams that follow are not those before, each with one more token."""
+    """The beams of a search were reordered: those that follow are not those before, each with one more token."""
 
     request_id: str
     num_output: int  # tokens of each
@@ -319,7 +320,7 @@ class StepPlanned(_Event, frozen=True):
 
 
 class DraftsVerified(_Event, frozen=True):
-    """Of a step with drafts: how many each request had, and how many of them were right."""
+    """The drafts of a step were verified: how many each request had, and how many of them were right."""
 
     step: int
     drafter: str
@@ -342,15 +343,15 @@ class StepDone(_Event, frozen=True):
 
 
 class ExpertsUsed(_Event, frozen=True):
-    """Of a model with experts, now and then: how many tokens each expert of each such layer got since the last time."""
+    """The use of experts, now and then: how many tokens each expert of each such layer got since the last time."""
 
     num_steps: int
     tokens_of: tuple[tuple[int, tuple[int, ...]], ...]  # layer, and a count for each of its experts
 
 
 class WeightsStreamed(_Event, frozen=True):
-    """Of a model whose weights are not all in memory, now and then: what was read from disk or host memory since the
-    last time; of neurons that the CPU computes for a GPU, by the CPU."""
+    """The streaming of weights that are not all in memory, now and then: what was read from disk or host memory since the last
+    time; of neurons that the CPU computes for a GPU, by the CPU."""
 
     num_bytes: int
     waited_s: float  # for which steps waited, or the CPU computed

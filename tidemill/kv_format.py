@@ -1,4 +1,4 @@
-"""How keys and values are stored in the KV cache: bits of a value, and whether each token and head has a scale. Ints only.
+"""The storage of keys and values in the KV cache: bits of a value, and whether each token and head has a scale. Ints only.
 
 A page in a format with scales is one piece of bytes: values [layers of a page, 2, KV heads, page_size, head_dim], then scales
 [layers of a page, 2, KV heads, page_size] in bfloat16, rounded up so that no value saturates; in int4 each with an offset."""

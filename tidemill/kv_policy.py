@@ -45,7 +45,7 @@ _LIMITS = {
 
 
 class KVPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a request asks for. A field that is not given has its kind's default."""
+    """The KV policy that a request asks for. A field that is not given has its kind's default."""
 
     kind: str = "full"
     sinks: int | None = None  # the first tokens, which stay
@@ -240,7 +240,7 @@ class CachePolicy(msgspec.Struct, frozen=True):
 
 
 def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: int) -> CachePolicy | None:
-    """For a request of so many tokens in all. None: the policy would give up nothing. Raises what cannot be."""
+    """Settles the policy of a request of so many tokens in all. None: the policy would give up nothing. Raises what cannot be."""
     if policy is None or policy.kind == "full":
         return None
     have = policy.settled
@@ -278,5 +278,5 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
 
 
 def _interval(num_slots: int) -> int:
-    """How many are given up at a time."""
+    """The number of tokens that are given up at a time."""
     return max(1, min(_MOST_AT_ONCE, num_slots // 16))

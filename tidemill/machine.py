@@ -1,4 +1,5 @@
-"""What the process may use: cores, memory, compiled kernels, a GPU. The kernels and the GPU are filled in by kernels.machine."""
+"""The resources that the process may use: cores, memory, compiled kernels, a GPU. The kernels and the GPU are filled in by
+kernels.machine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the process may use."""
+    """The resources that the process may use."""
 
     num_cores: int
     memory_bytes: int

@@ -13,7 +13,7 @@ _MAX_LAYERS = 2**14
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How positions beyond the original context are squeezed. Field names follow the published configurations."""
+    """The scaling of positions beyond the original context. Field names follow the published configurations."""
 
     kind: str  # linear, llama3, yarn, longrope
     factor: float = 1.0
@@ -38,12 +38,12 @@ class Rotation:
 
 
 class LayerSpec:
-    """What a layer computes besides its feed-forward: an AttentionSpec or a StateSpec."""
+    """The computation of a layer besides its feed-forward: an AttentionSpec or a StateSpec."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(LayerSpec):
-    """What the attention of a layer computes."""
+    """The attention that a layer computes."""
 
     num_heads: int
     num_kv_heads: int
@@ -72,7 +72,7 @@ class AttentionSpec(LayerSpec):
 
     @property
     def kinds(self) -> list[str]:
-        """What it has beyond causal attention, as `coverage.py` names it."""
+        """The features beyond causal attention, by their names in `coverage.py`."""
         has = {
             "window": self.window,
             "softcap": self.softcap,
@@ -89,8 +89,8 @@ STATE_KINDS = ("mamba", "mamba2", "delta")
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(LayerSpec):
-    """What a layer with a state of constant size computes: a short causal convolution, then a recurrence over a float32 matrix
-    [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
+    """The computation of a layer with a state of constant size: a short causal convolution, then a recurrence over a float32
+    matrix [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
 
     kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
     num_heads: int  # of a mamba, whose channels are all alike: groups of head_dim of them
@@ -122,7 +122,7 @@ class StateSpec(LayerSpec):
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """The number of channels of the convolution."""
         return self.num_inner + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size)
 
     @property
@@ -132,12 +132,12 @@ class StateSpec(LayerSpec):
 
     @property
     def conv_floats(self) -> int:
-        """Of the convolution's state, [num_channels, kernel - 1]."""
+        """The number of floats of the convolution's state, [num_channels, kernel - 1]."""
         return self.num_channels * (self.kernel - 1)
 
     @property
     def head_floats(self) -> int:
-        """Of each head's state."""
+        """The number of floats of each head's state."""
         return self.state_size * self.head_dim
 
     @property
@@ -208,7 +208,7 @@ def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pooler:
-    """What an encoder makes of its hidden states: an embedding, or the scores of a cross-encoder."""
+    """The result that an encoder makes of its hidden states: an embedding, or the scores of a cross-encoder."""
 
     how: str  # mean, cls (the first token's) or score
     is_normalized: bool = True  # embeddings have length 1
@@ -279,17 +279,17 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that have a KV cache."""
+        """The specs of the layers that have a KV cache."""
         return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
 
     @property
     def state_layers(self) -> tuple[StateSpec, ...]:
-        """Of the layers that have a state of constant size."""
+        """The specs of the layers that have a state of constant size."""
         return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
 
     @property
     def num_heads(self) -> int:
-        """Of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
+        """The number of heads of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
         return self.attention_layers[0].num_heads if self.attention_layers else 0
 
     @property
@@ -307,14 +307,14 @@ class ModelConfig:
 
     @property
     def own_pooling(self) -> str | None:
-        """What it does with a prompt: pool its hidden states, or (None) generate."""
+        """The pooling that the model does with a prompt's hidden states; None: it generates."""
         if self.labels is not None or self.pooler is not None:
             return "score" if self.pooler is None else self.pooler.how
         return None if self.has_head else self.embeds_by or "last"
 
     @property
     def _use_of_pooling(self) -> tuple[str, str]:
-        """What a model does that generates nothing, and the routes for it."""
+        """The use of a model that generates nothing, and the routes for it."""
         if self.own_pooling != "score":
             return "makes embeddings", "/v1/embeddings, /v1/score or /v1/rerank"
         if self.labels is not None and self.labels.num > 1:
@@ -363,7 +363,7 @@ class ModelConfig:
 
     @property
     def lora_values_per_rank(self) -> int:
-        """Of an adapter of all linear layers: inputs and outputs of each."""
+        """The values per rank of an adapter of all linear layers: inputs and outputs of each."""
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return self.num_layers * (2 * (h + q) + 2 * (h + kv) + 3 * (h + self.intermediate_size))
 
@@ -386,16 +386,17 @@ class ModelConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence's state, whatever its length; each that is kept takes as much again."""
+        """The bytes of one sequence's state, whatever its length; each that is kept takes as much again."""
         return sum(sum(spec.piece_bytes) for spec in self.state_layers)
 
     def has_long_factors(self, context: int) -> bool:
-        """Whether longrope's factors for long contexts are taken: keys depend on it."""
+        """Tells if longrope's factors for long contexts are taken: keys depend on it."""
         scalings = [spec.rotation.scaling for spec in self.attention_layers if spec.rotation is not None]
         return any(one is not None and one.kind == "longrope" and context > one.original_context for one in scalings)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
+        """The bytes of a token's keys and values in one sequence. They follow from the KV heads, not from hidden_size, which
+        would ignore grouping."""
         return 2 * self.num_kv_heads * self.num_kv_layers * FORMATS[kv_dtype].head_bytes(self.head_dim)
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:

@@ -100,11 +100,11 @@ class UnsetReal(float):
 
 
 class UnsetInteger(int):
-    """As UnsetReal."""
+    """An integer that was not given; see UnsetReal."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output must match."""
+    """A grammar that the output must match."""
 
     kind: str  # json_schema, regex, grammar (Lark or GBNF), choice (a JSON list of strings) or structural_tag (JSON)
     text: str
@@ -153,7 +153,8 @@ def _grammar(kind: str, value: Any, param: str) -> Grammar:
 
 
 class RequestOutputKind(enum.Enum):
-    """What AsyncLLM yields after each step, as vLLM has it: all of the output so far, what is new, or only the whole."""
+    """The kind of output that AsyncLLM yields after each step, in vLLM's terms: all of the output so far, what is new, or only
+    the whole."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -218,7 +219,7 @@ def _schemas_of(schema: dict[str, Any], keywords: frozenset[str]) -> list[Any]:
 
 
 def _target(schema: Any, reference: Any) -> Any:
-    """What a reference within the document means; None: unknown."""
+    """The target of a reference within the document; None: unknown."""
     if not isinstance(reference, str) or not reference.lstrip("#").startswith("/"):
         return schema if reference == "#" else None
     for step in reference.lstrip("#")[1:].split("/"):
@@ -268,7 +269,7 @@ def _unknown(name: str, known: tuple[str, ...]) -> InvalidRequest:
 
 
 class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True, omit_defaults=True):
-    """How to turn logits into tokens, and when to stop.
+    """The sampling parameters of a request: how to turn logits into tokens, and when to stop.
 
     Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
     frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
@@ -379,7 +380,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
                 )
 
     def __repr__(self) -> str:
-        """What was given; and what was not, and takes the model's default."""
+        """The parameters that were given. Others take the model's default."""
         neutral, shown = type(self)(), []
         for name in self.__struct_fields__:
             value = getattr(self, name)
@@ -412,12 +413,12 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
 
     @property
     def has_masks(self) -> bool:
-        """Which tokens may come depends on the output so far: a grammar, or a budget of reasoning."""
+        """Tells if the tokens that may come depend on the output so far: a grammar, or a budget of reasoning."""
         return self.grammar is not None or self.reasoning is not None
 
     @property
     def waits_for_tokens(self) -> bool:
-        """What is computed after a token depends on the host's view of it."""
+        """Tells if the computation after a token depends on the host's view of it."""
         return self.has_masks or self.beams is not None
 
     @property

@@ -30,7 +30,7 @@ _GROUPED = {
 
 
 def is_packed(kind: str) -> bool:
-    """Whether the compiled kernels of the CPU multiply values as they are stored."""
+    """Tells if the compiled kernels of the CPU multiply values as they are stored."""
     return (
         kind in _GGUF
         or low_rank(kind) is not None
@@ -39,7 +39,7 @@ def is_packed(kind: str) -> bool:
 
 
 def low_rank(kind: str) -> tuple[str, float] | None:
-    """Of factors: their type, and how many values they have for one of the matrix."""
+    """The type of the factors, and how many values they have for one of the matrix; None: there are none."""
     name, found, share = kind.partition("-L")
     num, _, whole = share.partition("/")
     return (name, int(num) / int(whole)) if found else None
@@ -95,7 +95,7 @@ def _gpu_packed(kind: str, compiled: bool) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """What a method of `quant.METHODS` makes of stored types: bytes a value, with or without the compiled kernels."""
+    """The weights that a method of `quant.METHODS` makes of stored types: bytes a value, with or without the compiled kernels."""
 
     bytes_of: Callable[[str, bool], float]
 

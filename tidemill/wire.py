@@ -1,4 +1,4 @@
-"""What crosses a process boundary: msgspec structs as MessagePack. Never pickle."""
+"""The messages that cross a process boundary: msgspec structs as MessagePack. Never pickle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ decode_logprobs = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time went, in seconds of the engine's clock."""
+    """The parts of a request's time, in seconds of the engine's clock."""
 
     queue_s: float
     prefill_s: float
@@ -45,7 +45,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
-    """How many of a prompt's tokens were found in the cache, and how many are computed or found by now."""
+    """The number of a prompt's tokens that were found in the cache, and the number that are computed or found by now."""
 
     num_prompt: int
     num_cached: int
@@ -258,7 +258,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterReply(msgspec.Struct, frozen=True, tag=True):
-    """How a LoadAdapter went."""
+    """The outcome of a LoadAdapter."""
 
     adapter_id: int
     info: AdapterInfo | None
@@ -277,7 +277,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pages(msgspec.Struct, frozen=True, tag=True):
-    """Which request holds which page, between two steps."""
+    """The owners of pages, between two steps."""
 
     owners: list[tuple[str, int]]  # request and how many pages it holds, shared ones included
     kinds: bytes  # of each page two bytes, the lower first: explained in `kv.manager`

@@ -28,7 +28,7 @@ class Line:
 
     @property
     def digest(self) -> int:
-        """Of its content, never 0: whether it is the line that a result was computed for."""
+        """A digest of the line's content, never 0. It tells whether it is the line that a result was computed for."""
         return zlib.crc32(self.text.rstrip(b"\r\n")) or 1
 
     @property
@@ -37,7 +37,7 @@ class Line:
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """What a line asks for."""
+    """The request of a line."""
 
     result_id: str
     custom_id: str

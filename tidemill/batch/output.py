@@ -44,7 +44,7 @@ _decode = msgspec.json.Decoder(_Result).decode
 
 
 class Done:
-    """Which of the input's lines have a result: four bytes a line."""
+    """The set of the input's lines that have a result: four bytes a line."""
 
     def __init__(self, num_lines: int) -> None:
         self._digests = array("I", bytes(4 * (num_lines + 1)))

@@ -53,7 +53,7 @@ class Remote:
 
 
 def _on_one_line(body: bytes) -> bytes:
-    """What is not JSON becomes the message of an error."""
+    """The body on one line. A body that is not JSON becomes the message of an error."""
     try:
         return batch_lines.encode(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

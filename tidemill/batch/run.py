@@ -52,7 +52,7 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 
 @dataclass(slots=True)
 class Progress:
-    """Of a run, so far. `num_*` lines; tokens are of this run only."""
+    """The progress of a run, so far. `num_*` lines; tokens are of this run only."""
 
     total: int = 0
     num_done: int = 0
@@ -210,7 +210,7 @@ class _Writer:
                 await asyncio.sleep(_SYNC_EVERY_S)
 
     def write_all(self) -> None:
-        """What is there when the run is interrupted."""
+        """Writes the results that are there when the run is interrupted."""
         results = list(self._ready)
         self._ready.clear()
         if results:

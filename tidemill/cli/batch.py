@@ -107,7 +107,7 @@ _Make = Callable[[Callable[[str, Loading], None]], "Awaitable[_Started]"]
 
 
 def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | None) -> _Make:
-    """What starts the backend."""
+    """The function that starts the backend."""
     if url is not None:
         _check_no_model(settings)
         from tidemill.batch.remote import AT_ONCE, Remote
@@ -176,7 +176,7 @@ def _check_no_model(settings: Settings) -> None:
 
 
 async def _run(files: Batch, make: _Make, console: Console) -> bool:
-    """Whether it was interrupted: then what is finished is written."""
+    """Runs the batches; returns whether the run was interrupted. In that case everything finished is written."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

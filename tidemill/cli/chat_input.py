@@ -1,4 +1,4 @@
-"""Where `tidemill chat` gets its lines from: an editor with history on a terminal, else plain lines of standard input."""
+"""The source of the lines of `tidemill chat`: an editor with history on a terminal, else plain lines of standard input."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _history_file() -> Path | None:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """What is typed while an answer is written is not shown in between: the next prompt has it."""
+    """Hides the keys typed while an answer is written: the next prompt has it."""
     if not sys.stdin.isatty():
         yield
         return

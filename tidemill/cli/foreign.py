@@ -204,7 +204,7 @@ def _unknown(flag: str, known: Collection[str]) -> ConfigError:
 
 
 def hint(key: str, options: Collection[str]) -> str:
-    """What to do about a key of a config file that is another program's; empty: it is none. `options`: names of ours."""
+    """A hint for a key of a config file that is another program's; empty: it is none. `options`: names of ours."""
     foreign = _BY_FLAG.get(f"--{key.replace('_', '-')}")
     if foreign is None:
         return ""

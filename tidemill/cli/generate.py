@@ -103,7 +103,7 @@ def only_lora(settings: Settings) -> str | None:
 
 
 def given_params(**given: Any) -> SamplingParams:
-    """What is None was not given: the model's default counts."""
+    """The parameters given as options. None stands for one that was not given: the model's default counts."""
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 

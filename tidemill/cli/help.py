@@ -33,7 +33,8 @@ _TYPES = {"str": "TEXT", "int": "INTEGER", "float": "FLOAT", "path": "PATH"}  # 
 
 @dataclass(frozen=True)
 class HelpRow:
-    """Where the help of a command shows an option, and its text in the short form; without a text it is only in --help-all."""
+    """The place of an option in the help of a command, and its text in the short form; without a text it is only in
+    --help-all."""
 
     section: str
     short: str

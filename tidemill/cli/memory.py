@@ -104,7 +104,7 @@ def memory(
 
 
 def _formats(options: EngineOptions, config: ModelConfig, device: str, dtype: str, tokens: int, room: int) -> Table:
-    """What each format of the KV cache takes, and how much fits beside weights and activations."""
+    """A table of the formats of the KV cache: the bytes that each takes, and how much fits beside weights and activations."""
     table = Table("--kv-dtype", "bytes a token", f"requests of {tokens:,}", "tokens")
     chosen, _ = decide_kv_dtype(options, dtype, device, config)
     for name in ON_DEVICE[device]:

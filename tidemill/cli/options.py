@@ -70,7 +70,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """As a Python name and as a key of the config file, which takes hyphens as well."""
+        """The option as a Python name and as a key of the config file, which takes hyphens as well."""
         return self.name.replace("-", "_")
 
     @property

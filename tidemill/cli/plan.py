@@ -185,7 +185,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _rates(wanted: Sequence[_Wanted], rate: float | None) -> list[tuple[str, float]]:
-    """Of each model; of a trace, its shares."""
+    """The rate of each model; for a trace, its shares."""
     return [(one.name, one.rate or (rate or 1.0) / len(wanted)) for one in wanted]
 
 

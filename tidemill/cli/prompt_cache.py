@@ -84,7 +84,7 @@ def load(
 
 @app.command("list", cls=Command)
 def list_(folder: Folder = None, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
-    """What a server or a folder keeps."""
+    """Lists the prompt caches that a server or a folder keeps."""
     if folder is not None:
         table = Table("name", "model", "tokens", "saved")
         for saved in prompt_folder.all_in(folder):
@@ -145,6 +145,6 @@ def _quoted(name: str) -> str:
 
 
 def _call(url: str, api_key: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """What the server answers on /v1/prompt_caches."""
+    """The server's answer on /v1/prompt_caches."""
     with Client(url, api_key) as client:
         return client.json(method, f"/v1/prompt_caches{path}", body)

@@ -27,7 +27,7 @@ _PAGES = "*.tidemill-kv"
 
 @dataclass(frozen=True)
 class Saved:
-    """What a prompt cache in a folder is made of."""
+    """The parts of a prompt cache in a folder."""
 
     name: str
     model: str
@@ -36,7 +36,7 @@ class Saved:
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def body(self) -> dict[str, Any]:
-        """For a server: tokens are exact, messages are rendered by its template."""
+        """The body for a server: tokens are exact, messages are rendered by its template."""
         return self.content if "messages" in self.content else {"prompt": self.token_ids}
 
 

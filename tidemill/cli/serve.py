@@ -263,7 +263,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def budget_table(name: str, ready: Ready) -> Table:
-    """Where the memory goes, what fits, and why each value was chosen."""
+    """The table of the memory budget: where the memory goes, what fits, and why each value was chosen."""
     config, model = ready.config, ready.model
     why = config.reasons
     table = Table(title=f"{name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters", title_justify="left")

@@ -29,7 +29,7 @@ _METAVARS = {"text": "TEXT", "integer": "INTEGER", "number": "FLOAT", "size": "S
 
 
 class Settings:
-    """What the options of a command are, and where each value came from."""
+    """The options of a command, and where each value came from."""
 
     def __init__(self, values: dict[str, Any], sources: dict[str, str], tables: Sequence[ModelTable] = ()) -> None:
         self._values, self._sources = values, sources
@@ -129,7 +129,7 @@ class ModelTable:
 
 
 def _instead(key: str, options: Collection[str]) -> str:
-    """What to write for a key that is no option."""
+    """A hint for a key that is no option."""
     key = key.replace("_", "-")
     slip = difflib.get_close_matches(key, options, n=1, cutoff=0.9)
     near = slip or difflib.get_close_matches(key, options, n=1, cutoff=0.6)
@@ -261,7 +261,7 @@ def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def _known_models(incomplete: str) -> list[str]:
-    """For shell completion: names that need no path. Of paths the shell knows more."""
+    """The names that need no path, for shell completion. The shell knows more about paths."""
     return [name for name in (*PACKAGED, *cached_models()) if name.startswith(incomplete)]
 
 

@@ -101,7 +101,7 @@ def _check(name: str, value: float, least: float, most: float) -> None:
 
 
 def engine_of(settings: Settings, profile: Profile) -> SimConfig:
-    """What is not asked for is as in the profile."""
+    """The engine to simulate. Options that are not given are as in the profile."""
     own, page_size = profile.engine, settings["page-size"] or profile.engine.page_size
     if page_size & (page_size - 1):
         raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two up to 64.", param="page_size")
@@ -154,7 +154,7 @@ def run(given: Iterable[Arrival], config: SimConfig, cost: Profile) -> tuple[Sim
 
 
 def records_of(made: list[Arrival], engine: SimEngine) -> list[Record]:
-    """Of each sample. One that was aborted before its first token is not among them."""
+    """The record of each sample. One that was aborted before its first token is not among them."""
     records = []
     for one in made:
         for name in [f"{one.request_id}:{i}" for i in range(one.n)] if one.n > 1 else [one.request_id]:
@@ -166,7 +166,7 @@ def records_of(made: list[Arrival], engine: SimEngine) -> list[Record]:
 
 
 def recorded_of(rows: Iterable[Row]) -> list[Record]:
-    """Of each sample, as the server that recorded the trace measured its request."""
+    """The record of each sample, as the server that recorded the trace measured its request."""
     records = []
     for row in rows:
         if row.ttft_s is not None and row.e2e_s is not None:

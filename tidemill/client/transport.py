@@ -24,8 +24,8 @@ Body = dict[str, Any] | bytes | None  # bytes are JSON already
 
 
 class _Connection:
-    """What both clients have in common. `url` is an address as Address reads it. Without a key, the
-    first of TIDEMILL_API_KEY is sent."""
+    """The common part of both clients. `url` is an address as Address reads it. Without a key, the first of TIDEMILL_API_KEY is
+    sent."""
 
     _client: type
     _transport: type  # connects to Unix sockets

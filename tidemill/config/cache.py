@@ -55,7 +55,7 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
 
 
 def decide_kv_calibration(options: EngineOptions, kv_dtype: str) -> Decision[str | None]:
-    """Where the constants of KVQuant are."""
+    """Decides where the constants of KVQuant are."""
     if FORMATS[kv_dtype].is_calibrated and options.kv_calibration is None:
         raise ConfigError(
             f"kv_dtype {kv_dtype!r} needs a calibration of this model.",

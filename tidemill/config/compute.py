@@ -66,7 +66,7 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelConfig) -> Decision[str]:
-    """How linears hold their weights, a scheme of `quant.METHODS`."""
+    """Decides how linears hold their weights, a scheme of `quant.METHODS`."""
     asked = options.quantization
     if asked not in ("auto", "none", *QUANTIZATIONS):
         fix = f"Choose auto, none, {', '.join(QUANTIZATIONS)}."
@@ -133,7 +133,8 @@ def decide_token_budget(
 
 
 def _tokens_for_experts(model: ModelConfig) -> int:
-    """So many that each expert multiplies _ROWS_OF_EXPERT on average: with fewer, its weights are read too often.
+    """The number of tokens at which each expert multiplies _ROWS_OF_EXPERT on average: with fewer, its weights are read too
+    often.
 
     On an H200, experts of Qwen3-30B-A3B's shape take 0.22 us a token and layer with 2,048 tokens a step, 0.18 with 4,096 and 0.16
     with 8,192; a step of 8,192 takes about 0.12 s, as long as one of 2,048 through a dense model of 18B."""

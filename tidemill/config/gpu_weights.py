@@ -9,7 +9,7 @@ _BFLOAT16 = 2  # bytes of what is not quantized
 
 
 def gpu_weight_bytes(model: ModelConfig, scheme: str) -> int:
-    """With the buffer in which a packed matrix is dequantized."""
+    """The bytes of the weights on a GPU, with the buffer in which a packed matrix is dequantized."""
     experts = sum(3 * model.hidden_size * moe.expert_size * moe.num_experts for moe in model.experts if moe)
     tables = model.vocab_size * (1 if model.tie_embeddings else 2) * model.hidden_size
     buffer = _BFLOAT16 * 2 * model.hidden_size * max(model.intermediate_size, model.num_heads * model.head_dim)

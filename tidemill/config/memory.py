@@ -23,7 +23,7 @@ _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What the KV cache shares memory with, and the size of a page."""
+    """The memory that the KV cache shares, and the size of a page."""
 
     available_bytes: int
     total_bytes: int  # of the machine, or of the GPU
@@ -42,7 +42,7 @@ class Memory:
     beside_page_bytes: int = 0  # what KV policies may keep for each page
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens holds at most."""
+        """The most pages that a sequence of so many tokens holds."""
         return self.layout.num_pages_for(num_tokens, self.token_budget)
 
     @property
@@ -113,7 +113,7 @@ def _gpu_share(options: EngineOptions, machine: Machine) -> int:
 
 
 def memory_notes(options: EngineOptions, device: str, memory: Memory, kv_bytes: int) -> tuple[str, ...]:
-    """What was asked for memory and has no effect here, or may not go well."""
+    """The notes on memory options that have no effect here, or may not go well."""
     notes = []
     if options.gpu_memory_utilization is not None and device == "cpu":
         notes.append("gpu_memory_utilization has no effect on a CPU; --memory and --kv-memory limit what is taken")

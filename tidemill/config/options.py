@@ -1,4 +1,4 @@
-"""What a user may set."""
+"""The options that a user may set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Decision: TypeAlias = tuple[T, str]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a user may set. None means: derive it."""
+    """The options that a user may set. None means: derive it."""
 
     model: str = "smollm2"
     served_name: str | None = None

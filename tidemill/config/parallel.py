@@ -91,7 +91,7 @@ def decide_tensor_layout(options: EngineOptions, device: str, model: ModelConfig
 
 
 def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> list[str]:
-    """What a layout cannot be combined with."""
+    """The features that a layout cannot be combined with."""
     if layout == "1d":
         return []
     is_wrong = {
@@ -142,7 +142,7 @@ def _check_remote(options: EngineOptions) -> None:
 
 
 def workers_address(options: EngineOptions) -> tuple[str, int] | None:
-    """Where workers of other hosts come to."""
+    """The address where workers of other hosts connect."""
     given = options.workers_address
     if not options.remote_workers or given is None:
         return None

@@ -1,4 +1,4 @@
-"""What helps a model that does not fit in memory, with the figures of this model on this machine."""
+"""The remedies for a model that does not fit in memory, with the figures of this model on this machine."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class EngineConfig:
         return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
 
     def step_layout(self, num_tokens: int) -> str:
-        """How ranks share a step of so many tokens, where that is not the same for all."""
+        """The layout of a step of so many tokens, where that is not the same for all."""
         if self.tensor_layout != "phased":
             return ""
         return "gathered" if 0 < self.gather_tokens <= num_tokens else "1d"
@@ -182,7 +182,7 @@ class EngineConfig:
 
     @property
     def draft_bytes(self) -> int:
-        """Of the draft model: weights, activations and KV cache."""
+        """The bytes of the draft model: weights, activations and KV cache."""
         return _draft_bytes(self.draft)
 
     @property
@@ -194,7 +194,7 @@ class EngineConfig:
 
     @property
     def full_context_requests(self) -> float:
-        """How many requests fit if each fills the whole context."""
+        """The number of requests that fit if each fills the whole context."""
         return self.num_kv_tokens / self.max_context
 
 
@@ -401,7 +401,8 @@ def _draft_bytes(draft: EngineConfig | None) -> int:
 
 
 def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
-    """What the first start resolved, for the next ones: memory that is taken for a moment must not make them smaller."""
+    """The options that the first start resolved, for the next ones: memory that is taken for a moment must not make them
+    smaller."""
     return replace(
         options,
         device=config.device,

@@ -68,7 +68,7 @@ def decide_weight_memory(
 
 
 def least_weight_memory(model: ModelConfig, total: int) -> int:
-    """What must be there at least, estimated: tables, and two layers or all but the other layers' experts."""
+    """The least weight memory, estimated: tables, and two layers or all but the other layers' experts."""
     each = total / max(1, model.num_parameters)
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     experts = [3 * model.hidden_size * moe.expert_size * moe.num_experts for moe in model.experts if moe]
@@ -78,7 +78,7 @@ def least_weight_memory(model: ModelConfig, total: int) -> int:
 
 
 def streams_neurons(model: ModelConfig, scheme: str, max_loras: int, total: int, budget: int) -> bool:
-    """Whether feed-forwards are streamed by the neurons that are not zero: their gates are ReLUs, and all else fits."""
+    """Tells if feed-forwards are streamed by the neurons that are not zero: their gates are ReLUs, and all else fits."""
     if model.act != "relu" or not model.is_gated or any(model.experts) or scheme != "dense" or max_loras:
         return False
     each, neurons = total / max(1, model.num_parameters), 2 * model.hidden_size * model.intermediate_size

@@ -22,7 +22,7 @@ _FORMS = "shm:NAME on one host, tcp:HOST:PORT or nixl:HOST:PORT between hosts"
 
 @dataclass(frozen=True, slots=True)
 class TransferAddress:
-    """Where an engine offers pages: shared memory of a name, or a host and a port."""
+    """The address where an engine offers pages: shared memory of a name, or a host and a port."""
 
     kind: str
     name: str
@@ -63,8 +63,8 @@ def numbered(export: str | None, number: int, num_ranks: int) -> str | None:
 
 
 def rank_address(address: str, rank: int) -> str:
-    """Of several ranks of an engine, each exchanges its own parts of pages: the first at the address given, the others under
-    names of their own, or at the ports that follow."""
+    """The address of a rank. Of several ranks of an engine, each exchanges its own parts of pages: the first at the address
+    given, the others under names of their own, or at the ports that follow."""
     at = parse_address(address, "kv_export")
     if not rank:
         return address

@@ -30,7 +30,7 @@ def decide_kv_layout(options: EngineOptions, device: str, model: ModelConfig, kv
 
 
 def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> str:
-    """What cannot be computed over a contiguous range, or empty."""
+    """The obstacle to computing over a contiguous range, or empty."""
     if model.pooler is not None:
         return "an encoder keeps no keys and values"
     if model.state_layers:

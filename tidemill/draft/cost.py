@@ -1,4 +1,4 @@
-"""What drafts are worth: the measured cost of steps of several tokens, and the speed that an acceptance gives."""
+"""The value of drafts: the measured cost of steps of several tokens, and the speed that an acceptance gives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _THRESHOLDS = [round(0.05 * i, 2) for i in range(1, 20)]
 
 
 def _fastest_s(run: Callable[[], object], repeats: int) -> float:
-    """Of many: what else the machine does only adds to it."""
+    """The fastest of many runs: other work of the machine only adds to it."""
     took = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -40,7 +40,7 @@ def _context(runner: CpuRunner) -> int:
 
 @torch.inference_mode()
 def step_seconds(runner: CpuRunner, most: int, repeats: int = 30) -> list[float]:
-    """Of steps of 1 .. `most` tokens of one sequence, with the logits of each."""
+    """The times of steps of 1 .. `most` tokens of one sequence, with the logits of each."""
     model = runner.model
     assert isinstance(model, CausalLM)
     context = _context(runner)
@@ -53,7 +53,7 @@ def step_seconds(runner: CpuRunner, most: int, repeats: int = 30) -> list[float]
 
 @torch.inference_mode()
 def draft_seconds(runner: CpuRunner, head: DraftHead, target: Target, repeats: int = 30) -> tuple[float, bool]:
-    """Of one more draft, and whether all are made at once."""
+    """The time of one more draft, and whether all are made at once."""
     drafter = make_drafter(head, target, runner, 0.0)
     num = _context(runner) + 2
     use_first_pages(runner.mixers, num + _MOST)

@@ -1,4 +1,4 @@
-"""What heads guess along a text, how far that is from the target, and how often it is right."""
+"""The guesses of heads along a text, their distance from the target, and how often it is right."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Drafted:
 
 @torch.inference_mode()
 def draft_along(head: DraftHead, target: Target, batch: Batch, num_drafts: int) -> Drafted:
-    """Of the one sequence of a batch."""
+    """The drafts along the one sequence of a batch."""
     made = guesses(head, target, batch, num_drafts)[:num_drafts]
     if isinstance(head, ExitHead):  # each draft is an exit of its own, a position on from the one before
         made = [(shift, torch.roll(made[0][1], -shift, 1)) for shift in range(1, num_drafts + 1)]

@@ -59,7 +59,7 @@ class TrainOptions:
 
 
 class Reporter(Protocol):
-    """What a run tells about its progress: a stage with its total, how far it is, and a note."""
+    """The receiver of a run's progress: a stage with its total, how far it is, and a note."""
 
     def stage(self, name: str, total: int) -> None: ...
     def at(self, done: int, note: str = "") -> None: ...
@@ -70,7 +70,7 @@ class Stopped(Exception):
 
 
 def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: Callable[[], bool]) -> dict[str, Any]:
-    """What was measured, as it is in the json."""
+    """Trains a draft head; returns the measurements that are written to the json."""
     options.check()
     runner, model = llm.core.runner, llm.core.runner.model  # type: ignore[attr-defined]
     if not isinstance(runner, CpuRunner) or not isinstance(model, CausalLM):
@@ -153,7 +153,7 @@ def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
 
 
 def _digest(model: CausalLM, sequences: list[Example]) -> str:
-    """Of what hidden states depend on."""
+    """A digest of everything that hidden states depend on."""
     made = hashlib.sha256(digest_of(model).encode())
     for one in sequences:
         made.update(json.dumps([one.start, *one.ids]).encode())
@@ -192,7 +192,7 @@ def _new(options: TrainOptions, target: Target, layer: int | None, digest: str) 
 
 @contextmanager
 def _threads(num: int) -> Iterator[None]:
-    """Of torch, which has one in the engine: the compiled kernels are idle now."""
+    """Gives torch so many threads for a while. It has one in the engine: the compiled kernels are idle now."""
     before = torch.get_num_threads()
     torch.set_num_threads(num)
     try:

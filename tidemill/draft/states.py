@@ -26,8 +26,8 @@ def batch_of(runner: CpuRunner, ids: list[int], start: int = 0) -> Batch:
 
 @torch.inference_mode()
 def hidden_states(runner: CpuRunner, ids: list[int], num_layers: int) -> torch.Tensor:
-    """Of a sequence's tokens, after the last norm, [T, H]; of the model's first layers alone, if those are fewer than it has. The
-    runner's cache is overwritten."""
+    """The hidden states of a sequence's tokens, after the last norm, [T, H]; of the model's first layers alone, if those are
+    fewer than it has. The runner's cache is overwritten."""
     runner.cache[: 1 + sum(-(-len(ids) // size) for _, size in runner.mixers.tables)] = 0
     batch = batch_of(runner, ids)
     if num_layers == runner.model.config.num_layers:

@@ -38,7 +38,7 @@ class Schedule:
 def run_steps(
     module: nn.Module, loss_at: Callable[[int], torch.Tensor], schedule: Schedule, tick: Tick, is_stopped: Callable[[], bool]
 ) -> bool:
-    """Whether it is done, or was stopped. What is trained are the module's parameters that take gradients."""
+    """Runs the training steps; returns False if it was stopped. The module's parameters that take gradients are trained."""
     learned = {name: value for name, value in module.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(learned.values(), schedule.rate, _BETAS, weight_decay=_DECAY)
     total = schedule.total

@@ -29,14 +29,14 @@ class _Sized(Protocol):
 
 
 class Reporter(Protocol):
-    """What a run tells about its progress: a stage with its total, and how far it is."""
+    """The receiver of a run's progress: a stage with its total, and how far it is."""
 
     def stage(self, name: str, total: int) -> None: ...
     def at(self, done: int) -> None: ...
 
 
 class Texts(Protocol):
-    """What reading text needs of a model: an LLM, or less."""
+    """The part of a model that reading text needs: an LLM, or less."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -83,7 +83,7 @@ class TextFile:
 
 
 def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick) -> list[Example]:
-    """What the model answers to the seed prompts, until there are so many tokens. Goes on where the file ends."""
+    """Writes the model's answers to the seed prompts, until there are so many tokens. Goes on where the file ends."""
     made = file.read()
     prompts = seed_prompts(seed)
     total = sum(one.num_learned for one in made)
@@ -101,7 +101,7 @@ def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick)
 
 
 def _params(llm: LLM, seed: int, number: int) -> SamplingParams:
-    """As people ask: half with the model's own defaults, half greedy."""
+    """The sampling parameters that people use: half with the model's own defaults, half greedy."""
     most = max(1, min(_ANSWER, llm.config.max_context // 2))
     return SamplingParams(max_tokens=most, seed=seed) if number % 2 else SamplingParams(max_tokens=most, temperature=0.0)
 
@@ -117,7 +117,7 @@ def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[
 def text_for(
     llm: LLM, data: Path | None, num_tokens: int, length: int, seed: int, file: TextFile, report: Reporter
 ) -> list[Example]:
-    """Of a file, or else what the model writes, which `file` keeps; sequences of at most so many tokens."""
+    """The text of a file, or else what the model writes, which `file` keeps; sequences of at most so many tokens."""
     length = min(length, llm.config.max_context)
     if data is not None:
         report.stage("Reading text", 1)

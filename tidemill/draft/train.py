@@ -21,7 +21,7 @@ RATES = {"medusa": 1e-3, "eagle": 1e-3, "exit": 2e-3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What decides the bits of the result, besides model and text."""
+    """The settings that decide the bits of the result, besides model and text."""
 
     kind: str
     settings: dict[str, int] = field(default_factory=dict)
@@ -73,7 +73,8 @@ def num_steps(corpus: Corpus, recipe: Recipe) -> int:
 def train(
     head: DraftHead, target: Target, corpus: Corpus, recipe: Recipe, saved: Path, tick: Tick, is_stopped: Callable[[], bool]
 ) -> bool:
-    """Whether it is done, or was stopped. `saved`: where its state is written every so often and when it stops, and read from."""
+    """Trains the head; returns False if it was stopped. `saved`: where its state is written every so often and when it stops, and
+    read from."""
 
     def loss(step: int) -> torch.Tensor:
         return loss_of(head, target, corpus.batch(_which(corpus, recipe, step)), recipe.num_guesses)

@@ -210,7 +210,7 @@ def _prefixed(content: Any, text: str) -> Any:
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What system messages say becomes the beginning of the first message of the user."""
+    """The messages without system messages. Their text becomes the beginning of the first message of the user."""
     texts = [_joined(message["content"]) for message in messages if message.get("role") == "system"]
     made = [message for message in messages if message.get("role") != "system"]
     first = next((i for i, message in enumerate(made) if message.get("role") == "user"), None)

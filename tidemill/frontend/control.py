@@ -52,7 +52,7 @@ class ControlTokens:
         return text
 
     def count(self, text: str) -> int:
-        """Of those that are whole."""
+        """The number of whole control tokens."""
         return sum(1 for _ in self._whole.finditer(text))
 
 

@@ -196,7 +196,7 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: Settings) -> None:
 
 
 def _write_around(backend: Tokenizer, settings: Settings, adds_bos: bool) -> None:
-    """What comes before and after a text, and between two."""
+    """The tokens before and after a text, and between two."""
     kind = str(settings.get("tokenizer_class", ""))
     around = next((pair for name, pair in _AROUND.items() if kind.startswith(name)), None)
     if around is None and isinstance(backend.model, models.WordPiece):

@@ -20,12 +20,12 @@ _CELLS_PER_PATTERN = 16
 
 
 def cells_per_token(params: SamplingParams) -> int:
-    """What it costs to make text of a token: a pattern that may end the output takes some 100 us, whatever it is."""
+    """The cost of making text of a token: a pattern that may end the output takes some 100 us, whatever it is."""
     return 1 + _CELLS_PER_PATTERN * len(params.stop_regex)
 
 
 def num_cells(delta: Delta, per_token: int = 1) -> int:
-    """What it costs to format: `per_token` cells for each token, and one for each log-probability reported beside it."""
+    """The cost of formatting a delta: `per_token` cells for each token, and one for each log-probability reported beside it."""
     return len(delta.token_ids) * per_token + sum(len(entry.top) for entry in delta.logprobs or ())
 
 

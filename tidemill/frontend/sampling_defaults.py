@@ -71,7 +71,8 @@ class SamplingDefaults:
 
 
 def sampling_defaults(path: Path, num_parameters: int, source: str = "model", limit: int | None = None) -> SamplingDefaults:
-    """Of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the context."""
+    """The sampling defaults of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the
+    context."""
     source, given = read_source(source)
     if limit is not None and limit < 0:
         raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")

@@ -29,7 +29,7 @@ def pairs_of(first: Sequence[str], second: Sequence[str], names: tuple[str, str]
 
 
 def check_scores(model: ModelConfig) -> bool:
-    """Whether the model is a cross-encoder. One with several labels has no single score."""
+    """Tells if the model is a cross-encoder. One with several labels has no single score."""
     if model.labels is None:
         return False
     if model.labels.num != 1:
@@ -39,7 +39,7 @@ def check_scores(model: ModelConfig) -> bool:
 
 
 def without_activation(score: float, model: ModelConfig) -> float:
-    """Of a cross-encoder: what its activation was applied to, in float64."""
+    """The score before the activation of a cross-encoder, in float64."""
     if model.labels is None or model.labels.activation != "sigmoid":
         return score
     score = min(max(score, 1e-300), 1 - 2**-53)  # where the logistic function is 0 or 1

@@ -23,7 +23,7 @@ _CHARSMAP, _DUMMY_PREFIX = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a file says. Types are numbered as in GGUF files, which took them from here."""
+    """The contents of a SentencePiece file. Types are numbered as in GGUF files, which took them from here."""
 
     texts: list[str]
     scores: list[float]
@@ -92,7 +92,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def build(pieces: Pieces, settings: dict[str, Any], source: str) -> Tokenizer:
-    """As Transformers does. `settings`: of tokenizer_config.json."""
+    """Builds the tokenizer that Transformers would build. `settings`: those of tokenizer_config.json."""
     if pieces.kind not in ("unigram", "BPE"):
         what = f"{source}: SentencePiece models of type {pieces.kind} are not supported."
         raise CheckpointError(what, fix="unigram and BPE are.")

@@ -65,7 +65,7 @@ class _Writer:
         return f"{_quoted(_text(part, 'begin'))} {self._content(part)}"
 
     def _content(self, part: dict[str, Any]) -> str:
-        """What follows the beginning of a tag. Free text ends at the first end."""
+        """The content of a tag, after its beginning. Free text ends at the first end."""
         content, end = part.get("content"), _text(part, "end")
         if isinstance(content, dict) and content.get("type") == "any_text" and end:
             return self._named(f"{_TEXT} {_quoted(end)}", "[lazy]")

@@ -1,4 +1,4 @@
-"""What a chat template takes, found out by rendering small conversations with it.
+"""The inputs that a chat template takes, found out by rendering small conversations with it.
 
 Templates differ in whether content is a string or a list of parts, whether the arguments of a call are
 an object or its JSON text, whether content may be null beside calls, and in which roles they know. Each
@@ -87,7 +87,7 @@ class TemplateProbe:
         return {"role": "assistant", "content": content, "tool_calls": [call]}
 
     def _call_text(self, arguments: Any, content: Any) -> str:
-        """What is written of a call after a user's message; empty if it is not there as JSON or as key and value."""
+        """The text of a call after a user's message; empty if it is not there as JSON or as key and value."""
         text = self._written([self._user, self._calling(arguments, content)], [_TOOL])
         is_whole = _NAME in text.rpartition(_OTHER)[2] and _KEY in text and _VALUE in text
         return "" if not is_whole or f"'{_KEY}':" in text else text

@@ -113,7 +113,7 @@ class Tokenizer:
         return self.with_special(ids) if add_special else ids
 
     def with_special(self, ids: list[int]) -> list[int]:
-        """As `encode` has them, around ids."""
+        """The ids with the special tokens that `encode` puts around them."""
         return [*self._before, *ids, *self._after] if self._before or self._after else ids
 
     def _check_length(self, text: str, max_tokens: int) -> None:
@@ -136,7 +136,7 @@ class Tokenizer:
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
 
     def encode_cut(self, text: str, max_tokens: int, *, side: str = "right", add_special: bool = True) -> list[int]:
-        """As `encode`, of a text that is cut at this side so that it fits, the tokens around it included."""
+        """The same as `encode`, for a text that is cut at this side so that it fits, the tokens around it included."""
         before, after = (self._before, self._after) if add_special else ([], [])
         room = max(max_tokens - len(before) - len(after), 1)
         ids = self._encoded_cut(text, room, side).ids
@@ -166,8 +166,8 @@ class Tokenizer:
 
     @cached_property
     def _pair(self) -> tuple[list[int], list[int], list[int], bool]:
-        """What the tokenizer writes before, between and after two texts, and whether tokens of the second have another type. Not
-        by its own truncation, which makes all parts of one text times all of the other."""
+        """The tokens that the tokenizer writes before, between and after two texts, and whether tokens of the second have another
+        type. Not by its own truncation, which makes all parts of one text times all of the other."""
         plain, full = self._encoded("a", self._backend).ids, self._backend.encode("a", "a")
         at = [i for i in range(len(full.ids) - len(plain) + 1) if full.ids[i : i + len(plain)] == plain]
         if len(at) < 2:
@@ -207,8 +207,8 @@ class Tokenizer:
     def apply_chat_template(
         self, conversation: Sequence[dict[str, Any]], *, tokenize: bool = True, **how: Any
     ) -> str | list[int]:
-        """As Transformers' tokenizers have it: token ids, or with `tokenize=False` a text that `encode` turns into them. `how`:
-        tools, add_generation_prompt (here off), continue_final_message, and variables of the template."""
+        """Renders a conversation like Transformers' tokenizers: token ids, or with `tokenize=False` a text that `encode` turns
+        into them. `how`: tools, add_generation_prompt (here off), continue_final_message, and variables of the template."""
         own = ("tools", "add_generation_prompt", "continue_final_message")
         given: dict[str, Any] = {"add_generation_prompt": False} | {name: how.pop(name) for name in own if name in how}
         if tokenize:
@@ -233,7 +233,8 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """With marks in control tokens. `continue_final_message`: the prompt ends within the last message, not after it."""
+        """The rendered text, with marks in control tokens. `continue_final_message`: the prompt ends within the last message, not
+        after it."""
         if self.chat_template is None:
             raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
         if self._marks is None:
@@ -259,7 +260,8 @@ class Tokenizer:
     # ---- control tokens in content
 
     def control_texts(self) -> list[str]:
-        """Of tokens that are never part of an output. Others (`<think>`, `<tool_call>`) clients may send back as they came."""
+        """The texts of tokens that are never part of an output. Others (`<think>`, `<tool_call>`) clients may send back as they
+        came."""
         return [text for token in sorted(self.special_ids) if (text := self._backend.id_to_token(token))]
 
     @cached_property
@@ -272,7 +274,7 @@ class Tokenizer:
         return backend
 
     def _try_marks(self, template: Template) -> bool:
-        """Whether control tokens in content can be distinguished from the template's own; what cannot is logged."""
+        """Tells if control tokens in content can be distinguished from the template's own; what cannot is logged."""
         control = template.control
         unsafe = [
             text
@@ -293,7 +295,7 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def token_id(self, token: str) -> int | None:
-        """Of a token by its name in the vocabulary."""
+        """The id of a token, by its name in the vocabulary."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
@@ -301,7 +303,7 @@ class Tokenizer:
         return self._token_bytes.get(token_id, b"")
 
     def token_name(self, token_id: int) -> str:
-        """As the vocabulary has it: of a byte-level tokenizer, bytes are written as other characters."""
+        """The name of a token in the vocabulary: of a byte-level tokenizer, bytes are written as other characters."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
@@ -355,7 +357,7 @@ class Tokenizer:
 
 
 def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept: the longer is cut first, then both alike, as tokenizers do it."""
+    """The number of tokens of two texts that are kept: the longer is cut first, then both alike, as tokenizers do it."""
     short, long = sorted((first, second))
     if short + long > room:
         long = max(short, room - short)
@@ -409,7 +411,7 @@ class StreamDecoder:
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        """What is left of an unfinished character, as a replacement character."""
+        """The rest of an unfinished character, as a replacement character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -467,8 +469,8 @@ def _typed_errors(what: str) -> Iterator[None]:
 
 
 def _read_template(given: str, adds_bos: bool) -> str:
-    """Of a user: a template has braces, a path has none; some templates have names. These begin with the first token only if the
-    tokenizer puts it before texts (`adds_bos`)."""
+    """Reads a template that a user gave: a template has braces, a path has none; some templates have names. These begin with the
+    first token only if the tokenizer puts it before texts (`adds_bos`)."""
     if "{" in given:
         return given
     if given in NAMED and not Path(given).exists():
@@ -532,7 +534,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """What of a tokenizer.json decides how much memory the library takes for it."""
+    """The part of a tokenizer.json that decides how much memory the library takes for it."""
 
     model: _Model
     added_tokens: list[_Added] = []

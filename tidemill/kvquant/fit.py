@@ -25,7 +25,7 @@ _LEAST_SCALE = 1e-6  # of a channel that is constant
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Of a layer: keys before rotation and values of some tokens, none at position 0, and what errors of theirs count."""
+    """Samples of a layer: keys before rotation and values of some tokens, none at position 0, and what errors of theirs count."""
 
     keys: torch.Tensor  # [n, G, D]
     key_weights: torch.Tensor
@@ -37,7 +37,7 @@ class Samples:
 def sensitivity(
     q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, spec: AttentionSpec, angles: Angles | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What errors of a sequence's keys [T, G, D] and values [T, G] count. Queries and keys are not rotated."""
+    """The weight of errors in a sequence's keys [T, G, D] and values [T, G]. Queries and keys are not rotated."""
     num_tokens, num_repeats = q_TND.shape[0], q_TND.shape[1] // k_TGD.shape[1]
     cos, sin = _of_all_dims(angles, num_tokens, k_TGD.shape[-1])
     q, k = (
@@ -76,7 +76,7 @@ def _of_all_dims(angles: Angles | None, num_tokens: int, dim: int) -> tuple[torc
 
 
 def _partners(x_TD: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-    """Of pairs (x, y): (y, -x)."""
+    """The partner of each pair (x, y): (y, -x)."""
     if angles is None:
         return torch.zeros_like(x_TD)
     half = angles.cos.shape[1]

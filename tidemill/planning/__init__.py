@@ -1,1 +1,1 @@
-"""Which models, on which devices, cut how: costs from shapes, plans, and their search in the simulator. Ints and floats only."""
+"""The choice of models, devices and cuts: costs from shapes, plans, and their search in the simulator. Ints and floats only."""

@@ -65,7 +65,7 @@ def parse_devices(text: str) -> tuple[int, Hardware]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a model is cut over the devices of one engine."""
+    """The cut of a model over the devices of one engine."""
 
     tensor: int = 1
     stages: int = 1
@@ -142,7 +142,7 @@ Cache: TypeAlias = tuple[CacheLayout, int]  # of an engine; the bytes of a page 
 
 
 class Seen:
-    """Of the tokens before it, the part that a token of a load sees in a layer with a window: on average, since a step's cost
+    """The part of the tokens before it that a token of a load sees in a layer with a window: on average, since a step's cost
     knows the sum of all contexts and not each. `lengths`: of each request, its prompt and its output."""
 
     def __init__(self, lengths: Iterable[tuple[int, int]] = ()) -> None:
@@ -175,7 +175,8 @@ def _sum_to(num: int, most: int = 0) -> int:
 
 
 def estimate(model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | None = None) -> Estimate:
-    """Of a model whose weights and KV cache are stored as the device's own. `seen`: None: no layer has a window."""
+    """The estimated cost of a model whose weights and KV cache are stored as the device's own. `seen`: None: no layer has a
+    window."""
     device, stages, seen = hardware.device, shape.stages, seen or Seen()
 
     def cost(num_tokens: int, context: int = 0) -> layouts.Cost:
@@ -218,24 +219,25 @@ def of_windows(model: ModelConfig, part: Callable[[int], float]) -> dict[int, fl
 
 
 def _mean_of_layers(model: ModelConfig, part: Callable[[int], float]) -> float:
-    """Of those with keys and values."""
+    """The mean over the layers with keys and values."""
     specs, parts = model.attention_layers, of_windows(model, part)
     return sum(parts[spec.window] for spec in specs) / max(len(specs), 1)
 
 
 def sent_bytes(model: ModelConfig, hardware: Hardware, seen: Seen) -> float:
-    """Of a prompt's token, when a request moves to another engine: what its layers still see, on average."""
+    """The bytes sent for a prompt's token when a request moves to another engine: what its layers still see, on average."""
     return model.kv_bytes_per_token(kv_dtype(hardware)) * _mean_of_layers(model, seen.at_once)
 
 
 def free_bytes(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> float:
-    """Of each device, for a KV cache beside the weights; below 0: not even those fit. `taken_bytes`: of each device."""
+    """The free bytes of each device, for a KV cache beside the weights; below 0: not even those fit. `taken_bytes`: of each
+    device."""
     weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
     return _USABLE * hardware.memory_bytes - taken_bytes - weights
 
 
 def cache_of(model: ModelConfig, hardware: Hardware, shape: Shape, page_size: int, context: int) -> Cache | None:
-    """As an engine of this shape lays it out. None: the model cannot be cut so."""
+    """The cache in the layout of an engine of this shape. None: the model cannot be cut so."""
     if (model.num_heads or shape.tensor) % shape.tensor or model.num_layers < shape.stages:
         return None
     dtype = kv_dtype(hardware)

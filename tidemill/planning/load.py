@@ -1,4 +1,4 @@
-"""What is asked of a cluster: jobs at a rate, or of a recorded trace."""
+"""The load of a cluster: jobs at a rate, or of a recorded trace."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_trace(path: Path, model: str = "", limit: int = MAX_REQUESTS, speed: fl
 
 
 def copies(jobs: Sequence[Job], num: int) -> Iterator[Job]:
-    """So many times the load: the same requests of other users, who share no prefix with each other, a little apart in time."""
+    """The load so many times: the same requests of other users, who share no prefix with each other, a little apart in time."""
     most = 1 + max((block for job in jobs for block in job.blocks), default=0)
     gap = (jobs[-1].at_s - jobs[0].at_s) / max(len(jobs) - 1, 1) / num
     for job in jobs:

@@ -55,7 +55,7 @@ def parse_slo(text: str) -> Slo:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an engine's steps."""
+    """The limits of an engine's steps."""
 
     policy: str = "continuous"
     token_budget: int = 2048
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def family(self) -> tuple[tuple[str, Shape, tuple[str, ...]], ...]:
-        """What it is, whatever its numbers and limits."""
+        """The kind of plan, whatever its numbers and limits."""
         return tuple(sorted(((p.role, p.shape, p.models) for p in self.pools), key=repr))
 
     @cached_property
@@ -110,7 +110,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned for. `costs`: of a model and shape, if not the estimate."""
+    """The case that is planned for. `costs`: those of a model and shape, if not the estimate."""
 
     models: Mapping[str, ModelConfig]
     jobs: Sequence[Job]
@@ -147,15 +147,15 @@ class Case:
 
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
-        """Of a token that moves to another engine."""
+        """The bytes of a token that moves to another engine."""
         return {name: sent_bytes(model, self.hardware, self.seen[name]) for name, model in self.models.items()}
 
     def page_size_of(self, name: str) -> int:
-        """Where there are states, whole pages lie between those that are kept."""
+        """The page size of a model. Where there are states, whole pages lie between those that are kept."""
         return math.gcd(self.page_size, STATE_INTERVAL) if self.models[name].state_layers else self.page_size
 
     def cache(self, name: str, shape: Shape) -> Cache | None:
-        """As `cache_of`."""
+        """The cache of a model in this shape; same as `cache_of`."""
         if (name, shape) not in self._caches:
             page_size = self.page_size_of(name)
             made = cache_of(self.models[name], self.hardware, shape, page_size, self.longest[name])
@@ -218,7 +218,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What the simulator says of a plan. `strain`: the factor by which the limits, or the budget, would have to be larger for the
+    """The simulator's verdict on a plan. `strain`: the factor by which the limits, or the budget, would have to be larger for the
     plan to keep them: it does so up to 1."""
 
     plan: Plan

@@ -49,7 +49,7 @@ class Costs:
 
     @property
     def source(self) -> str:
-        """Where the costs come from."""
+        """The source of the costs."""
         parts = [
             f"{'estimated' if one.is_estimated else 'measured'} for {one.model.name} on {one.machine} ({one.date}), and derived"
             for one in self._profiles.values()
@@ -67,7 +67,7 @@ def _checked(profile: Profile, source: str, model: ModelConfig) -> Profile:
 
 
 class Measured(FittedCost, frozen=True):
-    """With bounds for the search and for the order of time in a cluster."""
+    """Measured costs, with bounds for the search and for the order of time in a cluster."""
 
     @property
     def least_s(self) -> float:
@@ -75,7 +75,7 @@ class Measured(FittedCost, frozen=True):
         return min(*self.decode.seconds, *self.mixed.seconds)
 
     def prefill_floor_s(self, start: int, end: int, budget: int) -> float:
-        """As of an Estimate."""
+        """A lower bound of the time of a prefill; same as of an Estimate."""
         num, (sizes, seconds) = end - start, _points(self.mixed)
         rate = min(s / n for n, s in zip(sizes, seconds, strict=True))
         if len(sizes) > 1:  # beyond the last point
@@ -84,12 +84,13 @@ class Measured(FittedCost, frozen=True):
         return max(rate * (num - 1), num_steps * self.least_s, 0.0)
 
     def decode_floor_s(self, context: int) -> float:
-        """As of an Estimate. Others may share the context."""
+        """A lower bound of the time of a decode step; same as of an Estimate. Others may share the context."""
         return self.least_s
 
 
 def derived(cost: FittedCost, one: Estimate, cut: Estimate) -> Measured:
-    """Of several devices: each part is measured on one, times what the estimates say that cutting the model does to it."""
+    """The costs of several devices: each part is measured on one, times what the estimates say that cutting the model does to
+    it."""
     values = {name: getattr(cost, name) for name in cost.__struct_fields__}
     if one == cut:
         return Measured(**values)

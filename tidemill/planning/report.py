@@ -57,7 +57,7 @@ def _binding(case: Case, result: Result) -> str:
 
 
 def as_dict(case: Case, found: Found, commands: list[str], source: str) -> dict[str, Any]:
-    """For --json."""
+    """The report as the dictionary that --json prints."""
     return {
         "source": source,
         "devices": f"{case.num_devices}x{case.hardware.name}",

@@ -59,7 +59,7 @@ class Scaled:
     # ---- one model
 
     def _colocated(self) -> dict[object, _Units]:
-        """Of each shape, engines."""
+        """The engines for both phases, by shape."""
         case, names = self._case, tuple(self._case.models)
         if not self._space.colocated:
             return {}
@@ -160,7 +160,7 @@ class Scaled:
     # ---- several models
 
     def _multiplexed(self) -> Iterator[Result]:
-        """Of each shape of groups, what placing one model after the other comes to."""
+        """The results of placing one model after the other, for groups of each shape."""
         case, any_fits = self._case, False
         for shape in self._space.shapes(case, list(case.models)[:1], case.num_devices):
             placed: list[tuple[str, ...]] = [()] * (case.num_devices // shape.num_devices)

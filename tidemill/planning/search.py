@@ -117,7 +117,7 @@ class Levels:
         return Found(winner, runner_up, list(self._known.values()), num, self._evaluator.num_simulated, True)
 
     def _attained(self, plans: Sequence[Plan]) -> bool:
-        """Whether any of them attains."""
+        """Tells if any of them attains."""
         return any(self._floor(plan) <= 1 and self._simulate(plan, 1.0) is not None for plan in sorted(plans, key=self._floor))
 
     def _best(self, plans: Sequence[Plan]) -> list[Result]:
@@ -156,7 +156,7 @@ class Levels:
 
 
 def _two(results: Sequence[Result]) -> list[Result]:
-    """Of the best first: it, and the first of another family."""
+    """The two best results: the best, and the first of another family."""
     others = [one for one in results[1:] if one.plan.family != results[0].plan.family]
     return [results[0], *others[:1]]
 
@@ -178,7 +178,7 @@ class Floors:
         return sorted(scales)[self._case.slo.num_needed(len(scales)) - 1] * _ROUNDING
 
     def _of_pool(self, role: str, shape: Shape, budget: int, models: Iterable[str]) -> list[float]:
-        """Of each job; infinite if its model is not there."""
+        """The floor of each job; infinite if its model is not there."""
         key = role, shape, budget if role != DECODE else 0, tuple(models)
         if key not in self._scales:
             self._scales[key] = [self._of_job(role, shape, budget, job, key[-1]) for job in self._case.jobs]
@@ -200,7 +200,7 @@ class Floors:
 
 
 def _known_tokens(jobs: Sequence[Job]) -> dict[int, int]:
-    """Of each job's prompt, the tokens that an earlier one began with."""
+    """The number of leading tokens of each job's prompt that an earlier one began with."""
     seen: set[tuple[str, int]] = set()
     found = {}
     for job in jobs:

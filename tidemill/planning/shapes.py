@@ -29,7 +29,7 @@ def _experts(dense: ModelConfig, num: int, top_k: int, shared: int = 0) -> Model
 
 
 def _but_every(nth: int, model: ModelConfig, spec: LayerSpec) -> ModelConfig:
-    """Of all layers but each nth."""
+    """The model in which all layers but each nth have this spec."""
     layers = [own if number % nth == 0 else spec for number, own in enumerate(model.layers, 1)]
     return replace(model, layers=tuple(layers))
 

@@ -1,4 +1,4 @@
-"""Which plans there are for a number of devices."""
+"""The possible plans for a number of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. Prefill and decode engines have the same limits, as those of one server have."""
+    """The space of plans that is searched. Prefill and decode engines have the same limits, as those of one server have."""
 
     policies: Sequence[str] = ("continuous", "prefill-first")
     token_budgets: Sequence[int] = (512, 2048, 8192)
@@ -40,7 +40,7 @@ class Space:
         return [limits for limits in self.all_limits() if limits.policy == self.policies[0]]
 
     def plans(self, case: Case, num: int) -> list[Plan]:
-        """Of exactly so many devices."""
+        """The plans for exactly so many devices."""
         if len(case.models) > 1:
             return list(self._multiplexed(case, num))
         names = tuple(case.models)
@@ -84,7 +84,7 @@ _Group = tuple[Shape, tuple[str, ...]]
 
 
 def _multisets(groups: Sequence[_Group], num: int) -> Iterator[list[tuple[_Group, int]]]:
-    """How often each group is taken, so that they have so many devices in all."""
+    """The multisets of groups: how often each group is taken, so that they have so many devices in all."""
     if num == 0:
         yield []
     elif groups:

@@ -1,4 +1,5 @@
-"""What runs a program's requests. Each backend has an event loop in a thread of its own, in which all its states advance."""
+"""The backends that run a program's requests. Each backend has an event loop in a thread of its own, in which all its states
+advance."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Token:
-    """Of a rendered conversation."""
+    """One token of a rendered conversation."""
 
     token_id: int
     data: bytes = field(repr=False)

@@ -1,4 +1,4 @@
-"""What a program appends to its state: texts, generations, choices, and messages made of these."""
+"""The expressions that a program appends to its state: texts, generations, choices, and messages made of these."""
 
 from __future__ import annotations
 

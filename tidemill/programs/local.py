@@ -24,7 +24,7 @@ class _Waiting:
     num_given: int = 0  # characters
 
     def tell(self) -> None:
-        """What the last step brought."""
+        """Tells the results of the last step."""
         text = self.output.samples[0].text
         if self.on_text is not None and len(text) > self.num_given:
             self.on_text(text[self.num_given :])

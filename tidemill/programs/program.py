@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 def set_default_backend(backend: AnyBackend | None) -> None:
-    """For programs that are run without one: an LLM, the URL of a server, or a Backend."""
+    """Sets the backend of programs that are run without one: an LLM, the URL of a server, or a Backend."""
     global _default
     _default = backend
 
@@ -56,7 +56,7 @@ class Program:
         self._function, self._backend = function, backend
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As part of another program, with its state."""
+        """Runs the program as part of another program, with its state."""
         if not arguments or not isinstance(arguments[0], State):
             name = self._function.__name__
             raise ProgramError(f"{name} is a program.", fix=f"Use {name}.run(...), or {name}(s, ...) in another program.")

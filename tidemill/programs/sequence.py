@@ -15,7 +15,7 @@ _SALTS = count(1)
 
 @dataclass(slots=True)
 class Choice:
-    """What a select found: scores are mean log-probabilities."""
+    """The result of a select: scores are mean log-probabilities."""
 
     text: str
     scores: dict[str, float]
@@ -92,7 +92,7 @@ class Sequence:
         return b"".join(token.data for token in tokens).decode(errors="replace")
 
     async def _encoded(self, texts: list[str]) -> list[list[int]]:
-        """Of texts that come next."""
+        """The token ids of texts that come next."""
         if self.ids:
             return await self.backend.encode_after(texts)
         return await self.backend.encode(texts, at_start=True)

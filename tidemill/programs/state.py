@@ -27,7 +27,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of a state's text. The last one of a variable is marked."""
+    """A piece of a state's text. The last one of a variable is marked."""
 
     name: str | None
     text: str
@@ -172,7 +172,8 @@ class State:
         return list(self._variables)
 
     def meta(self, name: str) -> dict[str, Any]:
-        """Of a generation: token_ids, finish_reason, stop, num_cached. Of a select: scores and logprobs."""
+        """The figures of a variable. A generation has token_ids, finish_reason, stop and num_cached; a select has scores and
+        logprobs."""
         variable = self._variable(name)
         if not isinstance(variable, Variable):
             raise ProgramError(f"{name!r} was not generated.", param="name")
@@ -210,13 +211,13 @@ class State:
         return [dict(one) for one in self._sequence.messages]
 
     def token_ids(self) -> list[int]:
-        """Of all that is computed; text after the last generation has none yet."""
+        """The ids of all tokens that are computed; text after the last generation has none yet."""
         self.wait()
         return list(self._sequence.ids)
 
     @property
     def usage(self) -> Usage:
-        """Of the whole program, its branches included."""
+        """The usage of the whole program, its branches included."""
         return self._run.usage
 
     @property
@@ -271,7 +272,7 @@ class State:
 
 
 class Branches(list[State]):
-    """Of one state, in parallel. `branches["name"]` has the values of all; `branches += text` appends to all."""
+    """The branches of one state, in parallel. `branches["name"]` has the values of all; `branches += text` appends to all."""
 
     parent: State | None = None
 

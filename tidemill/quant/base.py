@@ -20,7 +20,7 @@ Part = TypeVar("Part")
 
 @dataclass(slots=True)
 class ExpertStacks:
-    """Where the matrices of a layer's experts go as they are read, so that they are never there twice."""
+    """The destination of the matrices of a layer's experts as they are read, so that they are never there twice."""
 
     gate_up_E2IH: torch.Tensor  # rows of gate first
     down_EHI: torch.Tensor
@@ -39,7 +39,8 @@ class ExpertStacks:
 
 
 class LinearRows(ABC):
-    """Where the matrices of a linear layer go as they are read, one below the other, so that they are never there twice."""
+    """The destination of the matrices of a linear layer as they are read, one below the other, so that they are never there
+    twice."""
 
     @abstractmethod
     def read(self, name: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
@@ -65,7 +66,8 @@ class ExpertParts(Generic[Part]):
 
 
 class LinearMethod(ABC, Generic[Part]):
-    """How stored matrices become a weight: each is read as it streams by, then those that are fused by rows are joined."""
+    """The method that turns stored matrices into a weight: each is read as it streams by, then those that are fused by rows are
+    joined."""
 
     def __init__(self, fast: bool = False) -> None:
         """`fast`: sums may run in an order that depends on the number of rows."""
@@ -84,7 +86,7 @@ class LinearMethod(ABC, Generic[Part]):
         return Gated(self.join([gate, up], bias), act)
 
     def new_rows(self, nums_out: Mapping[str, int], num_in: int) -> LinearRows | None:
-        """For a layer of these matrices, if that is where they are to be read."""
+        """The rows for a layer of these matrices, if that is where they are to be read."""
         return None
 
     def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks | None:

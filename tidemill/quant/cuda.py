@@ -37,7 +37,7 @@ class CudaMatrix(Weight):
         return self._multiply(x_TK, self._act)
 
     def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """Of a gated weight, columns of gate and up in turn."""
+        """The product with the matrix. A gated weight yields columns of gate and up in turn."""
         return self._multiply(x_TK, "")
 
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class CudaExperts(ExpertWeights):
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of gate and up, and of down."""
+        """The biases of gate and up, and of down."""
         return self._gate_up_bias, self._down_bias
 
     def count(self, live: torch.Tensor) -> None:

@@ -124,7 +124,7 @@ class CudaPackedWeight(CudaMatrix):
 
 
 def pack_codes(codes: Codes) -> Any:
-    """As the kernels hold them. None: no kernel has their groups."""
+    """The codes in the kernels' form. None: no kernel has their groups."""
     from tidemill.kernels.cuda.packed_gemm import E2M1, NF4, pack
 
     num_in = codes.codes_NK.shape[1]
@@ -205,7 +205,8 @@ class Fp8Part:
 
 
 def read_fp8(tensor: FP8Tensor) -> Fp8Part | None:
-    """With a scale for the whole, for each row or for blocks of 128 columns. None: in other blocks, or another type."""
+    """Reads FP8 values with a scale for the whole, for each row or for blocks of 128 columns. None: in other blocks, or another
+    type."""
     num_out, num_in = tensor.shape
     rows, columns = tensor.block
     values = tensor.values()
@@ -336,7 +337,7 @@ class CudaQuantized(CudaDense):
 
 
 def _is_centroids(part: Part) -> bool:
-    """Whether a matrix has a table of its own, or outliers: it is not fused with others."""
+    """Tells if a matrix has a table of its own, or outliers: it is not fused with others."""
     return isinstance(part, Codes) and (part.outliers is not None or (part.table is not None and part.scales_NG.shape[1] == 1))
 
 

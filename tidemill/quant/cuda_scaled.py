@@ -68,7 +68,7 @@ class CudaScaledWeight(CudaMatrix):
 
 
 def quantize_weight(values_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """With a scale for each row, by its largest value."""
+    """Quantizes a weight with a scale for each row, by its largest value."""
     from tidemill.kernels.cuda.elementwise import LARGEST
 
     scales = (values_NK.abs().amax(1).float() / LARGEST[dtype]).clamp_min_(1e-30)
@@ -112,5 +112,5 @@ def on_gpu(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def in_pairs(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Of gate and up in turn."""
+    """The bias with values of gate and up in turn."""
     return None if bias is None else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)

@@ -37,7 +37,7 @@ def own_rows(num: int, shard: Shard) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a rank holds of a matrix, or of several: where in the file, and the bytes of eight rows of each array."""
+    """The part of a matrix, or of several, that a rank holds: where in the file, and the bytes of eight rows of each array."""
 
     kind: int
     offsets: list[int]
@@ -81,7 +81,7 @@ class SharedWeights:
         self.own[name] = replace(self.own[name], shape=(matrix.num_in, matrix.num_out), bias=at)
 
     def map(self, rank: int) -> np.ndarray:
-        """What a rank holds, in memory. Only if all are on one host, after `finish`."""
+        """Maps the part that a rank holds into memory. This works only if all are on one host, after `finish`."""
         ends = [one.offsets[-1] + one.num_bytes[-1] for one in self.of_ranks[rank].values()]
         ends += [one.bias + 4 * one.shape[1] for one in self.of_ranks[rank].values() if one.bias >= 0]
         first = rank * _APART
@@ -160,8 +160,8 @@ class Gathered(LinearMethod[Any]):
         raise AssertionError("not for experts")
 
     def pieces(self, size: int) -> tuple[np.ndarray, list[int], int]:
-        """Where what ranks have is in the file, how many bytes, and where in the whole; where the whole's arrays begin, and the
-        bytes of all."""
+        """The place in the file of the ranks' parts, the number of bytes, and the place in the whole; where the whole's arrays
+        begin, and the bytes of all."""
         assert self.matrix is not None
         tables = [ranks.get(self.name) for ranks in self._store.of_ranks]
         there = [one for one in tables if one is not None]
@@ -214,7 +214,7 @@ class Shown(LinearMethod[Any]):
         raise AssertionError("not for experts")
 
     def matrices(self, regions: Sequence[np.ndarray]) -> list[PlacedMatrix]:
-        """Of each rank, in the memory where that has its own. This rank's own is placed, too."""
+        """The matrices of each rank, in the memory where that has its own. This rank's own is placed, too."""
         made = []
         for rank, region in enumerate(regions):
             stored, base = self._store.of_ranks[rank][self.name], int(region.ctypes.data) - rank * _APART
@@ -260,7 +260,7 @@ class GatheredExperts(LinearMethod[Any]):
 
 
 def places_of(stored: Stored) -> tuple[list[int], int]:
-    """Where arrays begin in a slot, and the bytes of all."""
+    """The offsets of arrays in a slot, and the bytes of all."""
     places, end = list[int](), 0
     for num in stored.num_bytes:
         places.append(end)

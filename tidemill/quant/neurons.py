@@ -18,7 +18,7 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class StreamedNeurons:
-    """Of one feed-forward, under a name in a store: the methods of its two layers."""
+    """The streamed neurons of one feed-forward, under a name in a store: the methods of its two layers."""
 
     def __init__(self, gate_up: LinearMethod[Any], down: LinearMethod[Any], store: Store, name: str) -> None:
         self.store, self.name = store, name

@@ -49,8 +49,8 @@ class WeightPlan:
 
     @property
     def of_tables(self) -> WeightPlan:
-        """Of embeddings, heads and routers, which stay as they are where plain weights are quantized. Their rows are cut, if
-        anything is."""
+        """The plan for embeddings, heads and routers, which stay as they are where plain weights are quantized. Their rows are
+        cut, if anything is."""
         scheme = "dense" if self.scheme in _ONLINE else self.scheme
         return replace(self, scheme=scheme, shard=self.part.tables, hidden=WHOLE, rows=WHOLE)
 

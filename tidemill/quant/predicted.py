@@ -18,7 +18,8 @@ def scores_of(predictor: Predictor) -> Weight:
 
 
 class PredictedNeurons:
-    """Of one feed-forward: the methods of its two layers. The first one's matmul gives the predictor's scores."""
+    """The predicted neurons of one feed-forward: the methods of its two layers. The first one's matmul gives the predictor's
+    scores."""
 
     def __init__(self, gate_up: LinearMethod[Any], down: LinearMethod[Any], predictor: Predictor) -> None:
         self.gate_up, self.down = _GateUp(gate_up, self), _Down(down, self)

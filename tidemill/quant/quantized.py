@@ -54,7 +54,7 @@ def _short(type_name: str) -> torch.dtype:
 
 
 def _loses(parts: list[Part]) -> bool:
-    """Whether quantized matrices would have to be rounded anew to be fused: they have tables, groups or bits of their own."""
+    """Tells if quantized matrices would have to be rounded anew to be fused: they have tables, groups or bits of their own."""
     codes = [part for part in parts if isinstance(part, Codes)]
     is_short = all(one.scales_NG.dtype == torch.float16 for one in codes)  # 32 to a scale: they meet in 8 bits as they are
     return len(codes) == len(parts) and not is_short and len({likeness(one) for one in codes}) > 1
@@ -74,7 +74,7 @@ def _side_by_side(parts: list[Part], bias: torch.Tensor | None) -> Weight:
 
 
 def _stack(parts: list[list[Part]], bias_EN: torch.Tensor | None) -> Stack:
-    """Of each expert, matrices one below the other. Unless all are quantized in one way, all are plain numbers."""
+    """The stack of each expert's matrices, one below the other. Unless all are quantized in one way, all are plain numbers."""
     joined = [_below(matrices) for matrices in parts]
     codes = [_for_experts(one) for one in joined if isinstance(one, Codes)]
     if len(codes) == len(joined) and len({likeness(one) for one in codes}) == 1:

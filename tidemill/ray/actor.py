@@ -1,4 +1,4 @@
-"""What runs on the nodes of a cluster: engines, and workers of a batch."""
+"""The actors that run on the nodes of a cluster: engines, and workers of a batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PORT_TRIES = 100
 
 @dataclass(frozen=True)
 class About:
-    """Of an actor's process."""
+    """The address and resources of an actor's process."""
 
     version: str = __version__
     host: str = field(default_factory=socket.gethostname)
@@ -50,7 +50,7 @@ def _own_ip() -> str:
 
 
 def _here(export: str | None) -> str | None:
-    """Where pages are exported: at this node's address, also if the engine was on another node before."""
+    """The address where pages are exported: this node's, also if the engine was on another node before."""
     if export is None:
         return None
     kind, _, rest = export.split(":", 2)
@@ -160,7 +160,7 @@ class BatchActor:
         return About.here()
 
     async def start(self, options: bytes, num_at_once: int | None, stall_s: float, start_s: float) -> int | bytes:
-        """How many lines it executes at once; or a refusal, encoded."""
+        """Starts the engine; returns how many lines it executes at once; or a refusal, encoded."""
         engine = msgspec.msgpack.decode(options, type=EngineOptions)
         try:
             await asyncio.to_thread(locate, engine.model, fetch=True)

@@ -25,7 +25,7 @@ class NoRoom(OSError):
 
 @dataclass(frozen=True)
 class Needs:
-    """What an actor takes of its node."""
+    """The resources that an actor takes of its node."""
 
     num_cpus: int = 1
     num_gpus: int = 0
@@ -74,7 +74,7 @@ class Cluster:
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
-        """What a call of an actor raises that has failed or is not there any more."""
+        """The errors that a call raises if its actor has failed or is not there any more."""
         found = self._ray.exceptions
         return (
             found.RayActorError,
@@ -115,12 +115,12 @@ class Cluster:
         return group
 
     def release(self, *groups: Any) -> None:
-        """And what is in them."""
+        """Releases the room and what is in it."""
         for group in groups:
             self._ray.util.remove_placement_group(group)
 
     async def place(self, kind: type, needs: Needs, num: int = 1, group: Any = None) -> list[Any]:
-        """So many actors, spread over the nodes: all of them, or none and NoRoom. `group`: in the room that it has."""
+        """Places so many actors, spread over the nodes: all of them, or none and NoRoom. `group`: in the room that it has."""
         remote = self._ray.remote(kind).options(
             num_cpus=needs.num_cpus,
             num_gpus=needs.num_gpus,
@@ -166,7 +166,7 @@ class Cluster:
         return min(int(free.get(name, 0) // num) for name, num in rooms.items() if num)
 
     def described(self) -> str:
-        """What the cluster has, and what of it is free."""
+        """The resources of the cluster, and the free ones."""
         free, total = self._ray.available_resources(), self._ray.cluster_resources()
         parts = [f"{free.get(name, 0):g} of {total[name]:g} {name}s" for name in ("CPU", "GPU") if total.get(name)]
         return f"the cluster has {len(self.nodes())} nodes, and {' and '.join(parts) or 'nothing'} free"

@@ -1,4 +1,5 @@
-"""What Ray Serve calls in a replica. A module of its own, since Serve copies a deployment's class with the globals it uses."""
+"""The entry point that Ray Serve calls in a replica. It is a module of its own, since Serve copies a deployment's class with the
+globals it uses."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tidemill.errors import ConfigError
 
 @dataclass(frozen=True)
 class Load:
-    """Of all replicas together, at a moment."""
+    """The load of all replicas together, at a moment."""
 
     num_replicas: int  # that take requests
     num_running: int

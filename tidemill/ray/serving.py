@@ -36,7 +36,7 @@ _log = logging.getLogger("tidemill.ray")
 
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
-    """What `tidemill serve --ray` is told about the cluster."""
+    """The options of `tidemill serve --ray` about the cluster."""
 
     num_replicas: int = 1
     policy: ScalePolicy | None = None
@@ -160,7 +160,7 @@ class RayReplicas(Replicas):
         self._kv_key = secrets.token_hex(32).encode()
 
     async def _start_one(self, number: int, options: EngineOptions, first: Ready) -> Ready:
-        """With the values of the first, so that each can take every request."""
+        """Starts a replica with the values of the first, so that each can take every request."""
         ready = await self.clients[number].start(settled(self._options(options, number), first.config))
         if ready.model != first.model:
             await self.clients[number].stop()

@@ -444,7 +444,7 @@ class Front(asyncio.Protocol):
         self.answer_error(error)
 
     def _refuse(self, error: TidemillError) -> None:
-        """What the client sends is not taken, so nothing more can be read from it. What is under way goes on."""
+        """Refuses the rest of a connection: it is not read any more. Requests that are under way go on."""
         self._is_broken = True
         self._fronts.num_buffered -= self._num_body
         path = self._request.path if self._request is not None else ""

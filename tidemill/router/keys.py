@@ -1,4 +1,5 @@
-"""What of a request decides where it goes: the model, the keys of its prefix, and what it refers to that one server has."""
+"""The parts of a request that decide where it goes: the model, the keys of its prefix, and what it refers to that one server
+has."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ _decode_message = msgspec.json.Decoder(_Message).decode
 
 @dataclass(slots=True)
 class Prompt:
-    """What is known of a request's body; nothing, if it is not JSON of the kind."""
+    """The known parts of a request's body; nothing, if it is not JSON of the kind."""
 
     model: str | None = None
     keys: list[int] | tuple[()] = ()
@@ -88,7 +89,7 @@ def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
 
 
 def _leading(messages: list[Raw], num_bytes: int) -> list[bytes]:
-    """As many as have any effect."""
+    """The leading messages, as many as have any effect."""
     taken = []
     for message in messages:
         if num_bytes <= 0:
@@ -123,7 +124,7 @@ def _reference(given: _Body) -> tuple[str, str] | None:
 
 
 def _item_reference(items: bytes) -> tuple[str, str] | None:
-    """Of a Responses request, the first item that a server has stored."""
+    """The first item of a Responses request that a server has stored."""
     if b'"id"' not in items:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What one server keeps and others do not have: files, batches, stored responses, conversations, prompt caches.
+"""The state that one server keeps and others do not have: files, batches, stored responses, conversations, prompt caches.
 
 A request that refers to such a thing goes to the server that has it. Which one that is, is asked of all of them, and remembered:
 so the answer survives a restart of the router. What is new goes to the tenant's home, the server that consistent hashing gives

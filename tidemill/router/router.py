@@ -121,7 +121,7 @@ class Router:
         return self.upstreams[ranked[0]] if ranked else None
 
     def _lost(self, upstream: Upstream) -> None:
-        """What waits for an upstream that does not answer goes to another."""
+        """Sends requests that wait for an upstream that does not answer to another one."""
         self.placement.forget(upstream.url)
         for exchange in [one for one in self._exchanges if one.upstream is upstream]:
             exchange.give_up_waiting()
@@ -217,7 +217,7 @@ class Router:
             front.break_off()
 
     def _own_headers(self, request: Request) -> Headers:
-        """Of requests that the router makes for a client."""
+        """The headers of requests that the router makes for a client."""
         if self.upstream_key:
             return [(b"authorization", b"Bearer " + self.upstream_key)]
         return [(name, value) for name, value in request.headers if name in (b"authorization", b"x-api-key")]
@@ -262,7 +262,7 @@ class Router:
         return self._later(front, self._merge_models(front, request), None)
 
     async def _merge_models(self, front: Front, request: Request) -> None:
-        """What each upstream lists for this client; the first that lists a name describes it."""
+        """The models that each upstream lists for this client; the first that lists a name describes it."""
         usable = [one for one in self.upstreams.values() if one.is_healthy]
         if not usable:
             raise NoUpstream("No server can be asked at the moment.", fix="Try again in a moment.")

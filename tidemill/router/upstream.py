@@ -143,7 +143,7 @@ def _not_an_address(url: str) -> ConfigError:
 
 
 def _keep_alive(made: socket.socket) -> None:
-    """So that the loss of a host is noticed though nothing is to be sent to it."""
+    """Sets TCP keepalive, so that the loss of a host is noticed though nothing is to be sent to it."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):

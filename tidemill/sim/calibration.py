@@ -189,8 +189,8 @@ class Calibration:
                 yield [(0, self._prompt(i, context), self._num_output(i, context, own)) for i in range(own[-1])]
 
     def _num_output(self, number: int, context: int, sizes: Sequence[int]) -> int:
-        """Of the sequence of this number, so that as many are left as each size says, the largest first. Those that come first
-        decode while the others' prompts are computed."""
+        """The output length of the sequence of this number, so that as many are left as each size says, the largest first. Those
+        that come first decode while the others' prompts are computed."""
         waits = (sizes[-1] - number) * context // self._core.config.token_budget + 2
         return waits + _EACH * sum(1 for size in sizes if size > number)
 

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def keys(self) -> Sequence[int]:
-        """Of its prefix, for the placement."""
+        """The keys of its prefix, for the placement."""
         return self.blocks or (_OWN + self.number,)
 
 
@@ -68,14 +68,14 @@ class EngineSpec:
     link_latency_s: float = 0.0
 
     def line(self, num_decoding: int) -> tuple[float, float, float]:
-        """Of a step in which so many decode: its fixed part, and what a token of context adds."""
+        """The line of a step's time in which so many decode: its fixed part, and what a token of context adds."""
         found: Callable[[int], tuple[float, float, float]] | None = getattr(self.cost, "decode_line", None)
         return (0.0, 0.0, 0.0) if found is None else found(num_decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of a request."""
+    """The outcome of a request."""
 
     job: Job
     first_s: float
@@ -96,7 +96,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Which engine made the first token of a request, and when."""
+    """The engine that made the first token of a request, and when."""
 
     engine: int
     first_s: float
@@ -363,7 +363,7 @@ class Cluster:
 
 
 def _import(kv: KVManager, prompt_ids: tuple[int, ...], num: int, budget: int) -> None:
-    """As if a sequence had computed them, step by step: groups with a window keep no more than it sees."""
+    """Imports pages as if a sequence had computed them, step by step: groups with a window keep no more than it sees."""
     for end in (*range(budget, num, budget), num):
         if kv.extend(_IMPORT, end) is None:
             break  # the rest is computed

@@ -91,8 +91,8 @@ _NUMBERS = [number.to_bytes(4, "big") for number in range(1024)]
 
 
 def _quick_keys(parent: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """Of pages. 64 bits that are no secret are enough for one process of a simulation. Pages that repeat one token, as nearly all
-    do, are numbered: their keys are the hash where that begins, the token, and a number."""
+    """The keys of pages. 64 bits that are no secret are enough for one process of a simulation. Pages that repeat one token, as
+    nearly all do, are numbered: their keys are the hash where that begins, the token, and a number."""
     keys, at, num_tokens = list[bytes](), 0, len(token_ids)
     while at < num_tokens:
         first, num = token_ids[at], 1

@@ -1,4 +1,4 @@
-"""How long a step would take."""
+"""The model of how long a step would take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CostModel(Protocol):
 
 
 class StepShape(NamedTuple):
-    """What the time of a step depends on. Drafts count as sequences that decode."""
+    """The shape of a step, by which its time is predicted. Drafts count as sequences that decode."""
 
     num_decoding: int  # tokens of sequences with one token each
     decode_context: int  # tokens that these see, those that several share counted once
@@ -46,7 +46,7 @@ class StepShape(NamedTuple):
     prompt_context: int = 0  # what the last tokens of prompts see
 
     def next(self) -> StepShape:
-        """Of the next step with the same sequences, of which at most one has a prompt that goes on."""
+        """The shape of the next step with the same sequences, of which at most one has a prompt that goes on."""
         num, prompt = self.num_decoding, self.num_prompt
         context, longest = self.decode_context + num, self.longest + (num > 0)
         pairs, longest_prompt = self.pairs + prompt * prompt, self.longest_prompt + prompt
@@ -115,7 +115,7 @@ class Shapes:
         )  # fmt: skip
 
     def of_steady(self, num: int, steady: Steady) -> StepShape:
-        """Of a step in which these alone decode."""
+        """The shape of a step in which these alone decode."""
         context, longest = steady.steady_context
         num_shared = num_again = 0
         if self._num_again:
@@ -203,8 +203,8 @@ COLD = 12  # times the decay: after that, nothing is left
 
 
 class Heat:
-    """What steps with many tokens leave behind: a GPU at the limit of its power lowers its clock, and raises it again when there
-    is less to do. A level from 0 to 1 that falls by itself and rises in steps with prompts."""
+    """The heat that steps with many tokens leave behind: a GPU at the limit of its power lowers its clock, and raises it again
+    when there is less to do. A level from 0 to 1 that falls by itself and rises in steps with prompts."""
 
     def __init__(self, decay_s: float) -> None:
         self._decay_s, self._level, self._at_s = decay_s, 0.0, 0.0
@@ -226,8 +226,8 @@ class Heat:
 
 
 class FittedCost(msgspec.Struct, frozen=True):
-    """What `fit` made of measured steps. Steps in which every sequence decodes have a curve of their own, since they run as other
-    code does: on a GPU as one CUDA graph."""
+    """The cost that `fit` made of measured steps. Steps in which every sequence decodes have a curve of their own, since they run
+    as other code does: on a GPU as one CUDA graph."""
 
     decode: Curve  # by sequences
     mixed: Curve  # by tokens, of steps with a prompt

@@ -34,7 +34,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of the fit on what it was made from, relative: the median, the 90th percentile, and the sum of all steps."""
+    """The relative errors of the fit on the steps that it was made from: the median, the 90th percentile, and the sum of all
+    steps."""
 
     num_samples: int
     median: float
@@ -109,7 +110,8 @@ def _fit_with(
 
 
 def _host(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """What planning and launching takes, and what is added if requests start, and per token of these."""
+    """The host's time for planning and launching, the time that a step with new requests adds, and the time per token of
+    these."""
     going_on = [one.host_s for one in samples if not one.shape.num_new]
     starting = [(one.shape.num_new, one.host_s) for one in samples if one.shape.num_new]
     host_s = statistics.median(going_on or [own_s for _, own_s in starting])
@@ -126,7 +128,7 @@ def _host(samples: Sequence[Sample]) -> tuple[float, float, float]:
 
 
 def _levels(samples: Sequence[Sample], decay_s: float) -> list[float]:
-    """How hot the machine was when each of them began."""
+    """The heat of the machine when each of them began."""
     if not decay_s:
         return [0.0] * len(samples)
     heat, now, levels = Heat(decay_s), 0.0, []
@@ -141,7 +143,7 @@ def _levels(samples: Sequence[Sample], decay_s: float) -> list[float]:
 
 
 def errors_of(cost: FittedCost, samples: Sequence[Sample]) -> Errors:
-    """Of those that follow another."""
+    """The errors for steps that follow another."""
     said, took = [], []
     for one, level in zip(samples, _levels(samples, cost.heat_decay_s), strict=True):
         if one.follows:
@@ -183,7 +185,8 @@ def _fit_kind(
 
 
 def _least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Of matrix @ x = values, without negative x: columns that would be are left out, the most negative first."""
+    """The least-squares solution of matrix @ x = values, without negative x: columns that would be are left out, the most
+    negative first."""
     scale = np.linalg.norm(matrix, axis=0)
     used = scale > 0
     found = np.zeros(matrix.shape[1])

@@ -24,7 +24,7 @@ _Part = Annotated[float, msgspec.Meta(gt=-1e6, lt=1e6)]
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """What of a model its speed depends on."""
+    """The fields of a model that its speed depends on."""
 
     name: str
     num_layers: _Count

@@ -32,7 +32,7 @@ class SimDevice:
 
 
 class SimRunner:
-    """Where several steps may be in flight, the next begins when the one before it ends."""
+    """A runner that simulates. Where several steps may be in flight, the next begins when the one before it ends."""
 
     fallback = ""
     mover: PageMover | None = None  # if there are tiers: a SimMover
@@ -97,7 +97,7 @@ class SimRunner:
         return StepResult({item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples})
 
     def _warm_s(self, begin_s: float, shape: StepShape, seconds: float) -> float:
-        """What a step takes that would take so long in a cold machine."""
+        """The time of a step that would take so long in a cold machine."""
         if self._heat is None:
             return seconds
         if not shape.num_prompt:
@@ -132,7 +132,7 @@ class SimRunner:
         return times, planned_s
 
     def _repeat_decodes(self, num: int, most: int, until_s: float) -> tuple[list[float], float]:
-        """As `repeat`. Returns when the tokens of each came, and when the last one ends."""
+        """Repeats decode steps; same as `repeat`. Returns when the tokens of each came, and when the last one ends."""
         fixed_s, context_s, longest_s, rest_s, seen, most_seen = self._decodes(num)
         level, hot_s, decay_s = (0.0, 0.0, 1.0) if self._heat is None else self._heat.state
         rise, host_s, exp, cold = self._decode_rise, self._host_s, math.exp, -float(COLD)
@@ -158,14 +158,14 @@ class SimRunner:
         return times, free_s
 
     def _goes_on_s(self, begin_s: float) -> float:
-        """How long the next step takes, if it goes on with a prompt."""
+        """The time of the next step, if it goes on with a prompt."""
         assert self._shape_s is not None
         self._shape = self._shape.next()
         return self._warm_s(begin_s, self._shape, self._shape_s(self._shape))
 
     def _decodes(self, num: int) -> tuple[float, float, float, float, int, int]:
-        """Of steps in which so many decode: what each takes, per token of context and of the longest as well, and the rest; and
-        how much context the last step had, and the longest."""
+        """The times of steps in which so many decode: what each takes, per token of context and of the longest as well, and the
+        rest; and how much context the last step had, and the longest."""
         assert self._line is not None
         assert self.steady is not None
         line = self._lines.get(num)

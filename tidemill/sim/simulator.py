@@ -75,7 +75,7 @@ class SimResult:
         ]
 
     def timeline(self, request_ids: Sequence[str], column_s: float = 1.0) -> list[str]:
-        """As `chart`, but a column for each so many seconds: also those in which no step was made."""
+        """A timeline like `chart`, but a column for each so many seconds: also those in which no step was made."""
         num = math.ceil(self.steps[-1].end_s / column_s)
         steps = {
             math.floor((step.start_s + i * (step.end_s - step.start_s) / step.num_steps) / column_s): step.tokens_of
@@ -93,7 +93,7 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True)
 class SimTiers:
-    """Behind the KV cache: host memory and disk, and how fast they are (bytes a second)."""
+    """The tiers behind the KV cache: host memory and disk, and how fast they are (bytes a second)."""
 
     host_pages: int
     page_bytes: int
@@ -128,7 +128,7 @@ class SimConfig:
 
     @staticmethod
     def of(config: EngineConfig, steps_ahead: int) -> SimConfig:
-        """As a real engine."""
+        """The configuration of a real engine."""
         return SimConfig(
             policy=config.policy,
             num_rows=config.max_requests,
@@ -151,7 +151,7 @@ class SimConfig:
 
     @staticmethod
     def measured(shape: EngineShape) -> SimConfig:
-        """As the engine of a profile."""
+        """The configuration of the engine of a profile."""
         return SimConfig(
             num_rows=shape.max_requests,
             token_budget=shape.token_budget,
@@ -277,7 +277,7 @@ class SimEngine:
 
     @property
     def token_times_s(self) -> dict[str, list[float]]:
-        """So far. One that has ended may be taken out."""
+        """The times of the tokens so far. A request that has ended may be taken out."""
         self._core.steady.catch_up_all()
         self._catch_up()
         return self._result.token_times_s

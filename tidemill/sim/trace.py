@@ -71,7 +71,7 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
 
 
 def line_of(row: Row) -> bytes:
-    """Of a JSONL, ASCII. `at_s` may be any time of day."""
+    """The row as a line of JSONL, ASCII. `at_s` may be any time of day."""
     fields: dict[str, Any] = {
         "timestamp": round(1000 * row.at_s, 1),
         "input_length": row.num_prompt,
@@ -100,7 +100,7 @@ def arrivals(
 def coming(
     rows: Iterable[Row], *, time_scale: float = 1.0, length_scale: float = 1.0, max_context: int = _MOST
 ) -> Iterator[Arrival]:
-    """As `arrivals`, one by one: prompts of a long trace take more memory than all else."""
+    """The arrivals one by one, like `arrivals`: prompts of a long trace take more memory than all else."""
     for number, row in enumerate(rows):
         length, output = _cut(row, length_scale, max_context)
         prompt = prompt_of(row.blocks, length, number, max(1, round(row.block_len * length_scale))) if row.blocks else ()
@@ -132,7 +132,7 @@ def prompt_of(blocks: Iterable[int], length: int, number: int, block_len: int = 
 
 
 class _Lines:
-    """Of a file, and the number of the last one that was read."""
+    """The lines of a file, and the number of the last one that was read."""
 
     def __init__(self) -> None:
         self.number = 0

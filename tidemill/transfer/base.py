@@ -1,4 +1,4 @@
-"""What the engines that move pages tell each other, and the interface of transports.
+"""The messages between engines that move pages, and the interface of transports.
 
 exporter                                     importer
 slots of one page each                       asks what slots hold, again and again; fetches what it lacks
@@ -52,7 +52,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What has changed after this number?"""
+    """A request for the changes after this number."""
 
     since: int
 
@@ -77,7 +77,7 @@ class Source(Protocol):
     slots: np.ndarray  # uint8 [slots, bytes of a page]
 
     def offer(self) -> bytes:
-        """What a reader must know."""
+        """The offer that a reader must know."""
         ...
 
     def serve(self, channel: Channel) -> None:

@@ -33,7 +33,7 @@ def _digest(sums: bytes, key: bytes, num_bytes: int) -> bytes:
 
 
 def _sums(page: np.ndarray) -> bytes:
-    """As transfer.c has it."""
+    """The checksums that transfer.c computes."""
     padded = np.zeros(-(-page.nbytes // (8 * _COLUMNS)) * 8 * _COLUMNS, np.uint8)
     padded[: page.nbytes] = page
     rows = padded.view("<u8").reshape(-1, _COLUMNS)

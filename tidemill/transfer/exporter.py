@@ -42,8 +42,8 @@ _LOOK_S = 0.2
 
 
 class Journal:
-    """What slots hold, each with the number of its latest change. Whoever asks gets what changed after a number, so that nothing
-    piles up for a reader that is slow."""
+    """The contents of slots, each with the number of its latest change. Whoever asks gets what changed after a number, so that
+    nothing piles up for a reader that is slow."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -119,7 +119,7 @@ class Exporter:
         return self.journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
 
     def erase(self, slot: int, key: bytes) -> None:
-        """What is in it is worthless, also to those who have fetched it."""
+        """Erases a slot: its content is worthless, also to those who have fetched it."""
         self.journal.put(slot, b"", b"", erased=key)
 
     def is_known(self, number: int) -> bool:

@@ -42,7 +42,7 @@ _LEFT_ALONE = (TidemillError, TransferError, OSError, msgspec.MsgspecError)  # a
 
 
 class Learned(NamedTuple):
-    """What changed since it was taken last."""
+    """The changes since they were taken last."""
 
     slots: list[tuple[int, bytes]]  # places, and the contents they hold now; empty: nothing
     erased: list[bytes]  # contents that are worthless
@@ -61,7 +61,7 @@ class Peer:
 
 @dataclass(slots=True)
 class _Link:
-    """What is known of a peer. Places of its slots begin with `first`."""
+    """The known state of a peer. Places of its slots begin with `first`."""
 
     peer: Peer
     first: int
@@ -180,7 +180,7 @@ class Importer:
         link.news, link.num_slots, link.problem = news, num_slots, ""
 
     def _make_reader(self, peer: Peer) -> tuple[Reader, int]:
-        """And how many slots it can read."""
+        """Makes a reader; returns it and how many slots it can read."""
         channel, welcome = self._greet(peer, PAGES)
         try:
             return peer.make_reader(channel, welcome), welcome.num_slots
@@ -218,7 +218,7 @@ class Importer:
             self._learn(link, news)
 
     def _check(self, link: _Link, news: News) -> None:
-        """What a peer says takes a bounded amount of memory, and names slots that can be."""
+        """Checks what a peer says: it takes a bounded amount of memory, and names slots that can be."""
         if len(news.slots) > MAX_NEWS or len(news.erased) > MAX_NEWS or len(self._erased) > MAX_SLOTS:
             raise TransferError("it announces too much at once")
         for one in news.slots:

@@ -67,7 +67,7 @@ def _peer(at: TransferAddress, key_file: str | None) -> Peer:
 
 
 def _key(at: TransferAddress, key_file: str | None) -> bytes:
-    """Of shared memory: the socket's folder lets nobody else in."""
+    """The key of a link. That of shared memory is no secret: the socket's folder lets nobody else in."""
     if at.kind == "shm":
         return b"tidemill " + at.name.encode()
     assert key_file is not None, "checked by resolve"
@@ -78,7 +78,7 @@ def _key(at: TransferAddress, key_file: str | None) -> bytes:
 
 
 def folder() -> Path:
-    """Of mode 0700, of this user."""
+    """The folder of the sockets: of mode 0700, of this user."""
     path = Path(tempfile.gettempdir()) / f"tidemill-kv-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()

@@ -61,7 +61,7 @@ class WeightTensor(Protocol):
         ...
 
     def columns(self, begin: int, end: int) -> WeightTensor:
-        """Of a matrix, neighbouring columns; bytes as above, and those of blocks that the cut goes through."""
+        """Some neighbouring columns of a matrix; bytes as above, and those of blocks that the cut goes through."""
         ...
 
 
@@ -349,6 +349,6 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
 
     def _gathered(self, scheme: Scheme) -> Iterator[WeightTensor]:
-        """Of quantized matrices, several stored tensors are one; they may lie in different files, so all are open."""
+        """The quantized matrices. Several stored tensors are one matrix; they may lie in different files, so all are open."""
         for found in gathered(scheme, [(path, SafetensorsFile(path)) for path in self._files()]):
             yield _FromSafetensors(*found) if isinstance(found, tuple) else found

@@ -1,4 +1,4 @@
-"""Which GGUF of a folder or a hub repository is meant: by its quantization, with all the parts of a split one."""
+"""The choice of a GGUF of a folder or a hub repository: by its quantization, with all the parts of a split one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells one model's weights from another's: all bytes of its files."""
+"""The digest of a model's weights: all bytes of its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def fingerprint_of(path: Path) -> bytes:
-    """What tells models apart that were trained differently, without reading all of them: sizes, and bytes from all over the
+    """A fingerprint of models that were trained differently, without reading all of them: sizes, and bytes from all over the
     files."""
     files = [path] if path.is_file() else [*weight_files(path), path / "config.json"]
     made = hashlib.sha256()
@@ -29,8 +29,8 @@ def fingerprint_of(path: Path) -> bytes:
 
 
 def digest_of(path: Path, num_threads: int = 4) -> bytes:
-    """Of a GGUF file, or of the safetensors files and the settings in a folder. Reads all of it: about a second a gigabyte and
-    core."""
+    """The digest of a GGUF file, or of the safetensors files and the settings in a folder. Reads all of it: about a second a
+    gigabyte and core."""
     files = [path] if path.is_file() else sorted([*weight_files(path), *path.glob("*.json")])
     pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE)]
     with ThreadPoolExecutor(num_threads) as threads:

@@ -159,7 +159,7 @@ class GGUFFile:
         return count
 
     def _length(self, length: int, min_bytes: int, key: str) -> int:
-        """Of an array."""
+        """The length of an array."""
         self._num_entries += self._count(length, min_bytes, f"the length of {key}", _MAX_ENTRIES)
         self._count(self._num_entries, 0, "the number of all array entries", _MAX_ENTRIES)
         return length

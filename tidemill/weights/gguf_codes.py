@@ -98,7 +98,7 @@ _TRITS = 5  # of a byte of TQ1_0
 
 
 def _trits(data: np.ndarray, num: int = _TRITS) -> np.ndarray:
-    """Of bytes [blocks, n]: digits of base 3, the first of all bytes, then the second..."""
+    """The digits of bytes [blocks, n] in base 3, the first of all bytes, then the second..."""
     powers = np.array([3**i for i in range(num)], np.uint8)[None, :, None]
     shifted = data[:, None, :] * powers  # the digits before are beyond the byte
     return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(data.shape[0], -1)

@@ -24,7 +24,7 @@ _AGAIN = "Calibrate this model: tidemill calibrate-kv MODEL -o FILE."
 
 
 def model_shape(config: ModelConfig) -> dict[str, Any]:
-    """What keys and values depend on, apart from the weights."""
+    """The fields of the model that keys and values depend on, apart from the weights."""
     return {
         "architecture": config.architecture,
         "hidden_size": config.hidden_size,

@@ -53,7 +53,7 @@ def locate(model: str, *, fetch: bool = False) -> Path:
 
 
 def _meant(model: str) -> str:
-    """What to give for a name that is Ollama's, or a slip."""
+    """The name to give instead of one that is Ollama's, or a slip."""
     if repo := on_the_hub(model):
         return f"Ollama's {model} is {repo} on the Hugging Face hub: give that name."
     if near := difflib.get_close_matches(model, PACKAGED, n=1, cutoff=0.75):

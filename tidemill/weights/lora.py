@@ -41,7 +41,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """Of one stored matrix [N, K] of the model: what is added to its output is scale · up (down x)."""
+    """The factors for one stored matrix [N, K] of the model: what is added to its output is scale · up (down x)."""
 
     down_RK: torch.Tensor
     up_NR: torch.Tensor

@@ -74,7 +74,7 @@ class Mxfp4Tensor:
         return whole if is_all else Inner(whole, 1, begin - first * GROUP, end - first * GROUP)
 
     def _narrowed(self, dim: int, begin: int, end: int) -> Mxfp4Tensor:
-        """Of one matrix."""
+        """A part of one matrix."""
         number, *rest = self._at or (slice(None),)
         both = [*rest, slice(None), slice(None)][:2]
         before = both[dim]

@@ -1,4 +1,4 @@
-"""How often neurons are used: what `tidemill measure-neurons` writes, and how it is read."""
+"""The counts of how often neurons are used: what `tidemill measure-neurons` writes, and how it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensor_name(layer: int) -> str:
 
 
 def read_hottest(folder: Path, num_layers: int, num_neurons: int, num_hot: int) -> list[torch.Tensor]:
-    """Of each layer, the numbers of the neurons that are used most often, in order."""
+    """The numbers of each layer's most used neurons, in order."""
     from safetensors import SafetensorError, safe_open
 
     path = folder / TENSORS

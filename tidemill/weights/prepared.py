@@ -67,7 +67,7 @@ def _up(num: int, unit: int) -> int:
 
 
 def key_of(path: Path, about: str) -> str:
-    """What tells prepared weights apart: the checkpoint's files and `about`, what is made of them."""
+    """The key of prepared weights: the checkpoint's files and `about`, what is made of them."""
     made = hashlib.sha256(f"{VERSION}\n{about}\n".encode())
     for file in parts(path) if path.is_file() else [path]:
         made.update(fingerprint_of(file))
@@ -77,7 +77,7 @@ def key_of(path: Path, about: str) -> str:
 
 
 class WeightFile(Protocol):
-    """What a stream reads from."""
+    """The file that a stream reads from."""
 
     fd: int
     file_bytes: int
@@ -198,8 +198,8 @@ def _unlink(path: Path, fd: int) -> None:
 
 
 class Writer:
-    """Of a new file, which has its name when it is complete. From the start it is as long as it may become: the quota counts it
-    so."""
+    """The writer of a new file, which has its name when it is complete. From the start it is as long as it may become: the quota
+    counts it so."""
 
     def __init__(self, folder: Folder, key: str, num_bytes: int) -> None:
         self._folder, self._key = folder, key
@@ -230,7 +230,7 @@ class Writer:
         return zlib.crc32(data, checksum)
 
     def _forget_pages(self) -> None:
-        """What is on the disk is not needed in the page cache."""
+        """Drops the pages on the disk from the page cache, where they are not needed."""
         with self._reported():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -292,7 +292,7 @@ def _create(folder: Path, key: str) -> tuple[Path, int]:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Of prepared weights, at most `quota` bytes of them."""
+    """A folder of prepared weights, at most `quota` bytes of them."""
 
     path: Path
     quota: int
@@ -355,7 +355,7 @@ class Folder:
 
 
 def _statuses(folder: Path, suffix: str) -> dict[Path, os.stat_result]:
-    """Of the files that are there; others may be removing some."""
+    """The statuses of the files that are there; others may be removing some."""
     found = {}
     for file in folder.glob(f"*{suffix}"):
         with contextlib.suppress(FileNotFoundError):

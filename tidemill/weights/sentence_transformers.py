@@ -1,5 +1,5 @@
-"""What the folder of an embedding model says beside its weights, in the files of sentence-transformers: how hidden states become
-an embedding, and how long an input may be."""
+"""The settings of an embedding model beside its weights, in the files of sentence-transformers: how hidden states become an
+embedding, and how long an input may be."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Modules:
 
 
 def decoder_pooling(folder: Path) -> str | None:
-    """How a decoder's hidden states become an embedding, if its folder says: mean or last."""
+    """The way that a decoder's hidden states become an embedding, if its folder says: mean or last."""
     return Modules.read(folder, ("mean", "last")).pooling if (folder / "modules.json").is_file() else None
 
 

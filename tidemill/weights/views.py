@@ -50,7 +50,7 @@ class View:
 
 
 def joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of tensors one below the other."""
+    """The shape of tensors one below the other."""
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 

@@ -1,4 +1,4 @@
-"""Which parsers a model's output needs: chosen from its chat template, or named."""
+"""The parsers that a model's output needs: chosen from its chat template, or named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM;
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model writes tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name.
+    """The form of a model's tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name.
     `budget`: reasoning is ended after so many tokens if a request does not say."""
 
     family: Family | None
@@ -47,8 +47,9 @@ class Dialect:
         continued: str = "",
         variables: Mapping[str, Any] | None = None,
     ) -> Reading:
-        """For one request. `prompt_end`: how its prompt ends; `continued`: the message that the output continues, if it does;
-        `functions`: what it may call; `only_calls`: it must; `variables`: of its template, which may turn reasoning off."""
+        """The output format of one request. `prompt_end`: how its prompt ends; `continued`: the message that the output
+        continues, if it does; `functions`: what it may call; `only_calls`: it must; `variables`: of its template, which may turn
+        reasoning off."""
         markers, is_open = self.markers, False
         is_off = any((variables or {}).get(name) is False for name in SWITCHES)
         if markers is not None and not markers.is_repeated:
@@ -65,7 +66,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the output of one request is read."""
+    """The format of one request's output, and how it is read."""
 
     family: Family | None
     markers: Markers | None
@@ -82,7 +83,7 @@ class Reading:
         return any(parser.has_called for parser in self.parsers)
 
     def parser(self) -> OutputParser:
-        """Of one sample."""
+        """The parser of one sample."""
         self.parsers.append(self._parser())
         return self.parsers[-1]
 
@@ -95,7 +96,7 @@ class Reading:
         return TaggedParser(family if looks_for_calls else None, functions, self.markers, self.is_open, self.only_calls)
 
     def counter(self) -> ReasoningCounter | None:
-        """Of the tokens of one sample's reasoning."""
+        """The counter of the tokens of one sample's reasoning."""
         return ReasoningCounter(self.markers, self.is_open) if self.markers is not None else None
 
     @property

@@ -1,4 +1,4 @@
-"""What a parsed output is made of, and what all parsers share."""
+"""The pieces of a parsed output, and the parts that all parsers share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def push(self, text: str) -> tuple[int, str]:
-        """How much of the text was used, and the new part of the arguments."""
+        """Takes text; returns how much of it was used, and the new part of the arguments."""
 
 
 def until(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:

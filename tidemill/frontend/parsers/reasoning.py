@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """What stands around a model's reasoning."""
+    """The markers around a model's reasoning."""
 
     name: str
     opening: str
@@ -89,7 +89,7 @@ class ReasoningCounter:
         self._state = _State.BEFORE if self._is_repeated else _State.OVER
 
     def _find_opening(self) -> bool:
-        """Whether it is there; then the tail is what follows it."""
+        """Tells if the opening is there; then the tail is what follows it."""
         opening = self._opening
         if self._is_repeated:
             at = self._tail.find(opening)

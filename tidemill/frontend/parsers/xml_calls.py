@@ -50,7 +50,7 @@ class XMLReader(CallReader):
         return len(text), arguments
 
     def _read_name(self, text: str) -> int:
-        """How much of the text was used."""
+        """Reads the name; returns how much of the text was used."""
         for i, char in enumerate(text):
             head = self._held + char
             if len(head) > len(BEGIN) and char == ">":

@@ -1,4 +1,5 @@
-"""What layouts of quantized matrices share: their stored pieces, how codes are unpacked, and the checks of scales."""
+"""The common part of the layouts of quantized matrices: their stored pieces, how codes are unpacked, and the checks of
+scales."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Stored:
         return values
 
     def view(self) -> Any:
-        """For a part of it."""
+        """The view of a part of it."""
         return self._file.get_slice(self.name)
 
     def check(self, dtypes: Sequence[str], shape: tuple[int | None, ...] | None = None) -> Stored:
@@ -136,7 +137,7 @@ def lacks(module: str, parts: Mapping[str, Stored], needed: Sequence[str]) -> No
 
 
 def unpack(words: torch.Tensor, bits: int, num: int) -> np.ndarray:
-    """Of each row, `num` codes of so many bits, the lowest bits first, without gaps: uint8 [rows, num]."""
+    """Unpacks `num` codes of so many bits from each row, the lowest bits first, without gaps: uint8 [rows, num]."""
     raw = np.ascontiguousarray(words.numpy()).view(np.uint8).reshape(words.shape[0], -1)
     if bits == 8:
         return raw[:, :num]
@@ -148,12 +149,14 @@ def unpack(words: torch.Tensor, bits: int, num: int) -> np.ndarray:
 
 
 def num_words(bits: int, num: int) -> tuple[int, ...]:
-    """Of `num` codes: without gaps, or, as compressed-tensors wrote them until 0.12, without codes that lie in two words."""
+    """The number of words of `num` codes: without gaps, or, as compressed-tensors wrote them until 0.12, without codes that lie
+    in two words."""
     return -(-num * bits // 32), -(-num // (32 // bits))
 
 
 def unpack_words(words: torch.Tensor, bits: int, num: int) -> np.ndarray:
-    """Of each row of 32-bit words, `num` codes: uint8 [rows, num]. How many words there are tells whether they have gaps."""
+    """Unpacks `num` codes from each row of 32-bit words: uint8 [rows, num]. How many words there are tells whether they have
+    gaps."""
     if words.shape[1] == num_words(bits, num)[0]:
         return unpack(words, bits, num)
     shifts = np.arange(0, 32 // bits * bits, bits, dtype=np.uint32)

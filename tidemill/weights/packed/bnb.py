@@ -68,7 +68,7 @@ class FourBitTensor(PackedTensor):
         return value
 
     def _largest(self) -> torch.Tensor:
-        """Of each block, in float32."""
+        """The largest value of each block, in float32."""
         stored = self._parts["weight.absmax"]
         if stored.dtype == "F32":
             return stored.scales()

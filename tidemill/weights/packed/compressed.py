@@ -68,7 +68,7 @@ class _Integers(PackedTensor):
         return groups.argsort(stable=True)
 
     def _made(self, values_NK: np.ndarray, zeros_NG: np.ndarray) -> Codes:
-        """Of codes from 0 on."""
+        """The codes, from 0 on."""
         codes, zeros, bits = unsigned_codes(values_NK, np.ascontiguousarray(zeros_NG), self.bits)
         order = self._order()
         if order is not None:
@@ -211,7 +211,7 @@ class CompressedTensors(Scheme):
 
 
 class _Group:
-    """How the matrices of some modules were quantized."""
+    """The quantization of the matrices of some modules."""
 
     def __init__(self, scheme: Scheme, settings: dict[str, Any]) -> None:
         weights, inputs = settings.get("weights"), settings.get("input_activations")
@@ -241,7 +241,7 @@ class _Group:
         )
 
     def activations(self, scale: Stored | None) -> Activations | None:
-        """Of 8-bit weights: how activations become bytes; None if they stay floats."""
+        """The conversion of activations to bytes for 8-bit weights; None if they stay floats."""
         if self._inputs is None or self._inputs.get("num_bits") != 8 or self._inputs.get("type", "int") != "int":
             return None
         if not self._inputs.get("symmetric", True):

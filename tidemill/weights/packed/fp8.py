@@ -40,7 +40,7 @@ class FP8Tensor(PackedTensor):
         return self._scale.scales().reshape(rows, -1)
 
     def values(self) -> torch.Tensor:
-        """As stored: [out, in]."""
+        """The values as they are stored: [out, in]."""
         return self._weight.read()
 
     def codes(self) -> None:
@@ -59,7 +59,8 @@ class FP8Tensor(PackedTensor):
 
 
 class FP8(Scheme):
-    """Of Transformers (`fp8`, `fbgemm_fp8`) and DeepSeek: values are multiplied by `weight_scale_inv`, or `weight_scale`."""
+    """The FP8 layouts of Transformers (`fp8`, `fbgemm_fp8`) and DeepSeek: values are multiplied by `weight_scale_inv`, or
+    `weight_scale`."""
 
     parts = ("weight", "weight_scale_inv", "weight_scale")
     dropped = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale")

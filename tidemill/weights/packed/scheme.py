@@ -1,4 +1,4 @@
-"""Which layout a folder's `quantization_config` names, and its matrices among the tensors of all files."""
+"""The layout that a folder's `quantization_config` names, and its matrices among the tensors of all files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS: dict[str, type[Scheme]] = {
 
 
 def read_scheme(settings: object, path: Path) -> Scheme | None:
-    """Of `quantization_config`; None if there is none."""
+    """Reads the scheme of `quantization_config`; None if there is none."""
     if not settings:
         return None
     if not isinstance(settings, dict):

@@ -156,5 +156,6 @@ def tenants(tiny_folder, data_folder):
     """Two keys, no admin key, and room for few files."""
     options = [word for key in KEYS for word in ("--api-key", key)]
     running = Server(tiny_folder, *options, "--data-dir", str(data_folder), "--data-quota", "1MB").wait()
+    assert not data_folder.parent.exists(), "nothing is on the disk before it is needed"
     yield running
     assert running.stop() == 0

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import KEYS, Server
+from tests.server.conftest import KEYS
 from tests.waiting import until
 
 
@@ -28,13 +28,6 @@ def clear(clients):
 
 def upload(client, content=b'{"a": 1}\n', name="requests.jsonl", **more):
     return client.files.create(file=(name, content), purpose="batch", **more)
-
-
-def test_nothing_is_on_the_disk_before_it_is_needed(tiny_folder, tmp_path):
-    folder = tmp_path / "deep" / "data"
-    running = Server(tiny_folder, "--data-dir", str(folder)).wait()
-    assert not folder.parent.exists()
-    assert running.stop() == 0
 
 
 def test_a_file_comes_and_goes(clients, data_folder):

@@ -34,7 +34,7 @@ class Calibration:
             raise ConfigError(f"--samples of --seq-len tokens are {self.num_tokens} tokens.", fix=fix, param="samples")
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on."""
+        """The settings that the result depends on."""
         text = None
         if self.data is not None:
             try:
@@ -51,7 +51,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What reading text needs of a model."""
+    """The part of a model that reading text needs."""
 
     tokenizer: Tokenizer
     model_config: _Vocabulary

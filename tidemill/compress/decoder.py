@@ -21,7 +21,7 @@ LAYERS = ("layers", "h", "blocks")  # what families call their list of decoder l
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a decoder layer is called with besides hidden states: masks and rotations of a sequence of one length."""
+    """The arguments of a decoder layer besides hidden states: masks and rotations of a sequence of one length."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -48,11 +48,11 @@ class Decoder:
 
     @property
     def takes_batches(self) -> bool:
-        """Whether `calls` hold for several sequences: Bloom's biases of positions are made for each."""
+        """Tells if `calls` hold for several sequences: Bloom's biases of positions are made for each."""
         return bool(self.model.config.model_type != "bloom")
 
     def name_of(self, module: nn.Module) -> str:
-        """As in stored names."""
+        """The name of a module in the form of stored names."""
         return self._names[module]
 
     def linears(self, layer: int) -> dict[str, nn.Module]:
@@ -60,7 +60,7 @@ class Decoder:
         return {self._names[one]: one for one in self.layers[layer].modules() if is_linear(one)}
 
     def tensor_names(self, layer: int) -> list[str]:
-        """Of the layer's stored tensors."""
+        """The names of the layer's stored tensors."""
         prefix = self._names[self.layers[layer]]
         return [f"{prefix}.{name}" for name in self.layers[layer].state_dict()]
 
@@ -91,7 +91,7 @@ class Decoder:
 
     @torch.no_grad()
     def embed(self, ids_BL: torch.Tensor) -> torch.Tensor:
-        """What the first layer starts from."""
+        """The hidden states that the first layer starts from."""
         found: list[torch.Tensor] = []
 
         def see(number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Decoder:
 
     @torch.no_grad()
     def calls(self, length: int) -> list[Call]:
-        """Of sequences of this length, by layer."""
+        """The arguments of sequences of this length, by layer."""
         if length not in self._calls:
             made: list[Call] = []
 
@@ -159,7 +159,7 @@ class Decoder:
         module.requires_grad_(False)
 
     def stored_name(self, name: str) -> str:
-        """As the checkpoint has it: some files leave out the name of the base model, and a tied head is the embedding."""
+        """The name in the checkpoint: some files leave out the name of the base model, and a tied head is the embedding."""
         prefix = self.model.base_model_prefix + "."
         for candidate in (name, name.removeprefix(prefix), prefix + name):
             if candidate in self.source.shapes:
@@ -172,7 +172,7 @@ class Decoder:
 
 
 def compute_device(name: str) -> torch.device:
-    """Of --device: one that is there."""
+    """The device of --device: one that is there."""
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
         raise ConfigError(f"--device is {name}.", fix="It must be cpu or cuda.", param="device")
     device = torch.device(name)

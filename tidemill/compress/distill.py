@@ -36,13 +36,13 @@ class DistillOptions:
         self.calibration.check()
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on."""
+        """The settings that the result depends on."""
         own = {"layers": self.layers, "model": self.model, "out_dtype": self.out_dtype}
         return own | asdict(self.learning) | self.calibration.settings()
 
 
 def spread(num_layers: int, num: int) -> list[int]:
-    """So many of the layers, evenly, the first and the last among them."""
+    """Chooses so many of the layers, evenly, the first and the last among them."""
     if not 1 <= num < num_layers:
         what = f"--layers is {num}; the model has {num_layers}."
         raise ConfigError(what, fix=f"Give 1 to {num_layers - 1}.", param="layers")

@@ -1,4 +1,4 @@
-"""How good a model is as it is served: perplexity, distance to the original, speed, small tasks."""
+"""Evaluation of a model as it is served: perplexity, distance to the original, speed, small tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tick = Callable[[int], None]  # tokens done
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of a model on a text. Distances are to the original, None without one."""
+    """The quality of a model on a text. Distances are to the original, None without one."""
 
     num_tokens: int
     perplexity: float
@@ -122,7 +122,7 @@ def measure_quality(
 
 @torch.inference_mode()
 def prompt_logits(llm: LLM, ids: list[int]) -> torch.Tensor:
-    """What the engine predicts after each token of a prompt but the last, [T - 1, V]."""
+    """The engine's logits after each token of a prompt but the last, [T - 1, V]."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     with _seen_logits(llm) as parts:
         (output,) = llm.generate([ids], params, progress=False)
@@ -175,7 +175,7 @@ def _decode_speed(llm: LLM) -> float:
 def evaluate(
     models: dict[str, LLM], windows: list[list[int]], suites: list[Suite], report: Reporter, text_hash: str | None = None
 ) -> list[Evaluation]:
-    """Of one model, or of an original and others. `text_hash`: of the text that the windows are of."""
+    """Evaluates one model, or an original and others. `text_hash`: the hash of the text that the windows are of."""
     made = []
     original = next(iter(models.values()))
     speeds = measure_speeds(list(models.values()))

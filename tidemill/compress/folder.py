@@ -18,7 +18,7 @@ _SHARD_BYTES = 2**31
 
 
 def output_dtype(source: Source, given: str | None) -> str:
-    """As the source says it is stored; GGUF's values are all float16's."""
+    """The type that the source says it is stored in; GGUF's values are all float16's."""
     name = given or source.config.get("dtype") or source.config.get("torch_dtype") or "float16"
     if name not in DTYPES:
         raise ConfigError(f"--out-dtype {name} is not known.", fix=f"Give one of {', '.join(DTYPES)}.", param="out-dtype")
@@ -60,7 +60,7 @@ class FolderWriter:
         self._waiting, self._num_bytes = {}, 0
 
     def close(self, source: Source, config: dict[str, Any]) -> None:
-        """With config.json and what belongs to the tokenizer."""
+        """Closes the folder, with config.json and what belongs to the tokenizer."""
         self._flush()
         num = len(self._files)
         if num == 1:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder needs beside weights, from a GGUF file: config.json and the tokenizer's files."""
+"""The files that a Hugging Face folder needs beside weights, from a GGUF file: config.json and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Settings = dict[str, Any]
 
 
 def hf_config(checkpoint: Checkpoint, config: ModelConfig) -> Settings:
-    """As Transformers writes it for the same model."""
+    """The configuration that Transformers writes for the same model."""
     if config.architecture not in _FAMILIES or config.experts:
         kind = f"{config.architecture}{' with experts' if config.experts else ''}"
         raise CheckpointError(
@@ -99,7 +99,7 @@ def _llama3(rotation: Rotation, factors: torch.Tensor) -> Settings:
 
 
 def llama3_factors(rotation: Rotation, settings: Settings) -> torch.Tensor:
-    """What each frequency is divided by."""
+    """The divisors of the frequencies."""
     waves = 2 * math.pi * rotation.theta ** (torch.arange(0, rotation.num_dims, 2, dtype=torch.float64) / rotation.num_dims)
     low, high, factor = (settings[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
     smooth = ((settings["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)

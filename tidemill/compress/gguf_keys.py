@@ -1,4 +1,4 @@
-"""What a GGUF file says about a model beside its weights, from a Hugging Face folder: its shape and how it rotates."""
+"""The keys of a GGUF file beside its weights, from a Hugging Face folder: its shape and how it rotates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _windows(config: ModelConfig, arch: str) -> Keys:
 
 
 def _own(config: ModelConfig, arch: str, full: AttentionSpec) -> Keys:
-    """Of single families."""
+    """The keys of single families."""
     if arch == "gemma2":
         return {"attn_logit_softcapping": full.softcap, "final_logit_softcapping": config.logits_softcap}
     if arch == "gemma3":
@@ -121,7 +121,7 @@ def _attention_factor(rotation: Rotation) -> float:
 
 
 class _Tensor(RandomTensor):
-    """Of a file that is not there yet."""
+    """A tensor of a file that is not there yet."""
 
     def __init__(self, name: str, values: torch.Tensor) -> None:
         super().__init__(name, tuple(values.shape))
@@ -164,7 +164,7 @@ def _check(config: ModelConfig, made: Described, source: Path, shapes: dict[str,
 
 
 def _difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Of layers, the first one that differs, and in what."""
+    """The first layer that differs, and in what."""
     if name != "layers" or len(mine) != len(theirs):
         return name, mine, theirs
     layer = next(i for i in range(len(mine)) if mine[i] != theirs[i])
@@ -174,7 +174,7 @@ def _difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
 
 
 def _as_read(spec: AttentionSpec) -> AttentionSpec:
-    """What a file has as a tensor or a number is not computed again."""
+    """The spec as it is read back: a value that a file has as a tensor or a number is not computed again."""
     scaling = spec.rotation.scaling if spec.rotation else None
     if scaling is None or spec.rotation is None:
         return spec

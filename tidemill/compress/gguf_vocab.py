@@ -76,7 +76,7 @@ def _tokens(data: dict[str, Any], own: Tokenizer, vocab_size: int, file: Path) -
 
 
 def _ends(own: Tokenizer, folder: Path) -> Keys:
-    """What begins and ends texts, and the chat template."""
+    """The tokens that begin and end texts, and the chat template."""
     before = own.encode("a") != own.encode("a", add_special=False)
     starts = before and own.encode("a")[:1] == [own.bos_token_id]
     ends = before and bool(own.eos_token_ids) and own.encode("a")[-1:] == [own.eos_token_ids[0]]

@@ -33,7 +33,7 @@ class ConvertOptions:
     calibration: Calibration = field(default_factory=Calibration)
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on."""
+        """The settings that the result depends on."""
         own = {"kv_heads": self.num_kv_heads, "model": self.model, "out_dtype": self.out_dtype}
         return own | asdict(self.learning) | (self.calibration.settings() if self.learning.steps else {})
 
@@ -71,7 +71,7 @@ def convert(
 
 
 def _check(options: ConvertOptions, decoder: Decoder) -> int:
-    """How many KV heads there are."""
+    """Checks the options; returns the number of KV heads."""
     config = decoder.model.config
     names = [name for name in decoder.tensor_names(0) if name.endswith(_OF_KV_HEADS[:2])]
     if len(names) != 2:

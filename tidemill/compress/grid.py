@@ -15,9 +15,9 @@ _TINY = 2.0**-24  # the least float16
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a matrix is rounded. `group`: columns that share a scale; 0: whole rows (per channel), -1: the whole matrix. `offsets`:
-    values begin anywhere, not at a multiple of the scale (GGUF's types). `steps`: scales and offsets are at most so many times a
-    number of 256 columns (its K types)."""
+    """The way a matrix is rounded. `group`: columns that share a scale; 0: whole rows (per channel), -1: the whole matrix.
+    `offsets`: values begin anywhere, not at a multiple of the scale (GGUF's types). `steps`: scales and offsets are at most so
+    many times a number of 256 columns (its K types)."""
 
     bits: int = 4
     group: int = 128
@@ -65,7 +65,7 @@ def fit(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = No
 
 
 def _in_steps(values_NG: torch.Tensor, grid: Grid, lowest: int = 1) -> torch.Tensor:
-    """As they are stored. The largest of 256 columns takes all steps, so that the unit can be read off."""
+    """The scales in steps, as they are stored. The largest of 256 columns takes all steps, so that the unit can be read off."""
     if not grid.steps:
         return half(values_NG) if lowest else values_NG.clamp(max=65504).to(torch.float16).float()
     parts = values_NG.view(values_NG.shape[0], -1, SUPER // grid.group)
@@ -77,7 +77,7 @@ def _in_steps(values_NG: torch.Tensor, grid: Grid, lowest: int = 1) -> torch.Ten
 
 
 def half(scales: torch.Tensor) -> torch.Tensor:
-    """As they are stored, so that codes are those of the stored scales."""
+    """The scales as they are stored, so that codes are those of the stored scales."""
     return scales.clamp(_TINY, 65504).to(torch.float16).float()
 
 
@@ -126,7 +126,7 @@ def fake(matrix_NK: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def act_scales(x: torch.Tensor, per_token: bool) -> torch.Tensor:
-    """Of symmetric 8-bit activations: one for the tensor or for each token."""
+    """The scales of symmetric 8-bit activations: one for the tensor or for each token."""
     largest = x.abs().amax(-1, keepdim=True) if per_token else x.abs().amax()
     return (largest / 127).clamp(min=1e-10)
 

@@ -27,7 +27,7 @@ class _Seen:
 
 @torch.no_grad()
 def kv_scales(job: LayerJob) -> dict[str, torch.Tensor]:
-    """Of the layer as it is now, on the calibration text: keys as they are rotated. By stored name."""
+    """The KV scales of the layer as it is now, on the calibration text: keys as they are rotated. By stored name."""
     seen = _Seen()
     attention = next((one for one in job.layer.children() if hasattr(one, "layer_idx")), None)
     if attention is None:

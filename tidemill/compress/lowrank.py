@@ -48,8 +48,8 @@ def factorize(method: str, damping: float) -> Callable[[LayerJob], dict[str, tor
 
 
 def choose_ranks(energies: dict[str, torch.Tensor], shapes: dict[str, tuple[int, int]], share: float) -> dict[str, int]:
-    """Of each matrix, so that all factors together have `share` of the matrices' values: rank by rank what saves the largest part
-    of a matrix's error for a value. 0: the matrix stays as it is, since its factors would be no smaller."""
+    """The rank of each matrix, so that all factors together have `share` of the matrices' values: rank by rank what saves the
+    largest part of a matrix's error for a value. 0: the matrix stays as it is, since its factors would be no smaller."""
     budget = share * sum(num_out * num_in for num_out, num_in in shapes.values())
     steps = []
     for name, energy in energies.items():
@@ -74,5 +74,6 @@ def choose_ranks(energies: dict[str, torch.Tensor], shapes: dict[str, tuple[int,
 
 
 def low_rank_config(ranks: dict[str, int]) -> dict[str, Any]:
-    """For config.json: programs that do not know it refuse the folder instead of running without these matrices."""
+    """The configuration of factors for config.json: programs that do not know it refuse the folder instead of running without
+    these matrices."""
     return {"quantization_config": {"quant_method": LOW_RANK, "ranks": {name: rank for name, rank in ranks.items() if rank}}}

@@ -50,7 +50,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What some matrices cost in so many bits."""
+    """The cost of some matrices in so many bits."""
 
     bits: int
     num_bytes: int
@@ -132,7 +132,7 @@ def _by_error(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, r
 
 @torch.no_grad()
 def _by_kl(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, report: Reporter) -> Measured:
-    """Of the model's outputs when one layer has so few bits. All variants walk through the layers together."""
+    """The KL divergence of the model's outputs when one layer has so few bits. All variants walk through the layers together."""
     ids = ids[: max(1, _KL_TOKENS // ids.shape[1])]
     truth = torch.cat([decoder.embed(ids[i : i + 1]).cpu() for i in range(ids.shape[0])])
     variants: dict[tuple[int, int], torch.Tensor] = {}

@@ -58,14 +58,15 @@ class PredictorOptions:
         self.calibration.check()
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on."""
+        """The settings that the result depends on."""
         own = {name: value for name, value in asdict(self).items() if name not in ("out", "calibration", "device")}
         return own | self.calibration.settings() | {"what": "predictors"}
 
 
 @dataclass(slots=True)
 class Observed:
-    """Of some tokens: what went into a layer's block, and the squared length of what each unit added to the hidden state."""
+    """The observations of some tokens: what went into a layer's block, and the squared length of what each unit added to the
+    hidden state."""
 
     x_TH: torch.Tensor
     added_TU: torch.Tensor
@@ -120,7 +121,7 @@ def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple
 
 
 def _neurons(job: LayerJob) -> Observed:
-    """Of a gated feed-forward: a neuron adds its value times its column of down."""
+    """The observed neurons of a gated feed-forward: a neuron adds its value times its column of down."""
     gate, _, down = find_linears(job, ("gate_proj", "up_proj", "down_proj"), "a gated feed-forward")
     seen = observe(job, (gate, down))
     lengths = matrix_of(job.linears[down]).square().sum(0)
@@ -223,7 +224,7 @@ def _least_squares(x_TH: torch.Tensor, y_TU: torch.Tensor, rank: int) -> tuple[t
 
 
 def _needed(added_TU: torch.Tensor, keep: float) -> torch.Tensor:
-    """Of each token, the fewest units that keep that part of its sum."""
+    """The fewest units of each token that keep that part of its sum."""
     ordered, order = added_TU.sort(1, descending=True)
     before = ordered.cumsum(1) - ordered
     needed = (before < keep * ordered.sum(1, keepdim=True)) & (ordered > 0)
@@ -231,7 +232,8 @@ def _needed(added_TU: torch.Tensor, keep: float) -> torch.Tensor:
 
 
 def _weights(added_TU: torch.Tensor) -> torch.Tensor:
-    """How much a unit's choice matters: by what it adds, of the token's mean; at least a little, so that zeros are learned."""
+    """The weight of each unit's choice: the part that it adds, relative to the token's mean; at least a little, so that zeros are
+    learned."""
     part = added_TU / added_TU.mean(1, keepdim=True).clamp(min=1e-30)
     return part.sqrt().clamp(0.3, 4.0)
 

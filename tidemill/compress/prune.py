@@ -88,7 +88,7 @@ class PruneOptions:
         return self.method in LOW_RANK_METHODS
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on."""
+        """The settings that the result depends on."""
         own = {name: value for name, value in asdict(self).items() if name not in ("out", "calibration", "device")}
         return own | (self.calibration.settings() if self.needs_text else {})
 
@@ -264,7 +264,7 @@ def _num_kept(num: int, sparsity: float) -> int:
 
 
 def _scores(weight_NK: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
-    """Of each input of a matrix."""
+    """The score of each input of a matrix."""
     lengths = weight_NK.square().sum(0)
     return lengths if inputs is None else lengths * inputs.squares_K
 
@@ -321,7 +321,8 @@ def _heads(options: PruneOptions, decoder: Decoder) -> Change:
 
 
 def _layers(options: PruneOptions, decoder: Decoder) -> Change:
-    """Of each layer how much it changes hidden states: 1 - the cosine of what comes and what goes. By magnitude: its weights."""
+    """The change that each layer makes to hidden states: 1 - the cosine of what comes and what goes. By magnitude: its
+    weights."""
     if decoder.num_layers < 2:
         raise ConfigError("A model of one layer has none that can go.", param="structure")
 

@@ -1,4 +1,4 @@
-"""Which weights of a matrix are set to 0, and how the others make up for it: magnitude, wanda and SparseGPT.
+"""The weights of a matrix that are set to 0, and the changes by which the others make up for it: magnitude, wanda and SparseGPT.
 
 Shapes: W [N, K]; moments X^T X [K, K] of the inputs X [T, K].
 """
@@ -55,7 +55,7 @@ class Pattern:
             raise ConfigError(what, fix="Give another --pattern.", param="pattern")
 
     def keep(self, scores_NK: torch.Tensor, sparsity: float, by_row: bool = False) -> torch.Tensor:
-        """Which values stay: those with the highest scores, of all or (`by_row`) of each row of blocks."""
+        """The mask of the values that stay: those with the highest scores, of all or (`by_row`) of each row of blocks."""
         num_rows, num_columns = scores_NK.shape
         grid = scores_NK.view(num_rows // self.rows, self.rows, num_columns // self.columns, self.columns)
         if self.kept:

@@ -1,5 +1,5 @@
-"""How far a compressed model is from the original on a text: dequantized weights in float32, walked layer by layer, activations
-rounded as they are when the model is served."""
+"""The distance of a compressed model from its original on a text: dequantized weights in float32, walked layer by layer,
+activations rounded as they are when the model is served."""
 
 from __future__ import annotations
 

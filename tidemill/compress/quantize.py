@@ -67,7 +67,7 @@ class Result:
 
 
 def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
-    """What is finished of an interrupted run is not done again."""
+    """Quantizes a model; the finished part of an interrupted run is not done again."""
     report = report or Quiet()
     method = method_class(given.method)(given.options)
     layout = _layout(given, method)
@@ -131,7 +131,7 @@ def _layout(given: QuantizeOptions, method: Method) -> str:
 
 
 def _take_type(decoder: Decoder, method: Method, given: QuantizeOptions) -> None:
-    """Of each matrix, by its columns."""
+    """Settles the type of each matrix, by its columns."""
     assert given.kind is not None
     taken = [name for name in ("bits", "group", "weights", "symmetric") if name in given.options]
     if taken or given.budget is not None:
@@ -229,7 +229,7 @@ def _text(source: Source, calibration: Calibration, work: Work, report: Reporter
 
 
 def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: Reporter) -> tuple[int, int]:
-    """How many values were quantized, and the bytes they take."""
+    """Writes the folder; returns the number of quantized values, and the bytes they take."""
     layout = layout_class(name)()
     writer = FolderWriter(work.result, dtype)
     num_values = num_bytes = 0

@@ -57,12 +57,12 @@ class Source:
 
     @staticmethod
     def open(model: str) -> Source:
-        """What a user calls a model: a name, a file, a folder or a hub id."""
+        """Opens the source that a user names: a name, a file, a folder or a hub id."""
         return Source(locate(model, fetch=True))
 
     @property
     def num_bytes(self) -> int:
-        """Of the stored tensors."""
+        """The bytes of the stored tensors."""
         return self._checkpoint.num_bytes
 
     def _tensors(self) -> Iterator[tuple[str, tuple[int, ...], WeightTensor]]:
@@ -109,11 +109,11 @@ class Source:
         return model_class(self._checkpoint).read_config(self._checkpoint)
 
     def hf_name(self, stored: str) -> str | None:
-        """Of a tensor of a GGUF file."""
+        """The Hugging Face name of a tensor of a GGUF file."""
         return self._names[stored].name if stored in self._names else None
 
     def gguf_name(self, own: str) -> str | None:
-        """Of a tensor of Hugging Face's name; None: GGUF has none."""
+        """The GGUF name of a tensor of Hugging Face's name; None: GGUF has none."""
         return next((stored for stored, one in self._names.items() if one.name == own), None)
 
     def gguf_rows(self, stored: str) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ class Stored(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """As it is written, packed."""
+        """The number of bytes as written, packed."""
 
     def to_state(self, name: str) -> dict[str, torch.Tensor]:
         """Under names of its own, for the state of a run."""

@@ -25,7 +25,7 @@ _DISTANCE = 1.0  # the weight of the distance between filtered states, beside th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """How a student learns. `steps` 0: not at all."""
+    """The settings of a student's learning. `steps` 0: not at all."""
 
     loss: str = "soft"
     steps: int = 200
@@ -135,7 +135,7 @@ class _Plain:
 
 
 class _Filter(nn.Module):
-    """What of a layer's states matters for the next token: at first all of it."""
+    """The filter of a layer's states for what matters for the next token: at first all of it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__()
@@ -149,8 +149,8 @@ def _teacher_filters(
     teacher: Any, chosen: list[int], ids_SL: torch.Tensor, how: Learning, work: Work, report: Reporter,
     is_stopped: Callable[[], bool],
 ) -> nn.ModuleList:  # fmt: skip
-    """For each chosen layer, so that norm and head make of its filtered states what they make of the last ones. A step trains one
-    of them."""
+    """A filter for each chosen layer, so that norm and head make of its filtered states what they make of the last ones. A step
+    trains one of them."""
     size = teacher.config.hidden_size
     filters = nn.ModuleList(_Filter(size, teacher.device) for _ in chosen)
 

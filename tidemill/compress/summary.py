@@ -1,4 +1,4 @@
-"""What quantization saved and cost: a table of bytes, perplexity, KL divergence and speed before and after, and a plot of it."""
+"""The summary of a quantization: a table of bytes, perplexity, KL divergence and speed before and after, and a plot of it."""
 
 from __future__ import annotations
 

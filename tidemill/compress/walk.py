@@ -19,7 +19,7 @@ Quantizer = Callable[[torch.Tensor], torch.Tensor]  # of activations: what a lin
 
 
 class Reporter(Protocol):
-    """What a run tells about its progress: a stage with its total, and how far it is."""
+    """The receiver of a run's progress: a stage with its total, and how far it is."""
 
     def stage(self, name: str, total: int) -> None: ...
     def at(self, done: int, note: str = "") -> None: ...
@@ -55,7 +55,7 @@ class LayerJob:
         return self.decoder.device
 
     def batches(self, states: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Of hidden states before the layer, [B, length, H]."""
+        """Batches of hidden states before the layer, [B, length, H]."""
         states = self.inputs if states is None else states
         assert states is not None, "this needs calibration text"
         size = max(1, _TOKENS_AT_ONCE // states.shape[1]) if self.decoder.takes_batches else 1

@@ -49,7 +49,7 @@ class Work:
 
     @contextmanager
     def begins(self) -> Iterator[None]:
-        """What comes before the first layer. Settings that turn out wrong leave no folder, unless layers are finished."""
+        """The work before the first layer. Settings that turn out wrong leave no folder, unless layers are finished."""
         try:
             yield
         except TidemillError:
@@ -75,7 +75,7 @@ class Work:
         return self._states(stream, number).exists()
 
     def states(self, stream: str, number: int) -> torch.Tensor:
-        """What layer `number` starts from, [sequences, length, H], a view of the file."""
+        """The states that layer `number` starts from, [sequences, length, H], a view of the file."""
         return torch.from_numpy(np.load(self._states(stream, number), mmap_mode="r+"))
 
     def new_states(self, stream: str, number: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Work:
 
     @property
     def result(self) -> Path:
-        """Where the output is written before it gets its name."""
+        """The path where the output is written before it gets its name."""
         return self.folder / "result"
 
     def publish(self) -> None:

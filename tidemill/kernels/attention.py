@@ -117,7 +117,7 @@ class _Tiles:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """How one step's attention is computed; made once, used by every layer."""
+    """The plan of one step's attention; made once, used by every layer."""
 
     groups: list[_Tiles]
     num_tokens: int
@@ -198,7 +198,7 @@ def _make_groups(
 def _moved(
     paths: Paths, request: np.ndarray, ends: np.ndarray, page_tables: np.ndarray, page_size: int, lo: int, hi: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Of the keys of a block, those whose tokens are on a path."""
+    """The keys of a block whose tokens are on a path."""
     firsts, lasts = np.maximum(paths.bases[request], lo), np.minimum(ends, hi)
     places = [(tile, at) for tile, (first, last) in enumerate(zip(firsts, lasts, strict=True)) for at in range(first, last)]
     if not places:
@@ -210,7 +210,7 @@ def _moved(
 
 
 def _unseen(mask: masks.Mask, queries: np.ndarray, lo: int, hi: int) -> np.ndarray | None:
-    """Which keys of a block queries do not see; None: they see all, as they do if they see the first and the last."""
+    """The mask of the keys of a block that queries do not see; None: they see all, as they do if they see the first and last."""
     if np.all(mask(queries, np.array([lo, hi - 1]))):
         return None
     return ~np.asarray(mask(queries, np.arange(lo, hi)))

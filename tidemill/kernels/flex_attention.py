@@ -59,7 +59,7 @@ def _mark_dynamic(*tensors: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Of layers with one page table and one mask: which blocks of the cache each token visits."""
+    """The blocks of layers with one page table and one mask: which blocks of the cache each token visits."""
 
     table: torch.Tensor  # [rows, pages]
     counts: torch.Tensor  # [T]
@@ -95,7 +95,7 @@ class FlexAttention:
 
 @dataclass(slots=True)
 class _Queries:
-    """Of each token: its row of the page tables, its position, and where its sequence ends."""
+    """The queries of each token: its row of the page tables, its position, and where its sequence ends."""
 
     rows: torch.Tensor
     positions: torch.Tensor

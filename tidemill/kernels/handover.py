@@ -1,5 +1,5 @@
-"""What a kernel hands to the next one besides its result, or instead of it: a norm the same values in 8 bits, with their scales;
-a linear the sums of chunks of K, or what adapters add, which the kernel behind it adds up."""
+"""The handover from one kernel to the next, besides its result, or instead of it: a norm the same values in 8 bits, with their
+scales; a linear the sums of chunks of K, or what adapters add, which the kernel behind it adds up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place(Generic[Made]):
         self._put[lane()] = x_TK, made
 
     def take(self, x_TK: torch.Tensor) -> Made | None:
-        """Of this tensor; None: nobody has put it in."""
+        """Takes the form made of this tensor; None: nobody has put it in."""
         from tidemill.kernels.cuda.lanes import lane
 
         x, made = self._put.pop(lane(), (None, None))
@@ -29,7 +29,8 @@ class Place(Generic[Made]):
 
 
 class Handover(Place[Any]):
-    """Of a linear that takes its input in an 8-bit type. A norm that knows it puts a `Scaled` in; the linear takes it out."""
+    """The handover to a linear that takes its input in an 8-bit type. A norm that knows it puts a `Scaled` in; the linear takes
+    it out."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

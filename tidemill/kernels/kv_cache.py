@@ -18,7 +18,7 @@ from tidemill.model_config import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Of a rotary position embedding: [positions, rotated dimensions / 2]."""
+    """The angles of a rotary position embedding: [positions, rotated dimensions / 2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -26,7 +26,7 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """What a layer's attention has learned besides its projections."""
+    """The learned parameters of a layer's attention besides its projections."""
 
     q_norm: torch.Tensor | None = None  # [D], of each head before rotation
     k_norm: torch.Tensor | None = None
@@ -46,7 +46,7 @@ PLAIN = HeadWeights()
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """What an attention backend works on."""
+    """The memory that an attention backend works on."""
 
     cache: torch.Tensor  # [P, layers of a page, 2, G, S, D]; int4: D / 2 bytes, see `quantize`
     tables: list[torch.Tensor]  # of each group: [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
@@ -83,7 +83,7 @@ class PagedKV:
         return FORMATS[_FORMAT_OF[self.cache.dtype] if self.quant is None else self.quant.name]
 
     def by_distance(self) -> list[torch.Tensor | None]:
-        """What each layer adds to scores, as a table where the cache is; layers that add the same share one."""
+        """The values that each layer adds to scores, as a table where the cache is; layers that add the same share one."""
         most = max((table.shape[1] * self.page_size for table in self.tables), default=0)
         kinds = [(spec.has_alibi, id(bias)) for spec, bias in zip(self.specs, self.biases, strict=True)]
         made = {kind: masks.by_distance(self.specs[kinds.index(kind)], self.biases[kinds.index(kind)], most) for kind in kinds}

@@ -27,7 +27,7 @@ _TINY = 1e-30  # values that differ by less are equal
 
 @dataclass(frozen=True, slots=True)
 class KVQuant:
-    """What a model's keys and values look like. Levels are ascending, and exact in bfloat16."""
+    """The constants of a model's keys and values. Levels are ascending, and exact in bfloat16."""
 
     name: str  # the format
     bits: int
@@ -84,7 +84,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _kind(positions_T: torch.Tensor) -> torch.Tensor:
-    """Which constants keys have."""
+    """The kind of constants that keys have."""
     return (positions_T > 0).long()
 
 
@@ -117,8 +117,8 @@ def dequantize_keys(codes: torch.Tensor, extra: torch.Tensor, positions_K: torch
 
 
 def value_ranges(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of [..., D]: lowest and highest without the outlier [..., 1], and its place. It is the highest or the lowest value,
-    whichever leaves the smaller range."""
+    """The ranges of values [..., D]: lowest and highest without the outlier [..., 1], and its place. It is the highest or the
+    lowest value, whichever leaves the smaller range."""
     dim = values.shape[-1]
     highest, lowest = values.argmax(-1, keepdim=True), values.argmin(-1, keepdim=True)
     top, low = values.gather(-1, highest), values.gather(-1, lowest)

@@ -44,7 +44,8 @@ class Weight(ABC):
         return self(x_TK)
 
     def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """For `add_rms_norm` alone: it may find sums of chunks in `handover.CHUNKS` instead of this tensor's values."""
+        """The product for `add_rms_norm` alone: it may find sums of chunks in `handover.CHUNKS` instead of this tensor's
+        values."""
         return self(x_TK)
 
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:

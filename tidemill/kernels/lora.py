@@ -47,7 +47,7 @@ def make_tiles(slots_T: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class LoraStep:
-    """Which rows of the step at hand have which adapter: one object for all linear layers."""
+    """The adapter of each row of the step at hand: one object for all linear layers."""
 
     def __init__(self) -> None:
         self.native = structs.LoraStep()

@@ -1,4 +1,4 @@
-"""What the process may use: cores, memory, compiled kernels, a GPU."""
+"""The resources that the process may use: cores, memory, compiled kernels, a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def detect() -> Machine:
 
 
 def arithmetic(device: str) -> dict[str, str]:
-    """What the bits of a result depend on besides the model and the options: two machines that differ in it round differently."""
+    """The arithmetic that the bits of a result depend on besides the model and the options: two machines that differ in it round
+    differently."""
     import torch
 
     parts = {

@@ -1,4 +1,4 @@
-"""What attention is made of besides products: masks and score changes, small functions that are composed from a layer's spec.
+"""The parts of attention besides products: masks and score changes, small functions that are composed from a layer's spec.
 
 A mask says which keys a query sees, from their positions; a score change says what becomes of a score. Both are written with
 operators alone, so that they take numpy's arrays, torch's tensors and what FlexAttention traces alike. The torch backend and
@@ -121,7 +121,7 @@ def first_seen(spec: AttentionSpec, query: Any) -> Any:
 
 
 def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: torch.device | None = None) -> ScoreChange | None:
-    """Of scores that are already scaled; None: they stay. `bias_NW`: of a layer that has learned a distance bias."""
+    """The change of scores that are already scaled; None: they stay. `bias_NW`: of a layer that has learned a distance bias."""
     changes = [softcap(spec.softcap)] if spec.softcap else []
     if spec.has_alibi:
         changes.append(alibi(_slopes(spec).to(device)))
@@ -131,8 +131,8 @@ def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: 
 
 
 def by_distance(spec: AttentionSpec, bias_NW: torch.Tensor | None, num_positions: int) -> torch.Tensor | None:
-    """What is added to scores as a table [N, 2 * num_positions - 1], by the key's position less the query's, for kernels that
-    read one; None: nothing. `bias_NW`: a learned one, which brings its own number of positions."""
+    """The values that are added to scores as a table [N, 2 * num_positions - 1], by the key's position less the query's, for
+    kernels that read one; None: nothing. `bias_NW`: a learned one, which brings its own number of positions."""
     if not spec.has_alibi:
         return bias_NW
     last = num_positions - 1 if bias_NW is None else bias_NW.shape[1] // 2

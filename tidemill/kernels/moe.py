@@ -53,7 +53,7 @@ def moe_reference(
     down_bias_EH: torch.Tensor | None = None,
     scoring: str = "softmax_then_topk",
 ) -> torch.Tensor:
-    """What every implementation computes. Rows of gate first, then of up; in float32, whatever the types."""
+    """The reference of every implementation. Rows of gate first, then of up; in float32, whatever the types."""
     x = x_TH.float()
     weights, chosen = route_reference(router_logits_TE, top_k, renormalise, scoring)
     out_TKH = x.new_zeros(*chosen.shape, x.shape[1])
@@ -92,17 +92,17 @@ class ExpertWeights(ABC):
         return
 
     def compile(self, nums_rows: Collection[int]) -> None:
-        """As a weight's."""
+        """Compiles the kernels; same as a weight's."""
         return
 
     def prepare(self, nums_rows: Collection[int]) -> None:
-        """As a weight's."""
+        """Prepares the kernels; same as a weight's."""
         return
 
 
 def read_counts(counts: Sequence[np.ndarray | torch.Tensor]) -> list[np.ndarray]:
-    """As they are now. Those on a GPU are copied on a stream of their own: nobody waits for the step under way, some of whose
-    tokens are in them."""
+    """The counts as they are now. Those on a GPU are copied on a stream of their own: nobody waits for the step under way, some
+    of whose tokens are in them."""
     if not any(isinstance(one, torch.Tensor) and one.is_cuda for one in counts):
         return [np.array(one) for one in counts]
     stream = _reading_stream()
@@ -169,7 +169,7 @@ class StreamedStack:
 
 
 def stack_dense(weights: list[torch.Tensor], bias_EN: torch.Tensor | None = None) -> Stack:
-    """Of matrices [N, K] of 32 or 16 bits."""
+    """A stack of matrices [N, K] of 32 or 16 bits."""
     (num_out, num_in), dtype = weights[0].shape, weights[0].dtype
     codes = torch.empty(len(weights), -(-num_out // 8), num_in, 8, dtype=dtype, device="cpu")
     for expert, weight in enumerate(weights):
@@ -178,7 +178,7 @@ def stack_dense(weights: list[torch.Tensor], bias_EN: torch.Tensor | None = None
 
 
 def stack_codes(weights: list[Codes], bias_EN: torch.Tensor | None = None) -> Stack:
-    """Of quantized matrices of one kind."""
+    """A stack of quantized matrices of one kind."""
     num_out, num_in = weights[0].codes_NK.shape
     kind = kind_of(weights)
     panels, scales = code_panels(weights[0], kind)
@@ -218,7 +218,7 @@ class NativeExperts(ExpertWeights):
         self._struct.stream, self._struct.first_unit = stream, first_unit
 
     def foresee(self, following: NativeExperts, router: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """What the next layer's router would choose for the same rows is read while this layer computes."""
+        """Reads the experts that the next layer's router would choose for the same rows, while this layer computes."""
         self._following = following, router
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def dense_experts(
     down_bias: torch.Tensor | None,
     shared: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> ExpertWeights:
-    """Of matrices of 32 or 16 bits, rows of gate before rows of up."""
+    """The experts of matrices of 32 or 16 bits, rows of gate before rows of up."""
     if native.lib:
         both = None if shared is None else (stack_dense([shared[0]]), stack_dense([shared[1]]))
         return NativeExperts(spec, stack_dense(gate_ups, gate_up_bias), stack_dense(downs, down_bias), both)

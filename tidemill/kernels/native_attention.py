@@ -72,7 +72,7 @@ class NativeAttention:
 
     @staticmethod
     def uncovered(kv: PagedKV) -> str:
-        """What of this cache or its layers the kernel does not do, or empty."""
+        """The features of this cache or its layers that the kernel does not do, or empty."""
         if kv.page_size & (kv.page_size - 1):
             return f"the C attention kernel takes pages of a power of two, not of {kv.page_size}"
         if kv.format.name not in _FORMATS:
@@ -146,7 +146,7 @@ class NativeAttention:
 
 
 def _segments(placed: Sequence[Placed]) -> tuple[Any, list[structs.Policy]]:
-    """For C: the segments, and what they point to."""
+    """The arguments in C's form: the segments, and what they point to."""
     segments, policies = (structs.Segment * len(placed))(), list[structs.Policy]()
     for i, part in enumerate(placed):
         policy, memory = part.owner.policy, part.owner.memory_LGX
@@ -171,12 +171,12 @@ def _segments(placed: Sequence[Placed]) -> tuple[Any, list[structs.Policy]]:
 
 
 def _bias_table(bias: torch.Tensor) -> torch.Tensor:
-    """With room for a block that goes past the last key, and the number of distance 0 in the middle of each row."""
+    """The table with room for a block that goes past the last key, and the number of distance 0 in the middle of each row."""
     return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
 
 
 def _quant(layer: KVQuantLayer) -> tuple[structs.KVQuantSpec, dict[str, torch.Tensor]]:
-    """And what it points to."""
+    """The constants in C's form, and what they point to."""
     made = {
         "scales": layer.scales,
         "factors": 1 / layer.scales,

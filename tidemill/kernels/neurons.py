@@ -18,7 +18,7 @@ _LANES, _COLUMNS, _ALIGN = 8, 64, 64
 
 @dataclass(frozen=True, slots=True)
 class NeuronLayout:
-    """Of a neuron's bytes: its row of up, then its column of down. `num_bytes`: from one to the next."""
+    """The layout of a neuron's bytes: its row of up, then its column of down. `num_bytes`: from one to the next."""
 
     kind: int
     num_in: int
@@ -58,7 +58,7 @@ def chosen_reference(
 
 
 class ChosenNeurons:
-    """Of one feed-forward, in memory. A row's outputs are those of its neurons whose scores are above 0."""
+    """The chosen neurons of one feed-forward, in memory. A row's outputs are those of its neurons whose scores are above 0."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class ChosenNeurons:
 
 
 class GivenNeurons:
-    """Of one feed-forward, in memory. The gate is computed before: its neurons that are above 0 are computed, of the activations
-    relu and relu2 all that are not zero."""
+    """The neurons of one feed-forward, in memory. The gate is computed before: its neurons that are above 0 are computed, of the
+    activations relu and relu2 all that are not zero."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class GivenNeurons:
     def host_call(
         self, given: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, rows: range, num_ns: torch.Tensor
     ) -> HostNeurons:
-        """What `Library.run_host_neurons` takes: of these rows of a step, from `given` to `out`. `gate`: room for it."""
+        """The arguments of `Library.run_host_neurons`: of these rows of a step, from `given` to `out`. `gate`: room for it."""
         codes, room = (None, None) if self.gate is None else (self.gate.held.codes.data_ptr(), gate.data_ptr())
         return HostNeurons(
             neurons=ctypes.addressof(self._struct), given=given.data_ptr(), gate=room, out=out.data_ptr(), gate_codes=codes,
@@ -145,7 +145,7 @@ class GivenNeurons:
 
 
 class NeuronWeights:
-    """Of one feed-forward. `read_from` says where its neurons are, before the first use."""
+    """The neurons of one feed-forward. `read_from` says where its neurons are, before the first use."""
 
     def __init__(self, layout: NeuronLayout, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None) -> None:
         assert native.lib is not None

@@ -14,7 +14,7 @@ def take_columns(x_TN: torch.Tensor, columns: range) -> torch.Tensor:
 
 
 def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
-    """As one matrix."""
+    """The parts side by side as one matrix."""
     if not native.lib or parts[0].is_cuda:
         return torch.cat(parts, 1)
     while len(parts) > 1:

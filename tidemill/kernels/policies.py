@@ -35,7 +35,7 @@ class RowPolicy:
 
     @staticmethod
     def new(policy: CachePolicy, kv: PagedKV) -> RowPolicy:
-        """With the memory that kernels on a CPU take."""
+        """A row policy with the memory that kernels on a CPU take."""
         size = 1
         if policy.kind in ("h2o", "snapkv"):
             size = RowPolicy.num_slots(policy)
@@ -97,7 +97,7 @@ class _Open:
 
 
 class Policies:
-    """Of all rows that have one."""
+    """The policies of all rows that have one."""
 
     def __init__(self, kv: PagedKV | None, keeps_memory: bool = True) -> None:
         self._kv, self._keeps_memory = kv, keeps_memory
@@ -116,7 +116,7 @@ class Policies:
             self._rows[row] = made
 
     def rounds(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[Round]:
-        """Of a step; none if no row in it has a policy. Rows with a policy have one entry."""
+        """The rounds of a step; none if no row in it has a policy. Rows with a policy have one entry."""
         if not self._rows or self._rows.keys().isdisjoint(rows.tolist()):
             return []
         made = [_Open()]
@@ -164,7 +164,7 @@ class Policies:
             owner.num_summed = known = num_full
 
     def places(self, rounds: Sequence[Round], positions: np.ndarray) -> np.ndarray:
-        """Where the tokens of a step lie in the page tables of their rows: `positions`, but for rows with a policy. -1: it is
+        """The places of the tokens of a step in the page tables of their rows: `positions`, but for rows with a policy. -1: it is
         written in a later round."""
         places = positions.copy() if rounds else positions
         for number, one in enumerate(rounds):

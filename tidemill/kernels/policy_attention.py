@@ -242,7 +242,7 @@ def turn_on(first: torch.Tensor, angles: Angles, by: int) -> torch.Tensor:
 
 
 def random_scores(place: int, position: int, num: int) -> torch.Tensor:
-    """As in C."""
+    """Random scores, the same as in C."""
 
     def mixed(x: np.ndarray) -> np.ndarray:
         x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF

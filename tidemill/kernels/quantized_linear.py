@@ -28,7 +28,7 @@ _HAS_S4 = SIGNED_4_BITS  # on x86 products of signed bytes take three instructio
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How the activations that meet 8-bit (or ternary) weights become bytes: with one scale a token, or always the same.
+    """The way that the activations that meet 8-bit (or ternary) weights become bytes: with one scale a token, or always the same.
     `threshold`: those of this size and more stay as they are (LLM.int8()); of 8-bit weights with a scale a row."""
 
     scale: float | None = None
@@ -43,7 +43,7 @@ class Outliers:
     differences: torch.Tensor  # float32
 
     def take(self, rows: torch.Tensor, num_rows: int, width: int) -> Outliers:
-        """Of these rows, of which each may stand there once."""
+        """Takes the outliers of these rows, of which each may stand there once."""
         numbers = torch.full((num_rows,), -1)
         numbers[rows] = torch.arange(rows.numel())
         row = numbers[self.places // width]
@@ -150,7 +150,7 @@ def _below(parts: list[Codes]) -> Codes:
 
 
 def joined_activations(parts: list[Codes]) -> Activations | None:
-    """Of matrices that are alike. Of static scales, the largest."""
+    """The activations of matrices that are alike. Of static scales, the largest."""
     given = [part.activations for part in parts if part.activations is not None]
     if len(given) < len(parts):
         return None
@@ -226,14 +226,14 @@ def fit(weight: Codes) -> Codes | None:
 
 
 def widened(weight: Codes) -> Codes:
-    """Of ternary codes, as 4-bit ones."""
+    """The ternary codes as 4-bit ones."""
     return replace(
         weight, bits=4, codes_NK=weight.codes_NK + 8, zeros_NG=torch.full_like(weight.scales_NG, 8).float(), activations=None
     )
 
 
 def kind_of(weights: list[Codes]) -> str:
-    """How the compiled kernel holds matrices that are alike."""
+    """The kind in which the compiled kernel holds matrices that are alike."""
     first = weights[0]
     if first.scales_NG.dtype == torch.float32:
         return _group_kind(weights)
@@ -256,7 +256,7 @@ def _group_kind(weights: list[Codes]) -> str:
 
 
 def kind_number(weights: list[Codes]) -> int:
-    """As linear.c has it: with the size of groups, and whether columns have an order."""
+    """The kind's number in linear.c: with the size of groups, and whether columns have an order."""
     first, kind = weights[0], kind_of(weights)
     if first.scales_NG.dtype != torch.float32:
         return native.KINDS[kind]
@@ -266,7 +266,7 @@ def kind_number(weights: list[Codes]) -> int:
 
 
 def _is_centred(weight: Codes) -> bool:
-    """Whether offsets are what codes of -8 to 7 make needless, as those of Q4_0."""
+    """Tells if its offsets are those that codes of -8 to 7 make needless, as those of Q4_0."""
     return weight.offsets_NG is not None and torch.equal(weight.offsets_NG, weight.scales_NG * -8)
 
 
@@ -309,7 +309,7 @@ def code_panels(weight: Codes, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sharing_bytes(panels: torch.Tensor) -> torch.Tensor:
-    """Of four panels, the codes of each in two bits of a byte; the top bit is flipped."""
+    """The codes of four panels, each in two bits of a byte; the top bit is flipped."""
     padded = torch.nn.functional.pad(panels, (0,) * 7 + (-panels.shape[0] % _SPAN,)).unflatten(0, (-1, _SPAN))
     first, second, third, last = padded.unbind(1)
     return (first | second << 2 | third << 4 | last << 6) ^ 128
@@ -337,7 +337,7 @@ def _group_scales(weight: Codes, kind: str) -> torch.Tensor:
 
 
 def _sparse_panels(outliers: Outliers, num_out: int, width: int) -> list[torch.Tensor]:
-    """Where the values of each panel begin; places and values in turn."""
+    """The beginning of each panel's values; places and values in turn."""
     row, column = outliers.places // width, outliers.places % width
     num_panels = -(-num_out // _LANES)
     first = torch.searchsorted(row // _LANES, torch.arange(num_panels + 1))
@@ -411,7 +411,7 @@ class QuantizedPanels(Weight):
         return stored
 
     def _scales_of(self, panel: torch.Tensor, lane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of each value of these rows: scales and offsets."""
+        """The scales and offsets of each value of these rows."""
         has_offsets, group = self._kind in ("G4", "G8M"), self._group
         num_panels = -(-self._num_out // _LANES)
         num_groups = -(-self._width // group) * (2 if has_offsets else 1)

@@ -1,4 +1,5 @@
-"""What this machine reaches: operations, bytes read, bytes copied a second. Measured in about a second, for estimates."""
+"""The rates that this machine reaches: operations, bytes read, bytes copied a second. Measured in about a second, for
+estimates."""
 
 from __future__ import annotations
 

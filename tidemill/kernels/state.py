@@ -35,7 +35,7 @@ SEGMENT_FIELDS = 5  # row of the table, first token in the step, tokens, source 
 
 @dataclass(frozen=True, slots=True)
 class StateWeights:
-    """What a state layer has learned besides its projections."""
+    """The learned parameters of a state layer besides its projections."""
 
     conv_KC: torch.Tensor
     conv_bias_C: torch.Tensor | None
@@ -84,7 +84,7 @@ def cut(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, interval: int)
 
 @dataclass(frozen=True, slots=True)
 class PagedStates:
-    """What a backend works on."""
+    """The states that a backend works on."""
 
     pool: torch.Tensor  # [pages, page_bytes] uint8
     tables: list[torch.Tensor]  # of each page of a block: [rows, blocks] int32; side by side in memory
@@ -155,7 +155,7 @@ class TorchStateStep:
         return flat[offset // 4 : offset // 4 + shape[0] * shape[1]].view(shape)
 
     def _load(self, layer: int, number: int, first: list[int], shape: tuple[int, int]) -> torch.Tensor:
-        """What a chain starts from; a copy."""
+        """Loads the state that a chain starts from; a copy."""
         row, _, _, source, _ = first
         return torch.zeros(shape) if source < 0 else self._piece(layer, number, row, source, shape).clone()
 
@@ -202,7 +202,7 @@ def _finish(spec: StateSpec, out_TI: torch.Tensor, gate_TI: torch.Tensor, learne
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """As in kernels/glu.py: an element's bits do not depend on where it stands."""
+    """The SiLU of kernels/glu.py: an element's bits do not depend on where it stands."""
     return x / (1 + torch.exp(-x))
 
 

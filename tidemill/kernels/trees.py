@@ -21,7 +21,8 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Of each entry of a step: from which position on its tokens lie elsewhere, and where (as positions of the row's table)."""
+    """The paths of each entry of a step: from which position on its tokens lie elsewhere, and where (as positions of the row's
+    table)."""
 
     bases: np.ndarray  # int64 [entries]
     places: np.ndarray  # int64 [entries, depth of the deepest]

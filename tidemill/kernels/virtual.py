@@ -43,15 +43,15 @@ class Memory(Protocol):
     def unmap(self, address: int) -> None: ...
 
     def drop(self, page: int) -> None:
-        """What the page holds is not needed any more: its memory is free. It is mapped nowhere."""
+        """Drops a page that is not needed any more: its memory is free. It is mapped nowhere."""
         ...
 
     def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class VirtualRows:
-    """Which page is mapped where. The ranges of all rows follow each other. With ranges to spare, a row that begins anew does so
-    in another one, while a step on the device still reads the old one."""
+    """The mapping of pages to rows. The ranges of all rows follow each other. With ranges to spare, a row that begins anew does
+    so in another one, while a step on the device still reads the old one."""
 
     def __init__(self, memory: Memory, num_rows: int, pages_per_row: int, num_spare: int = 0, num_before: int = 0) -> None:
         """`num_before`: pages before the first range."""
@@ -113,13 +113,13 @@ class VirtualRows:
 
 
 def _runs(indices: list[int]) -> list[list[int]]:
-    """Of numbers that follow each other."""
+    """The runs of numbers that follow each other."""
     runs = itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     return [[index for _, index in run] for _, run in runs]
 
 
 class HostMemory:
-    """Of a CPU. Reserved addresses read as zeros and cannot be written."""
+    """The memory of a CPU. Reserved addresses read as zeros and cannot be written."""
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         assert page_bytes % mmap.PAGESIZE == 0

@@ -28,13 +28,13 @@ class AttentionStep(Protocol):
 
 
 def adds(step: AttentionStep) -> bool:
-    """Whether it adds to qkv what adapters do, where the projection has left that (`Linear.unadded`)."""
+    """Tells if the step adds to qkv what adapters do, where the projection has left that (`Linear.unadded`)."""
     return getattr(step, "adds", False)
 
 
 class EnteringStep(AttentionStep, Protocol):
     def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights) -> None:
-        """As `attend`, up to the cache: for tokens whose attention nobody reads."""
+        """Enters keys and values; same as `attend`, up to the cache: for tokens whose attention nobody reads."""
         ...
 
 

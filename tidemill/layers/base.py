@@ -59,7 +59,7 @@ class Layer(nn.Module):
             )
 
     def own(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
-        """What this rank has of a stored tensor, and the order of its rows."""
+        """The part of a stored tensor that this rank has, and the order of its rows."""
         rows, columns = self._cuts.get(part, (None, None))
         if columns is not None:
             tensor = columns_of(tensor, columns)
@@ -71,7 +71,7 @@ class Layer(nn.Module):
         return tensor, row_order
 
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
-        """Whether a stored tensor of this shape can be the part."""
+        """Tells if a stored tensor of this shape can be the part."""
         return shape == self.parts[part]
 
     def is_complete(self) -> bool:
@@ -86,7 +86,7 @@ class Layer(nn.Module):
 
 
 def rows_of(tensor: WeightTensor, cut: Cut, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
-    """Of rows in the model's order, those of a rank; and how what is read must be ordered."""
+    """The rows of a rank, in the model's order; and the order that what is read must have."""
     if not cut.num:
         return NoRows(tensor), None
     own = torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in cut.runs])
@@ -99,7 +99,7 @@ def columns_of(tensor: WeightTensor, cut: Cut) -> WeightTensor:
 
 
 def read_values(tensor: WeightTensor, row_order: torch.Tensor | None = None) -> torch.Tensor:
-    """As float32."""
+    """Reads the values as float32."""
     values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
     tensor.read_into(values)
     return values if row_order is None else values[row_order]

@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ContextualSparsity:
-    """Of one model. `attach` before its tensors are read, `finish` when all are."""
+    """The contextual sparsity of one model. `attach` before its tensors are read, `finish` when all are."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         units = {NEURONS: config.intermediate_size, HEADS: config.num_kv_heads}

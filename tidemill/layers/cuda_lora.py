@@ -50,7 +50,7 @@ class CudaLoras(Loras):
         return self._words[:num_tokens], self._words[begin : begin + 3 * num_tiles], self._done[:num_tiles]
 
     def write(self, slots_T: np.ndarray, size: int) -> None:
-        """For a step of `size` tokens, of which the first have these slots and the others are padding."""
+        """Writes the slots of a step of `size` tokens, of which the first have these slots and the others are padding."""
         rows = rows_of_tile(size)
         order, tiles = make_tiles(slots_T, rows)
         self._turn = (self._turn + 1) % len(self._staging)
@@ -71,7 +71,7 @@ class CudaLoras(Loras):
 
 
 def padded(num_tokens: int) -> int:
-    """What follows begins at a multiple of 16 bytes: kernels are compiled for that."""
+    """Rounds up, because the next data begins at a multiple of 16 bytes: kernels are compiled for that."""
     return -(-num_tokens // 4) * 4
 
 

@@ -15,7 +15,7 @@ from tidemill.quant import PLAIN, WeightPlan
 
 
 class Table:
-    """Which rows of a table are here."""
+    """The part of a table's rows that is here."""
 
     def __init__(self, num: int, shard: Shard) -> None:
         self.own, self.group = shard.range(num), group_of(shard)

@@ -59,7 +59,7 @@ class ParallelExperts(ExpertWeights):
         return out_TKH.view(-1, num_chosen, x_TH.shape[1])
 
     def _compute(self, rows_PH: torch.Tensor, experts_P: torch.Tensor) -> torch.Tensor:
-        """Of each row, the output of its expert: the kernel that routes is given no choice."""
+        """The output of each row's expert: the kernel that routes is given no choice."""
         own = self._experts[self._group.rank]
         if not rows_PH.shape[0]:
             return rows_PH

@@ -123,7 +123,7 @@ class GatheredStreaming(Streaming):
 
 
 class _Fetch:
-    """Of ranks on several hosts: every rank sends its rows of a layer to all others, when they come to it."""
+    """The fetches of ranks on several hosts: every rank sends its rows of a layer to all others, when they come to it."""
 
     def __init__(self, store: SharedWeights, shard: Shard, group: Any, units: list[np.ndarray]) -> None:
         self._store, self._shard, self._group, self._units = store, shard, group, units
@@ -159,6 +159,6 @@ def _in_pieces(piece: np.ndarray) -> np.ndarray:
 
 
 def _can_be_cut(linear: Linear) -> bool:
-    """Whether eight rows that kernels keep together are of one stored matrix."""
+    """Tells if eight rows that kernels keep together are of one stored matrix."""
     *others, _ = linear.outs.values()
     return all(num % LANES == 0 for num in others)

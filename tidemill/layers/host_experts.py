@@ -54,7 +54,7 @@ class HostStacks(ExpertStacks):
 
 
 def _in_host_memory(num: int, one: torch.Tensor) -> torch.Tensor:
-    """For so many."""
+    """Room in host memory for so many."""
     num_bytes = num * one.nbytes
     return torch.from_numpy(memory(num_bytes))[:num_bytes].view(one.dtype).view(num, *one.shape[1:])
 
@@ -104,7 +104,8 @@ class ExpertSlots:
 
     @torch.inference_mode()
     def find(self, number: int, x_TH: torch.Tensor, live: torch.Tensor | None, experts_P: torch.Tensor) -> InSlots:
-        """Where the chosen experts of a layer are. Copies of those that are in no slot are under way, and the device waits."""
+        """Finds the slots of the chosen experts of a layer. Copies of those that are in no slot are under way, and the device
+        waits."""
         layer = self._layers[number]
         chosen, guessed = self._read_choices(number, x_TH, live, experts_P)
         needed = [layer.first + expert for expert in chosen]

@@ -28,7 +28,7 @@ def pin(host: torch.Tensor, device: torch.device) -> None:
 
 
 class Waits:
-    """For how long a GPU had nothing to do but to wait for copies, by pairs of events."""
+    """The time for which a GPU had nothing to do but to wait for copies, by pairs of events."""
 
     def __init__(self) -> None:
         self._open: list[tuple[Any, Any]] = []

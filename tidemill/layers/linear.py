@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PartPair(NamedTuple):
-    """What a part of a layer has of an adapter's pair."""
+    """The share of an adapter's pair that belongs to one part of a layer."""
 
     down_RK: torch.Tensor
     up_NR: torch.Tensor
@@ -101,7 +101,7 @@ class Linear(Layer):
         return shape in (self.parts[part], (self._taken[name], *self.parts[part][1:]))
 
     def read_only(self, cuts: Mapping[str, Cut]) -> None:
-        """Of its matrices, only these rows are read; what becomes of the others is its method's to know."""
+        """Makes it read only these rows of its matrices; what becomes of the others is its method's to know."""
         self._cuts |= {name: (None if cut.is_whole else cut, None) for name, cut in cuts.items()}
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
@@ -138,7 +138,7 @@ class Linear(Layer):
 
     @property
     def takes_codes(self) -> bool:
-        """Whether it computes with what a norm has handed over, and with nothing else of its input."""
+        """Tells if it computes with what a norm has handed over, and with nothing else of its input."""
         return self._columns is None and not self._has_adapters and self.weight.handover is not None
 
     @property
@@ -146,11 +146,11 @@ class Linear(Layer):
         return self.loras is not None and self.lora is not None and self.loras.is_on
 
     def shape_of(self, part: str) -> tuple[int, int]:
-        """Of a matrix, on all ranks together."""
+        """The shape of a matrix, on all ranks together."""
         return self._taken[part], self.parts[part][1]
 
     def own_pair(self, part: str, pair: Pair) -> Pair:
-        """Of an adapter's pair, what belongs to the rows and columns that are here."""
+        """The share of an adapter's pair that belongs to the rows and columns that are here."""
         rows, columns = self._cuts[part]
         if rows is None and columns is None:
             return pair
@@ -172,13 +172,13 @@ class Linear(Layer):
         return y_TN if self._gathered is None else self._gathered[0].all_gather(y_TN, 1, self._gathered[1])
 
     def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """For the norm behind it alone, which adds up what the kernel has not."""
+        """The product for the norm behind it alone, which adds up what the kernel has not."""
         if self.by_rows or self._group is not None or self._has_adapters:
             return self.unadded(x_TK)
         return self.weight.unsummed(x_TK)
 
     def unadded(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """For a kernel alone that adds what adapters do (`handover.with_added`)."""
+        """The product for a kernel alone that adds what adapters do (`handover.with_added`)."""
         return self(x_TK) if self.by_rows or self._group is not None else self._multiply(x_TK, leave=True)
 
     def _multiply(self, x_TK: torch.Tensor, leave: bool = False) -> torch.Tensor:

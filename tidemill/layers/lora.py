@@ -46,7 +46,7 @@ class Loras:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of the matrices that an adapter may change."""
+        """The shapes of the matrices that an adapter may change."""
         return {name: place.shape for name, place in self._places.items()}
 
     @torch.inference_mode()

@@ -146,7 +146,7 @@ class StateMixer(nn.Module):
         return self.out(self._normed(step.scan(self.layer, ScanInputs(mixed, projected), learned)))
 
     def _normed(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Where ranks have parts of what is normed together: the recurrence only gates."""
+        """The normed output, where ranks have parts of what is normed together: the recurrence only gates."""
         if not self._groups:
             return x_TI
         assert self.norm is not None

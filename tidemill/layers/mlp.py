@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def inner_size(config: ModelConfig, layer: int, weights: WeightPlan) -> Size:
-    """Of a layer's feed-forward, as this rank has it."""
+    """The inner size of a layer's feed-forward, as this rank has it."""
     return config.intermediate_size if weights.shard.size == 1 else feed_forward_cut(config, layer, weights.shard).size
 
 

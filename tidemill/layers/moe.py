@@ -72,7 +72,7 @@ class Experts(Layer):
         self._weights: ExpertWeights | None = None
 
     def _shapes(self, hidden_size: int, spec: MoESpec) -> dict[str, tuple[int, ...]]:
-        """Of all parts in which matrices may come."""
+        """The shapes of all parts in which matrices may come."""
         num, size = spec.num_experts, spec.expert_size
         shapes: dict[str, tuple[int, ...]] = {}
         for side in _SIDES:
@@ -151,7 +151,7 @@ class Experts(Layer):
     def _part(
         side: str, cut: Cut, tensor: WeightTensor, row_order: torch.Tensor | None
     ) -> tuple[WeightTensor, torch.Tensor | None]:
-        """Of a matrix, what belongs to these inner values of the expert."""
+        """The part of a matrix that belongs to these inner values of the expert."""
         if cut.is_whole:
             return tensor, row_order
         if side == "down":
@@ -160,7 +160,8 @@ class Experts(Layer):
 
     @property
     def _held(self) -> MoESpec:
-        """What this rank has. By number: perhaps fewer experts than a token goes through, one at a time."""
+        """The spec of the experts that this rank has. By number: perhaps fewer experts than a token goes through, one at a
+        time."""
         if not self._by_number:
             return self._cut
         return replace(

@@ -1,4 +1,4 @@
-"""Which of many units of weights, such as experts, are in few slots of memory.
+"""The places of many units of weights, such as experts, in few slots of memory.
 
 Units that are used often stay. The others share a few transient slots, as many as were needed at once: so units that are used
 equally often, each in its turn, do not push each other out before their turn comes again. One in a transient slot that is used
@@ -99,8 +99,8 @@ class Places:
         return bool(self._used_at[self.in_slot[slot]] != self._num_requests)
 
     def _find_slot(self, most_transients: int) -> int | None:
-        """For a unit that is in none; None: all are in use, or stay. One that stays makes room while there are fewer transient
-        slots than so many."""
+        """Finds a slot for a unit that is in none; None: all are in use, or stay. One that stays makes room while there are fewer
+        transient slots than so many."""
         if self._num_filled < len(self.in_slot):
             self._num_filled += 1
             return self._num_filled - 1

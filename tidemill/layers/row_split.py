@@ -19,9 +19,9 @@ from tidemill.parallel.shared import SharedGroup
 
 
 class RowSplit:
-    """Of the rows of any step, those of this rank, and what it exchanges with others. `config`: of the whole model, whose layers
-    all have attention with the same heads. `by_rank`: q, k and v of a row are those of rank 0, then those of rank 1, and so on,
-    as parts of weights give them; else q of all heads, then k, then v."""
+    """The split of the rows of any step: those of this rank, and what it exchanges with others. `config`: of the whole model,
+    whose layers all have attention with the same heads. `by_rank`: q, k and v of a row are those of rank 0, then those of rank 1,
+    and so on, as parts of weights give them; else q of all heads, then k, then v."""
 
     def __init__(self, config: ModelConfig, group: Group, by_rank: bool = False) -> None:
         self._group, self._shard = group, Shard(group.rank, group.size)
@@ -118,5 +118,5 @@ class RowStep:
 
 
 def can_split(config: ModelConfig) -> bool:
-    """Whether attention is all that rows have to do with each other."""
+    """Tells if rows have nothing but attention to do with each other."""
     return all(isinstance(spec, AttentionSpec) for spec in config.layers)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SplitNeurons:
-    """Of one feed-forward. Its linears have the hot neurons."""
+    """The split neurons of one feed-forward. Its linears have the hot neurons."""
 
     def __init__(self, cold: GivenNeurons, gate: Weight) -> None:
         """`gate`: of the cold ones, on the GPU or the host."""
@@ -46,7 +46,7 @@ class SplitNeurons:
 
 
 class _Parts:
-    """Of one feed-forward while it is read: the methods of its two layers, and what they keep of the cold neurons."""
+    """The parts of one feed-forward while it is read: the methods of its two layers, and what they keep of the cold neurons."""
 
     def __init__(self, module: GatedMLP, hot: torch.Tensor, gates_on_gpu: bool) -> None:
         self.module, self.hot, self._gates_on_gpu = module, hot, gates_on_gpu

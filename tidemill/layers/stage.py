@@ -1,4 +1,4 @@
-"""What stands in a stage of a pipeline in the place of layers that other stages have."""
+"""The stand-in, in a stage of a pipeline, for the layers that other stages have."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _MOST_SLOTS, _FEWEST_SLOTS = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Which layers are streamed, and the slot of each of them."""
+    """The plan of the layers that are streamed, and the slot of each of them."""
 
     streamed: tuple[int, ...]
     slots: tuple[int, ...]
@@ -49,7 +49,7 @@ class LayerPlan:
 
 
 def evenly(num: int, of: int) -> list[int]:
-    """So many of so many numbers from 0 on, as far from each other as they can be."""
+    """Chooses so many of so many numbers from 0 on, as far from each other as they can be."""
     return [i for i in range(of) if (i + 1) * num // of > i * num // of]
 
 
@@ -65,7 +65,8 @@ def slots_in_turn(num_layers: int, num_slots: int) -> list[int]:
 
 
 def plan_layers(sizes: Sequence[int], budget: int) -> LayerPlan | None:
-    """As few layers as possible are streamed. `sizes`: bytes of each layer. None: not even all of them streamed would fit."""
+    """Plans which layers are streamed: as few as possible. `sizes`: bytes of each layer. None: not even all of them
+    streamed would fit."""
     if sum(sizes) <= budget:
         return LayerPlan((), (), 0)
     for num_slots in range(_MOST_SLOTS, _FEWEST_SLOTS - 1, -1):
@@ -149,7 +150,7 @@ def size_of(items: Sequence[Item]) -> int:
 
 
 class Reads(NamedTuple):
-    """What was read, as `events.WeightsStreamed` has it."""
+    """The reads of streamed weights, in the form of `events.WeightsStreamed`."""
 
     num_bytes: int
     waited_s: float
@@ -159,7 +160,7 @@ class Reads(NamedTuple):
 
 
 class Streaming(ABC):
-    """Of one model. `attach` before its tensors are read, `finish` when all are."""
+    """The streaming of one model. `attach` before its tensors are read, `finish` when all are."""
 
     def __init__(self, budget: int) -> None:
         """`budget`: bytes of weights in memory, of all of the model."""
@@ -346,7 +347,7 @@ def _place(block: nn.Module, items: Sequence[Item], address: int) -> None:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Of what is in memory: tables, norms, and matrices that are not streamed."""
+    """The bytes of the weights that stay in memory: tables, norms, and matrices that are not streamed."""
     held = [one for one in (*model.parameters(), *model.buffers()) if one.device.type != "meta"]
     for module in model.modules():
         held += tensors_of(module.weight if isinstance(module, Linear) else module.weights if isinstance(module, Experts) else ())

@@ -76,7 +76,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
-        """What the first layer starts from, [T, H]. `types_T`: of the texts of pairs; None: all 0."""
+        """The hidden states that the first layer starts from, [T, H]. `types_T`: of the texts of pairs; None: all 0."""
 
     @abstractmethod
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Model(nn.Module, ABC):
 
     @property
     def can_enter(self) -> bool:
-        """Whether `enter` and `finish` are there. What they have in common with `forward` has the same bits."""
+        """Tells if `enter` and `finish` are there. What they have in common with `forward` has the same bits."""
         return False
 
     def enter(self, residual_TH: torch.Tensor, step: EnteringStep) -> torch.Tensor:
@@ -130,8 +130,8 @@ class Model(nn.Module, ABC):
         return [None] * len(self.config.attention_layers)
 
     def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
-        """Of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden state, or (none)
-        each token's, one after the other."""
+        """The pooling of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden
+        state, or (none) each token's, one after the other."""
         if how == "score":
             one_SH = hidden_TH[-1:] if self.config.pooler is None else hidden_TH[:1]
             return self.scores(one_SH.contiguous())[0]
@@ -164,7 +164,7 @@ class Model(nn.Module, ABC):
                 yield module.weight
 
     def lora_places(self) -> dict[str, LoraPlace]:
-        """What an adapter may change: the stored matrices of linear layers, by their Hugging Face names."""
+        """The places that an adapter may change: the stored matrices of linear layers, by their Hugging Face names."""
         made = {}
         for name, places in self._targets("hf").items():
             linears = [
@@ -190,11 +190,11 @@ class Model(nn.Module, ABC):
         return LoraPlace((linear.parts[part][0] if takes_some else begin, linear.shape_of(part)[1]), parts)
 
     def stored_rows(self, name: str) -> torch.Tensor | None:
-        """How `as_named` reorders the rows of a matrix in Hugging Face's files; None: as they are."""
+        """The order of the rows of a matrix in Hugging Face's files, by `as_named`; None: as they are."""
         return None
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
-        """How the rows of a stored matrix must be reordered; None: as they are."""
+        """The order that the rows of a stored matrix must have; None: as they are."""
         return None
 
     @classmethod
@@ -337,7 +337,7 @@ class Model(nn.Module, ABC):
 
     @property
     def num_bytes_read(self) -> int:
-        """Of the checkpoint, by this rank."""
+        """The number of bytes of the checkpoint that this rank has read."""
         return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
 
     def loaded(self, checkpoint_format: str) -> None:
@@ -385,7 +385,7 @@ class Model(nn.Module, ABC):
         return taken
 
     def take_weight_reads(self) -> Reads | None:
-        """As `Streaming.take_reads`. None: all weights are in memory."""
+        """Takes the reads of weights; same as `Streaming.take_reads`. None: all weights are in memory."""
         return None if self.streaming is None or not self.streaming.streamed_bytes else self.streaming.take_reads()
 
     def see_live(self, live: torch.Tensor) -> None:
@@ -396,7 +396,7 @@ class Model(nn.Module, ABC):
             weights.count(live)
 
     def _experts(self) -> dict[int, ExpertWeights]:
-        """Of the layers that have them."""
+        """The experts of the layers that have them."""
         modules = ((layer, module) for layer in range(len(self.blocks)) for module in self.blocks[layer].modules())
         return {layer: module.experts.weights for layer, module in modules if isinstance(module, MoE)}
 
@@ -420,7 +420,7 @@ class CausalLM(Model):
 
     @abstractmethod
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """What the first layer starts from, [T, H]."""
+        """The hidden states that the first layer starts from, [T, H]."""
 
     def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
         return self.embed_tokens(ids_T, positions_T)
@@ -430,7 +430,7 @@ class CausalLM(Model):
 
 
 def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many values the checkpoint holds of each type."""
+    """The number of values of each type in the checkpoint."""
     counts: dict[str, int] = {}
     if not checkpoint.has_weights:
         return counts
@@ -442,7 +442,7 @@ def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def stored_kv_bits(checkpoint: Checkpoint) -> int:
-    """Of keys and values, if the folder's quantization was made for so many (`kv_cache_scheme`)."""
+    """The bits of keys and values, if the folder's quantization was made for so many (`kv_cache_scheme`)."""
     settings = checkpoint.metadata.get("quantization_config")
     scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
     if scheme is None:

@@ -152,7 +152,7 @@ class Bert(Model):
 
     @classmethod
     def first_of(cls, settings: Settings) -> int:
-        """Where positions begin in their table."""
+        """The number where positions begin in their table."""
         return 0
 
 

@@ -21,7 +21,7 @@ from tidemill.quant import WeightPlan
 
 
 class SubNorm(RMSNorm):
-    """Of features of which this rank may have some."""
+    """The norm of features of which this rank may have some."""
 
     def __init__(self, size: Size, eps: float, weights: WeightPlan) -> None:
         super().__init__(size, eps)

@@ -173,7 +173,8 @@ class Gemma3Multimodal(Gemma3):
 
     @classmethod
     def read_hf(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """Where both parts of the configuration say whether the head is the table, Transformers goes by the outer one."""
+        """Reads the configuration. Where both parts of the configuration say whether the head is the table, Transformers goes by
+        the outer one."""
         data, source = checkpoint.metadata, source_of(checkpoint)
         text = required(data, "text_config", dict, source) | read_settings(data, _OUTER, source)
         config = super().read_hf(PartOf(checkpoint, text, _VISION))

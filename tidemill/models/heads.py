@@ -1,4 +1,4 @@
-"""What comes after the last norm of a decoder besides a head: whether the head is the embeddings' table, and scores of labels."""
+"""The end of a decoder after its last norm: whether the head is the embeddings' table, and scores of labels."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Labels(Linear):
 
 
 def _activation(data: dict[str, Any], num_labels: int, source: object) -> str:
-    """As sentence-transformers and vLLM read it: named in the configuration, else the logistic function of a single
-    label, or of labels that do not exclude each other."""
+    """The activation, read like sentence-transformers and vLLM read it: named in the configuration, else the logistic function of
+    a single label, or of labels that do not exclude each other."""
     newer = optional(data, "sentence_transformers", dict, {}, source)
     named = newer.get("activation_fn") or data.get("sbert_ce_default_activation_function")
     if named is None:

@@ -194,7 +194,7 @@ class Llama(CausalLM):
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
-        """What the family makes of its keys, without what follows the last norm."""
+        """The configuration that the family makes of its keys, without what follows the last norm."""
         return from_settings(settings, checkpoint)
 
     @classmethod
@@ -209,13 +209,13 @@ class Llama(CausalLM):
 
     @classmethod
     def table_names(cls) -> tuple[str, ...]:
-        """How the embeddings' table may be called."""
+        """The possible names of the embeddings' table."""
         name = next(f"{hf}.weight" for layer, _, hf, _ in cls.NAMES if layer == "embed")
         return tuple(dict.fromkeys(prefix + name.removeprefix(cls.PREFIXES[0]) for prefix in cls.PREFIXES))
 
 
 def _is_base(checkpoint: Checkpoint, heads: tuple[str, ...]) -> bool:
-    """Whether it is a model without its head, as those that make embeddings are saved."""
+    """Tells if it is a model without its head, as those that make embeddings are saved."""
     is_named_so = checkpoint.architecture.endswith("Model")
     if not checkpoint.has_weights:
         return is_named_so
@@ -285,7 +285,7 @@ def _notes(config: ModelConfig) -> tuple[str, ...]:
 
 
 def check_numbers(config: ModelConfig, source: object) -> None:
-    """What would make rope tables or norms that are not numbers."""
+    """Refuses numbers that would make rope tables or norms that are not numbers."""
     rotations = {spec.rotation for spec in config.attention_layers if spec.rotation is not None}
     scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
@@ -315,8 +315,8 @@ def check_numbers(config: ModelConfig, source: object) -> None:
 
 
 def from_settings(settings: Settings, checkpoint: Checkpoint, act: str = "hidden_act") -> ModelConfig:
-    """What families of decoders have in common. A key that the family's table does not have is not there. `act`: the key of the
-    activation."""
+    """The configuration that families of decoders have in common. A key that the family's table does not have is not there.
+    `act`: the key of the activation."""
     source, num_heads, hidden_size = source_of(checkpoint), settings["num_attention_heads"], settings["hidden_size"]
     rope = read_rope(settings, source)
     head_dim = settings.get("head_dim") or hidden_size // max(num_heads, 1)
@@ -371,7 +371,7 @@ def with_windows(config: ModelConfig, sizes: list[int]) -> ModelConfig:
 
 
 def table_rows(checkpoint: Checkpoint) -> int:
-    """Of a GGUF file: the size of its vocabulary."""
+    """The rows of a GGUF file's table: the size of its vocabulary."""
     table = next((tensor.shape for tensor in checkpoint.tensors() if tensor.name == "token_embd.weight"), None)
     if table is None:
         raise CheckpointError(f"{checkpoint.path}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")

@@ -117,7 +117,7 @@ def _from_gguf(checkpoint: Checkpoint, spec: StateSpec, num_layers: int) -> Mode
 
 
 def config_of(settings: Settings, spec: StateSpec, checkpoint: Checkpoint) -> ModelConfig:
-    """What Mamba and Mamba-2 files say alike."""
+    """The part of the configuration that Mamba and Mamba-2 files say alike."""
     context, eps = min(settings["max_position_embeddings"], MAX_CONTEXT), settings["layer_norm_epsilon"]
     if not 0 <= eps <= 1 or context < 1:
         raise CheckpointError(f"{checkpoint.path}: the norm epsilon or the context length of the configuration cannot be used.")

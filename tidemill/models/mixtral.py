@@ -65,8 +65,8 @@ class Mixtral(Llama):
 def hf_experts(
     settings: Settings, config: ModelConfig, *, num: str = "num_experts", size: str = "intermediate_size", **more: Any
 ) -> MoESpec:
-    """What config.json says of the experts. `num`, `size`: the keys of their number and size.
-    `more`: other fields of the spec."""
+    """The experts that config.json describes. `num`, `size`: the keys of their number and size. `more`: other fields of the
+    spec."""
     fields = {"num_experts": settings[num], "top_k": settings["num_experts_per_tok"], "expert_size": settings[size]}
     return MoESpec(**fields | {"act": config.act} | more)
 

@@ -29,7 +29,7 @@ _ATTENTION_EVERY = 4
 
 
 class GatedAttention(Attention):
-    """Of each head, the stored projection of queries has the query's rows and then the gate's."""
+    """Attention with gates: of each head, the stored projection of queries has the query's rows and then the gate's."""
 
     reads_input_once = False  # but twice
 

@@ -1,4 +1,4 @@
-"""Which file implements which architecture. Adding one is a file and a line here."""
+"""The registry of architectures, with the file that implements each. Adding one is a file and a line here."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def refuse(settings: Settings, keys: Collection[str], source: object, why: str =
 
 @dataclass(frozen=True)
 class Rope:
-    """What a file says of a rotation."""
+    """A file's settings of a rotation."""
 
     theta: float
     partial: float | None  # of a head's dimensions, that are rotated; None: it does not say

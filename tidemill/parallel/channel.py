@@ -94,7 +94,7 @@ class Channel:
             return str(own.getsockname()[0])
 
     def close(self) -> None:
-        """What was sent still goes out."""
+        """Closes the channel; bytes that were sent still go out."""
         self._outbox.put(None)
         self._writer.join(1.0)
         self._connection.close()
@@ -116,7 +116,7 @@ class Channel:
 
 
 class Door:
-    """Where others connect."""
+    """The listener where others connect."""
 
     def __init__(self, address: Address, key: bytes) -> None:
         self._key = key
@@ -191,7 +191,7 @@ def connect(address: Address, key: bytes, peer: str, within_s: float) -> Channel
 
 
 def _is_gone(handle: int, wait_ms: int) -> bool:
-    """What was sent before is still to be read."""
+    """Tells if the other end is gone. Bytes that it sent before are still to be read."""
     poll = select.poll()
     poll.register(handle, _GONE)
     return any(events & _GONE for _, events in poll.poll(wait_ms))

@@ -1,4 +1,4 @@
-"""How a model is cut for tensor parallelism: which heads, channels, columns and rows a rank has. Ints only.
+"""The cuts of a model for tensor parallelism: which heads, channels, columns and rows a rank has. Ints only.
 
 Heads stay whole. Where there are at least as many groups of heads (KV heads, groups of a state) as ranks, a rank has whole
 groups, some ranks one more than others. Where there are fewer, a group's key and value are on several ranks, which share out its
@@ -23,7 +23,7 @@ _FINE = 24  # units a rank should have, so that shares can be evened out
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of `whole` rows or columns, those of a rank, in this order."""
+    """The cut of `whole` rows or columns, those of a rank, in this order."""
 
     whole: int
     runs: tuple[range, ...]
@@ -33,7 +33,7 @@ class Cut:
         return sum(map(len, self.runs))
 
     def times(self, values: int) -> Cut:
-        """Of things that have so many values each."""
+        """The cut of things that have so many values each."""
         return Cut(self.whole * values, tuple(range(run.start * values, run.stop * values) for run in self.runs))
 
     @property
@@ -58,7 +58,7 @@ def whole_of(size: Size) -> int:
 
 
 def together(*cuts: Cut) -> Cut:
-    """Of what lies one after the other."""
+    """The cut of things that lie one after the other."""
     runs, begin = list[range](), 0
     for cut in cuts:
         runs += [range(begin + run.start, begin + run.stop) for run in cut.runs]
@@ -105,7 +105,7 @@ def attention_heads(spec: AttentionSpec, shard: Shard) -> Heads:
 
 @dataclass(frozen=True, slots=True)
 class StateCut:
-    """Of a layer with a state: heads, inner values, and what the convolution sees."""
+    """The cut of a layer with a state: heads, inner values, and what the convolution sees."""
 
     heads: Cut
     groups: Cut
@@ -166,7 +166,7 @@ def _balanced(config: ModelConfig, layer: int, shard: Shard, num: int, per_colum
 
 
 def shares(num: int, unit: int, per_column: int, others: Sequence[int]) -> list[int]:
-    """Where the ranks' columns begin and end, so that each holds as much as others, with what it has besides."""
+    """The beginning and end of the ranks' columns, so that each holds as much as others, with what it has besides."""
     size, total, ends, before = len(others), sum(others) + num * per_column, [0], 0
     for rank, other in enumerate(others[:-1]):
         before += other
@@ -176,7 +176,7 @@ def shares(num: int, unit: int, per_column: int, others: Sequence[int]) -> list[
 
 
 def rank_spec(spec: LayerSpec, shard: Shard) -> LayerSpec:
-    """Of a layer as this rank has it."""
+    """The spec of a layer as this rank has it."""
     if isinstance(spec, StateSpec):
         own = state_cut(spec, shard)
         norm = 0 if norm_is_shared(spec, shard) else spec.norm_size
@@ -194,7 +194,7 @@ def rank_spec(spec: LayerSpec, shard: Shard) -> LayerSpec:
 
 
 def norm_is_shared(spec: StateSpec, shard: Shard) -> bool:
-    """Whether values of several ranks are normed together."""
+    """Tells if values of several ranks are normed together."""
     if not spec.norm_size:
         return False
     ends = [state_cut(spec, Shard(rank, shard.size)).inner.runs[0].stop for rank in range(shard.size)]

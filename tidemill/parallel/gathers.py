@@ -26,7 +26,7 @@ class Wire(Protocol):
 
     @property
     def error(self) -> str:
-        """What went wrong while nobody asked; empty: nothing."""
+        """The error that happened while nobody asked; empty: nothing."""
         ...
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -34,7 +34,8 @@ class Wire(Protocol):
         ...
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Of as many equal parts as there are ranks, part r goes to rank r; `out`: what came from each. Ordered as above."""
+        """Exchanges parts: of as many equal parts as there are ranks, part r goes to rank r; `out`: what came from each.
+        Ordered as above."""
         ...
 
     def end(self) -> None:

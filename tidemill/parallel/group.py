@@ -36,7 +36,7 @@ class Group(Protocol):
         ...
 
     def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
-        """What rank `source` gave."""
+        """The bytes that rank `source` gave."""
         ...
 
     def barrier(self) -> None: ...
@@ -83,7 +83,7 @@ _alone = Alone()
 
 
 class OverHost:
-    """What ranks whose tensors are on GPUs exchange through their hosts."""
+    """An exchange, through their hosts, of ranks whose tensors are on GPUs."""
 
     def __init__(self, host: Group) -> None:
         """`host`: of the same ranks."""

@@ -1,4 +1,5 @@
-"""What layouts of a model over ranks cost, by phase: the model of "Efficiently Scaling Transformer Inference" (Pope et al. 2022).
+"""The costs of layouts of a model over ranks, by phase: the model of "Efficiently Scaling Transformer Inference" (Pope et
+al. 2022).
 
 T tokens go through a layer of hidden size E, whose blocks (attention, feed-forward) have an inner size F, on n ranks:
 
@@ -26,7 +27,7 @@ _MOST_TOKENS = 2**16  # of a step
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Of one rank: operations and bytes a second that are reached, and seconds until a collective begins to send."""
+    """The device of one rank: operations and bytes a second that are reached, and seconds until a collective begins to send."""
 
     flops: float
     memory: float
@@ -68,7 +69,7 @@ class Layout:
         return "1d" if self.grid == 1 else "2d" if self.grid == grid_of(size) else ""
 
     def is_there(self, size: int) -> bool:
-        """Whether the engine has it."""
+        """Tells if the engine has it."""
         return size == 1 or bool(self.name_of(size))
 
 
@@ -84,7 +85,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a step, all layers."""
+    """The cost of a step, in all layers."""
 
     layout: Layout
     compute_s: float
@@ -157,7 +158,7 @@ def _exchanged(model: ModelConfig, layer: int) -> int:
 
 
 def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
-    """Of a layer's blocks, what lies between their two projections."""
+    """The inner sizes of a layer's blocks, between their two projections."""
     spec, moe = model.layers[layer], model.moe(layer)
     assert isinstance(spec, AttentionSpec | StateSpec)
     own = [spec.num_inner if isinstance(spec, StateSpec) else spec.num_heads * spec.head_dim]
@@ -166,14 +167,14 @@ def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
 
 
 def rank_costs(model: ModelConfig, size: int, phase: Phase, device: Device) -> list[Cost]:
-    """Of all layouts, the fastest first."""
+    """The costs of all layouts, the fastest first."""
     return sorted(
         (cost(model, one, size, phase, device) for one in layouts(size, device.shares_memory)), key=lambda one: one.seconds
     )
 
 
 def engine_seconds(model: ModelConfig, size: int, phase: Phase, device: Device) -> dict[str, float]:
-    """What a step takes in each layout that the engine has, by its name."""
+    """The time of a step in each layout that the engine has, by its name."""
     seconds = {one.name_of(size): cost(model, one, size, phase, device).seconds for one in layouts(size, device.shares_memory)}
     seconds.pop("", None)
     if "phased" in seconds:

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: the lower listens, the higher connects and says which it is."""
+"""The connection of the ranks of a group: the lower listens, the higher connects and says which it is."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def meet_peers(
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What ranks compute on, and how these exchange: `collectives` is auto, ipc or nccl."""
+    """The devices that ranks compute on, and their exchange: `collectives` is auto, ipc or nccl."""
 
     kind: str = "cpu"
     collectives: str = "auto"
@@ -107,8 +107,8 @@ def take_device(rank: int, device: str) -> None:
 
 
 def groups_for(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> dict[Shard, Group]:
-    """Of the ranks that share the layers of this one, on hosts; those of all of them first. `shared`: a file of shared memory, or
-    empty."""
+    """The groups of the ranks that share the layers of this one, on hosts; those of all of them first. `shared`: a file of shared
+    memory, or empty."""
     groups, first = dict[Shard, Group](), 0
     for shard, ranks in world.axes(rank):
         if rank in ranks and shard.size == 1:

@@ -82,7 +82,7 @@ class SharedGroup:
         return bytes(self._lib.take_ranges(self.address, shown, max(lens), ranges))
 
     def _exchange(self, shown: bytes) -> bytes:
-        """What all ranks show, who show as many bytes."""
+        """Exchanges the bytes that all ranks show, who show as many bytes."""
         return bytes(self._lib.take_ranges(self.address, shown, len(shown), [(0, len(shown))] * self.size))
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has: as given, by measured times of layers, or by their weights. Ints and floats only.
+"""The layers of each stage of a pipeline: as given, by measured times of layers, or by their weights. Ints and floats only.
 
 Rank 0 decides and tells the others. A file of times is used only for what it was measured with; the same file gives the same
 division at every start, and so do engines that exchange KV pages or find them on disk again.
@@ -32,7 +32,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class MeasuredWith(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What times of layers depend on."""
+    """The conditions that times of layers depend on."""
 
     model: str  # a digest of its shape
     machine: str
@@ -60,7 +60,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
-    """What `tidemill measure-layers` writes."""
+    """The file that `tidemill measure-layers` writes."""
 
     format: int
     version: str  # of Tidemill
@@ -73,7 +73,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
     head: Times  # and drawing of tokens
 
     def cost(self, times: Times) -> int:
-        """Of a prompt and its output, in nanoseconds."""
+        """The cost of a prompt and its output, in nanoseconds."""
         return round(1e9 * (times.prefill_s + times.decode_s * OUTPUT_LEN / self.batch))
 
     def divide(self, num_stages: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def _unusable(what: str) -> ConfigError:
 
 
 def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) -> Decision[tuple[int, ...]]:
-    """How many layers each stage has."""
+    """Decides how many layers each stage has."""
     num, given = options.pipeline_parallel, options.pipeline_layers
     if given is not None and num == 1:
         fix = "Give --pipeline-parallel as well."
@@ -147,7 +147,7 @@ def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) 
 
 
 def stage_ms(times: LayerTimes, ends: tuple[int, ...]) -> list[float]:
-    """What each stage takes for a prompt and its output."""
+    """The time that each stage takes for a prompt and its output."""
     sums = [0, *accumulate(map(times.cost, times.layers))]
     costs = [sums[end] - sums[begin] for begin, end in zip((0, *ends), ends, strict=False)]
     costs[0] += times.cost(times.embedding)
@@ -178,7 +178,7 @@ def stages_of(counts: tuple[int, ...]) -> list[Stage]:
 
 
 def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
-    """Of the layers with keys and values, those of a stage."""
+    """The layers with keys and values of a stage."""
     with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
     return [number for number, layer in enumerate(with_kv) if layer in stage]
 

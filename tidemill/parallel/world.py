@@ -34,7 +34,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of the layers it shares with others."""
+    """The part that a rank has of the layers it shares with others."""
 
     shard: Shard = WHOLE  # of heads and inner values
     hidden: Shard = WHOLE  # of the hidden size, which is cut as well if this is a part
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def tables(self) -> Shard:
-        """Of the rows of tables: all ranks have some."""
+        """The shard of the rows of tables: all ranks have some."""
         if self.rows.size > 1:
             return self.rows
         if self.hidden.size == 1:

@@ -1,4 +1,4 @@
-"""How compressed matrices are laid out in files that others read, too: one file a layout, and a line here."""
+"""The layouts of compressed matrices in files that others read, too: one file a layout, and a line here."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Layout(ABC):
 
     @abstractmethod
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
-        """Of the matrix `name`, by stored name; refuses what the layout cannot hold."""
+        """The tensors of the matrix `name`, by stored name; refuses what the layout cannot hold."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class GGUFLayout:
         return found
 
     def write(self, work: Work, report: Reporter) -> tuple[int, int]:
-        """How many values were quantized, and the bytes they take."""
+        """Writes the file; returns the number of quantized values, and the bytes they take."""
         import gguf
 
         kinds: Counter[str] = Counter()

@@ -25,14 +25,14 @@ _BY_GRID = {(grid.bits, grid.symmetric, bool(grid.steps)): name for name, grid i
 
 
 def grid_of(kind: str, width: int) -> Grid:
-    """Of a matrix of so many columns."""
+    """The grid of a matrix of so many columns."""
     if kind not in TYPES:
         raise ConfigError(f"--type {kind} cannot be written.", fix=f"Choose {', '.join(TYPES)}.", param="type")
     return TYPES[kind if width % SUPER == 0 else _INSTEAD.get(kind, kind)]
 
 
 def block_type(name: str, stored: Stored) -> str:
-    """Of a matrix; refuses what no type holds."""
+    """The block type of a matrix; refuses what no type holds."""
     why = ""
     if not isinstance(stored, IntWeight):
         why = "it is not made of integers"
@@ -123,5 +123,5 @@ def _counts(values_NG: torch.Tensor, stored: IntWeight) -> tuple[torch.Tensor, n
 
 
 def _bytes(values_NG: torch.Tensor) -> np.ndarray:
-    """Of float16 numbers, [N, G, 2]."""
+    """The bytes of float16 numbers, [N, G, 2]."""
     return values_NG.contiguous().numpy().view(np.uint8).reshape(*values_NG.shape, 2)

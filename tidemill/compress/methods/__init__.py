@@ -1,4 +1,4 @@
-"""How matrices are quantized: one file a method, and a line here."""
+"""The methods by which matrices are quantized: one file a method, and a line here."""
 
 from __future__ import annotations
 

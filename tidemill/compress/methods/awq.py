@@ -74,7 +74,7 @@ class AWQ(Method):
 
 
 def clipped(matrix_NK: torch.Tensor, grid: Grid, inputs: Inputs) -> torch.Tensor:
-    """Of each group, how much of its range is covered: what gives the least error of outputs, groups apart."""
+    """The clipped part of each group's range that gives the least error of outputs, groups apart."""
     assert inputs.moments_KK is not None
     width = grid.width(matrix_NK.shape[1])
     num_groups = -(-matrix_NK.shape[1] // width)

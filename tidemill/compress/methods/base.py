@@ -81,7 +81,7 @@ class Method(ABC):
         return self.uses_truth
 
     def grid(self, name: str) -> Grid:
-        """Of a matrix."""
+        """The grid of a matrix."""
         if name in self.grids:
             return self.grids[name]
         per = self.options.get("weights", GROUP)
@@ -119,7 +119,7 @@ class Method(ABC):
 
 
 def activations_of(stored: Stored) -> Quantizer | None:
-    """What a linear's activations go through when the matrix is served; None: nothing."""
+    """The quantizer that a linear's activations go through when the matrix is served; None: nothing."""
     if isinstance(stored, IntWeight) and stored.act_per is not None:
         per_token, scale, threshold = bool(stored.act_per), stored.act_scale, stored.threshold
         return lambda x: fake_activations(x, per_token, scale, threshold)

@@ -27,7 +27,7 @@ class Fold:
     head_dim: int = 0
 
     def shared(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Of input features, alike for those that one row of `before` gives."""
+        """The values of input features, alike for those that one row of `before` gives."""
         if self.repeats == 1:
             return values_K
         heads = values_K.view(-1, self.repeats, self.head_dim)
@@ -66,7 +66,7 @@ def _adds_one(norm: nn.Module) -> bool:
 
 
 def folds(job: LayerJob) -> Iterator[Fold]:
-    """Of a decoder layer, in the order of computation."""
+    """The folds of a decoder layer, in the order of computation."""
     children = dict(job.layer.named_children())
     linears = {name.rpartition(".")[2]: name for name in job.linears}
     first = children.get("input_layernorm", children.get("ln_1"))

@@ -66,7 +66,7 @@ def find_centroids(values: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _means(sums: torch.Tensor, edges: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
-    """Of parts of the ordered values. `empty`: of parts without values."""
+    """The means of parts of the ordered values. `empty`: of parts without values."""
     counts = edges[1:] - edges[:-1]
     means = (sums[edges[1:]] - sums[edges[:-1]]) / counts.clamp(min=1)
     return (means if empty is None else torch.where(counts > 0, means, empty.double())).float()

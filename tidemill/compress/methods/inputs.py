@@ -1,4 +1,4 @@
-"""What the calibration text sends into each linear of a layer."""
+"""The inputs that the calibration text sends into each linear of a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidemill.errors import CalibrationError
 
 @dataclass(slots=True)
 class Inputs:
-    """Of linears with the same inputs, shared among them."""
+    """The inputs of linears that share them."""
 
     num_tokens: int
     mean_K: torch.Tensor  # of absolute values

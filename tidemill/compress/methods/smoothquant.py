@@ -60,8 +60,8 @@ class SmoothQuant(Method):
         return best
 
     def _error(self, matrix_NK: torch.Tensor, inputs: Inputs, scales_K: torch.Tensor) -> float:
-        """Of a sample's outputs, both sides rounded, relative to each token's output: a few tokens with huge activations
-        would decide alone otherwise."""
+        """The error of a sample's outputs, both sides rounded, relative to each token's output: a few tokens with huge
+        activations would decide alone otherwise."""
         x_TK, per_token = inputs.sample_TK / scales_K, self["activations"] == TOKEN
         static = float((inputs.largest_K / scales_K).max()) / 127 if self["static"] and not per_token else None
         out = fake_activations(x_TK, per_token, static) @ rounded(matrix_NK * scales_K, self.grid("")).t()

@@ -1,4 +1,4 @@
-"""What the kernels of attention are given to do in a step: lists that the host makes, and the sizes of their tiles."""
+"""The work of the attention kernels in a step: lists that the host makes, and the sizes of their tiles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lists:
 
 
 def at_once(lists: Lists, num_kv_heads: int, group: int, dim: int) -> bool:
-    """Whether a lone token goes through the kernel made for it on this GPU, which reads keys twice if heads have 128 dimensions:
+    """Tells if a lone token goes through the kernel made for it on this GPU, which reads keys twice if heads have 128 dimensions:
     if there is room for eight splits of each head (measured on an H200; with more tokens, long contexts would lose)."""
     is_plain = lists.by_roles and lists.paths is None and group <= SINGLE_ROWS and dim in (64, 128)
     return lists.alone and is_plain and num_kv_heads * (dim // 64) <= 16
@@ -52,7 +52,7 @@ def at_once(lists: Lists, num_kv_heads: int, group: int, dim: int) -> bool:
 
 @cache
 def by_roles(specs: tuple[AttentionSpec, ...], has_scales: bool = False) -> bool:
-    """Whether prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
+    """Tells if prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
     smallest = 128 if has_scales else 64
     return is_hopper() and all(smallest <= s.head_dim <= 128 and not s.kinds for s in specs)
 

@@ -24,7 +24,7 @@ _FLAG_BYTES = 8  # a turn's count
 
 
 def memory_bytes(num_ranks: int) -> int:
-    """Of a rank: its pieces, twice, then what each rank told each program."""
+    """The memory of a rank: its pieces, twice, then what each rank told each program."""
     return flags_offset() + MOST_PROGRAMS * num_ranks * _FLAG_BYTES
 
 

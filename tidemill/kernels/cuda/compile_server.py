@@ -35,7 +35,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """What is not compiled yet will not be."""
+    """Stops the server: anything that is not compiled yet will not be."""
     global _server
     if _server is not None:
         _server.kill()

@@ -19,7 +19,8 @@ from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Of a step: where each one's queries begin, and the end of the last; where its keys begin, and a number more; its keys."""
+    """The sequences of a step: where each one's queries begin, and the end of the last; where its keys begin, and a number more;
+    its keys."""
 
     queries: torch.Tensor  # int32 [S + 1]
     keys: torch.Tensor  # int32 [S + 1]
@@ -30,7 +31,7 @@ class Sequences:
 def flash_reference(
     q_TND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, sequences: Sequences, scale: float, causal: bool
 ) -> torch.Tensor:
-    """What the kernel computes: the last query of a sequence sees all its keys."""
+    """The reference of the kernel: the last query of a sequence sees all its keys."""
     out, num_repeats = torch.zeros_like(q_TND), q_TND.shape[1] // k_LGD.shape[1]
     firsts, keys, nums = sequences.queries.tolist(), sequences.keys.tolist(), sequences.num_keys.tolist()
     for i, num in enumerate(nums):
@@ -58,7 +59,7 @@ def flash(
 
 @dataclass(slots=True)
 class ContiguousStep:
-    """What a layer's attention needs. `sequences`: of prompts among others; None: each token is a sequence."""
+    """The data that a layer's attention needs. `sequences`: of prompts among others; None: each token is a sequence."""
 
     kv: PagedKV  # of pages of one token
     positions_T: torch.Tensor

@@ -156,7 +156,7 @@ def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Ten
 
 @triton.jit
 def _qk_norm(qkv_ptr, q_ptr, k_ptr, num_q, num_k, num_columns, eps, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    """Of a row's queries or its keys, in place."""
+    """The norm of a row's queries or its keys, in place."""
     is_k = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     width = tl.where(is_k == 1, num_k, num_q)
@@ -218,7 +218,7 @@ def add_layer_norm(
 
 @triton.jit
 def activated(x, ACT: tl.constexpr):
-    """As kernels/glu.py."""
+    """The activation function of kernels/glu.py."""
     if ACT == "relu":
         return tl.where(x < 0.0, 0.0, x)
     elif ACT == "relu2":
@@ -272,7 +272,8 @@ def _glu(gate_up_ptr, out_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, AH
 
 
 def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
-    """Of columns that hold gate and up in turn. (Our own matmul has it built in; this follows the library's.)"""
+    """The gated activation of columns that hold gate and up in turn. (Our own matmul has it built in; this follows the
+    library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
     launch(_glu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, ACT=act, BLOCK=1024, num_warps=4, **HOW)
@@ -298,8 +299,8 @@ def _scale_of(x, y, LARGEST: tl.constexpr):
 
 @triton.jit
 def _scale_and_offset(x, y):
-    """Of each row of both, for int4, as kv_cache.quantize has them: the scale's bits, the offset, and what values less the
-    offset are multiplied by."""
+    """The scales and offsets of each row of both, for int4, as kv_cache.quantize has them: the scale's bits, the offset, and what
+    values less the offset are multiplied by."""
     high, low = tl.maximum(tl.max(x, 1), tl.max(y, 1)), tl.minimum(tl.min(x, 1), tl.min(y, 1))
     offset = low * 0.5 + high * 0.5 + (high - low) * 0.03333333333
     bits = offset.to(tl.int32, bitcast=True)

@@ -1,4 +1,4 @@
-"""What the kernels of experts have in common: blocks of a gated matmul, the order of experts, and how launches are described."""
+"""The common parts of the kernels of experts: blocks of a gated matmul, the order of experts, and how launches are described."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def gated_block(
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many tokens each expert of a layer got since the start, modulo 2^32. `live`: how many of a step's tokens count, [1];
-    those that only fill it up come after them."""
+    """The tally of tokens that each expert of a layer got since the start, modulo 2^32. `live`: how many of a step's tokens
+    count, [1]; those that only fill it up come after them."""
 
     totals_E: torch.Tensor  # int32
     live: torch.Tensor  # int32

@@ -131,7 +131,7 @@ def _to_tiles(by_rows: dict[str, list[int]]) -> dict[int, Tile]:
 
 @cache
 def _measured() -> dict[tuple[int, ...], dict[int, Tile]]:
-    """What was fastest by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json (`bench/gpu.py --search`) and
+    """The fastest tiles by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json (`bench/gpu.py --search`) and
     what a search at start has added (tuning.py)."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
@@ -143,13 +143,13 @@ def knows(num_out: int, num_in: int) -> bool:
 
 
 def know(num_out: int, num_in: int, by_rows: dict[str, list[int]]) -> None:
-    """As tiles.json has it."""
+    """Takes over the tiles of a shape, in the form of tiles.json."""
     _measured()[num_out, num_in] = _to_tiles(by_rows)
     choose_tile.cache_clear()
 
 
 def measured_tile(num_rows: int, *shape: int) -> Tile | None:
-    """Of the next larger number of rows that was measured."""
+    """The tile of the next larger number of rows that was measured."""
     by_rows = _measured().get(shape)
     return by_rows[min((rows for rows in by_rows if rows >= num_rows), default=max(by_rows))] if by_rows else None
 
@@ -180,8 +180,8 @@ def keep_library_in_order() -> None:
 
 @cache
 def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device) -> bool:
-    """Whether the library's matmul has our bits. Products come in pairs that cancel, in random places: what is left are
-    the roundings of the sums, so that another order of summation shows in nearly every value."""
+    """Tells if the library's matmul has our bits. Products come in pairs that cancel, in random places: what is left are the
+    roundings of the sums, so that another order of summation shows in nearly every value."""
     keep_library_in_order()
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(num_in, generator=generator, device=device)

@@ -110,8 +110,8 @@ def _scales(scales_ptr, at, FP8: gl.constexpr):
 
 @gluon.jit
 def _tile(table_ptr, lists_ptr, table_width, turn, WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr):
-    """Of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins, and the
-    number of the first copied page."""
+    """The work of a turn: the head, how many blocks (0: there are no more tiles), where the page table of its sequence begins,
+    and the number of the first copied page."""
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
     num = gl.load(tile + PROMPT_TOKENS)
@@ -262,7 +262,7 @@ def _in_all(total, rows: gl.constexpr):
 
 @gluon.jit
 def _merge(all_buf, all_top, all_total, acc, top, total, scale, acc_rows: gl.constexpr):
-    """What came before waits in shared memory, each thread's part for itself."""
+    """Merges in the earlier part, which waits in shared memory, each thread's part for itself."""
     new_top = gl.maximum(all_top, top)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     old, new = gl.exp2((all_top - shift) * scale), gl.exp2((top - shift) * scale)

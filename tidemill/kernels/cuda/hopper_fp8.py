@@ -64,7 +64,8 @@ def _ask(
     cache_desc, page, rows_per_page, run, item: gl.constexpr, count, bufs, full, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """For a part of a page: first those of its keys, then those of its values. `count`: of all that were asked for before."""
+    """Asks for a part of a page: first those of its keys, then those of its values. `count`: of all that were asked for
+    before."""
     num_buffers: gl.constexpr = bufs.type.shape[0]
     row = page * rows_per_page + run * BLOCK + (item // PARTS) * NUM_KV_HEADS * BLOCK + (item % PARTS) * (BLOCK // PARTS)
     i = count % num_buffers
@@ -100,7 +101,7 @@ def _ask_again(
 
 @gluon.jit
 def _ask_for_scales(scales_ptr, at, bufs, i, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr):
-    """Of a page: its keys' and its values'. Two are a word, the least that can be copied."""
+    """Asks for the scales of a page: its keys' and its values'. Two are a word, the least that can be copied."""
     pairs = gl.arange(0, BLOCK // 2, layout=gl.BlockedLayout([1], [32], [1], [0]))
     copy_ahead(bufs.index(2 * i), scales_ptr + (at + pairs))
     copy_ahead(bufs.index(2 * i + 1), scales_ptr + (at + NUM_KV_HEADS * (BLOCK // 2) + pairs))
@@ -109,7 +110,7 @@ def _ask_for_scales(scales_ptr, at, bufs, i, NUM_KV_HEADS: gl.constexpr, BLOCK: 
 
 @gluon.jit
 def _sums(parts, PARTS: gl.constexpr):
-    """Of the keys of a page, in the order of paged_attention.py's `_add_up`."""
+    """The sums of the keys of a page, in the order of paged_attention.py's `_add_up`."""
     if PARTS == 2:
         first, second = gl.reshape(parts[0], (2, 2, 4, 2, _ROWS)), gl.reshape(parts[1], (2, 2, 4, 2, _ROWS))
         sums = gl.sum(first, 3) + gl.sum(second, 3)
@@ -156,7 +157,7 @@ def _merge_parts(
 @gluon.jit
 def _queries(qkv_ptr, token, num_tokens, kv_head, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
              by_score: gl.constexpr):  # fmt: skip
-    """As scaled_attention.py's `_columns_of` makes them."""
+    """The queries in the form that scaled_attention.py's `_columns_of` makes."""
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     layout: gl.constexpr = gl.DotOperandLayout(1, by_score, 2)
     rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, layout))

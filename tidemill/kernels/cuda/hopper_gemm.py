@@ -44,7 +44,7 @@ def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def _wait():
-    """For the kernel before, which writes activations and their scales."""
+    """Waits for the kernel before, which writes activations and their scales."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -69,7 +69,7 @@ def _fetch(
 
 @gluon.jit
 def _halves(x):
-    """Of its columns."""
+    """The halves of its columns."""
     rows: gl.constexpr = x.type.shape[0]
     half: gl.constexpr = x.type.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(x, (rows, 2, half)), (0, 2, 1)))

@@ -82,7 +82,7 @@ def _unpack(words, scales, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.con
 
 @gluon.jit
 def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr):
-    """Of a block's groups."""
+    """The scales of a block's groups."""
     found = ()  # type: tuple
     for group in gl.static_range(max(1, BLOCK // SIZE)):
         number = block * BLOCK // SIZE + group
@@ -249,8 +249,8 @@ def _add_chunks(
 
 
 def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False) -> RolesTile:
-    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers
-    that more rows would need. `leave`: they need not be added up."""
+    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take
+    registers that more rows would need. `leave`: they need not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
     if num_chunks > 1 and num_rows <= (256 if num_in > MANY_INS else 192 if leave else 0):
         return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 3 * more, 1)

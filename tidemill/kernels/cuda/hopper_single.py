@@ -66,8 +66,8 @@ def _copy(
     cache_ptr, pages, first, last, end, run, runs_per_page, k_bufs, v_bufs, part,
     KEYS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Of blocks `first` to `last` of a split, the keys or this part of the values. `end`: after the last key, counted from the
-    split's first. Past it may lie anything: zeros take its place."""
+    """Copies the keys, or this part of the values, of blocks `first` to `last` of a split. `end`: after the last key, counted
+    from the split's first. Past it may lie anything: zeros take its place."""
     width: gl.constexpr = DIM if KEYS else _COLUMNS
     num_blocks: gl.constexpr = k_bufs.type.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // width, width // 8], [1, num_blocks, 1], [2, 1, 0])

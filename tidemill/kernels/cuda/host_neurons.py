@@ -36,7 +36,8 @@ class HostExchange:
         self._calls: dict[tuple[int, int, int], HostNeurons] = {}  # graphs have their addresses
 
     def begin(self, x_TH: torch.Tensor, neurons: GivenNeurons, gate: Weight | None) -> torch.Tensor:
-        """Where the sums will be, in float32, once `end` was called. `gate`: of the neurons, if the GPU has it."""
+        """Begins the exchange; returns where the sums will be, in float32, once `end` was called. `gate`: of the neurons, if the
+        GPU has it."""
         made = torch.empty(x_TH.shape, device=x_TH.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

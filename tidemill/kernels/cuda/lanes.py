@@ -23,14 +23,15 @@ new_context: Callable[[], contextlib.AbstractContextManager[object]] = contextli
 
 
 def lane() -> int:
-    """Of the caller: what both lanes would write to must be there for each."""
+    """The lane of the caller: what both lanes would write to must be there for each."""
     number: int = getattr(_here, "number", 0)
     return number
 
 
 @contextlib.contextmanager
 def in_order(kind: str) -> Iterator[None]:
-    """What is launched inside starts after what the other lane launched last inside the same kind, and is done."""
+    """Orders launches: what is launched inside starts after what the other lane launched last inside the same kind, and is
+    done."""
     lanes: Lanes | None = getattr(_here, "lanes", None)
     if lanes is None:
         yield

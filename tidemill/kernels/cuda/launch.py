@@ -1,4 +1,4 @@
-"""How kernels are launched, and how they are compiled before the first step.
+"""The launching of kernels, and their compilation before the first step.
 
 Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
 waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits (of those with nothing to
@@ -45,7 +45,7 @@ def begin(AHEAD: tl.constexpr):
 
 
 def how(num_tokens: int, few: int = FEW) -> dict[str, Any]:
-    """Of the launches of a step's layers."""
+    """The options of the launches of a step's layers."""
     return HOW if num_tokens > few else EARLY
 
 
@@ -58,7 +58,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 @cache
 def is_hopper() -> bool:
-    """Whether kernels written for these GPUs alone can run."""
+    """Tells if kernels written for these GPUs alone can run."""
     return not IS_INTERPRETED and torch.cuda.get_device_capability()[0] == 9
 
 

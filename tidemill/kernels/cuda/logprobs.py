@@ -17,7 +17,8 @@ _NEVER = tl.constexpr(float("-inf"))
 def _summarize(
     logits_ptr, stats_ptr, tops_ptr, num_tokens, num_stretches, STRETCH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """Of each stretch: the maximum, the sum of exponentials relative to it, and the maxima of its blocks. NaNs propagate."""
+    """The summary of each stretch: the maximum, the sum of exponentials relative to it, and the maxima of its blocks. NaNs
+    propagate."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = stretch * STRETCH + tl.arange(0, STRETCH)

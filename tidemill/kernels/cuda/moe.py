@@ -119,7 +119,7 @@ def _place(
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, UP_ROWS: tl.constexpr, DOWN_ROWS: tl.constexpr,
     FIRST: tl.constexpr, NUM_OWN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Where the pairs of a chunk of tokens lie when all are in the order of experts, then of tokens. Programs past the chunks
+    """The places of the pairs of a chunk of tokens when all are in the order of experts, then of tokens. Programs past the chunks
     write the lists of blocks. NUM_OWN: of the experts from FIRST on, so many are here, and pairs of others have no place; 0: all
     are."""
     begin(AHEAD)
@@ -440,7 +440,8 @@ def moe_in_slots(
     shared_TH: torch.Tensor | None = None,
     tally: Tally | None = None,
 ) -> torch.Tensor:
-    """As `moe`, bit for bit. `find` takes the chosen experts, by token and rank, and says where they are. `sizes`: 2 I and H."""
+    """The same as `moe`, bit for bit. `find` takes the chosen experts, by token and rank, and says where they are. `sizes`: 2 I
+    and H."""
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, sizes
     of_all = scoring == "softmax_then_topk" and not renormalise
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)

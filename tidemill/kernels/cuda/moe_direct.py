@@ -18,7 +18,7 @@ _AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
 
 @triton.jit
 def _ranks(logits_ptr, num_experts: tl.constexpr, EXPERTS: tl.constexpr):
-    """Of one token: its logits [1, E] and how many experts are before each."""
+    """The ranks of one token: its logits [1, E] and how many experts are before each."""
     experts = tl.arange(0, EXPERTS)[None, :]
     logits = tl.load(logits_ptr + experts, mask=experts < num_experts, other=float("-inf"))
     keys = to_keys(logits, experts, num_experts)
@@ -73,8 +73,8 @@ def _up_direct(
 
 @triton.jit
 def _sum_in_order(values_RO, shares, TOP_K: tl.constexpr, RANKS: tl.constexpr, OUTS: tl.constexpr):
-    """Of all ranks, by their weights. They are split up, so that a thread has those of its outputs: reductions over ranks, one
-    for each of them, would take longer than the product."""
+    """The sum over all ranks, by their weights. They are split up, so that a thread has those of its outputs: reductions over
+    ranks, one for each of them, would take longer than the product."""
     parts = (tl.trans(values_RO),)  # type: tuple
     for level in tl.static_range(log2(RANKS)):
         evens = ()  # type: tuple

@@ -83,7 +83,7 @@ class Library:
             self.call("ncclGroupEnd")
 
     def error_of(self, comm: ctypes.c_void_p) -> str:
-        """What went wrong meanwhile; empty: nothing."""
+        """The error of a communicator meanwhile; empty: none."""
         code = ctypes.c_int()
         self.call("ncclCommGetAsyncError", comm, ctypes.byref(code))
         return self._words(code.value) if code.value else ""
@@ -168,7 +168,7 @@ class Communicator:
 
     @property
     def error(self) -> str:
-        """Of the network, or of a peer; empty: none."""
+        """The error of the network, or of a peer; empty: none."""
         with self._lock:
             return "" if self._is_ended else self._library.error_of(self._comm)
 
@@ -179,7 +179,7 @@ class Communicator:
             self._library.all_gather(self._comm, x.data_ptr(), out.data_ptr(), x.nbytes, _stream())
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As many parts as there are ranks: part r of x goes to rank r, part r of `out` came from there."""
+        """Sends and receives as many parts as there are ranks: part r of x goes to rank r, part r of `out` came from there."""
         with self._lock:
             self._check(x, out)
             assert x.nbytes == out.nbytes

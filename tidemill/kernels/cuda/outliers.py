@@ -1,5 +1,5 @@
-"""What 8-bit and centroid matrices leave out, added to their sums: activations too large for bytes (LLM.int8()), and single
-values of a matrix (GOBO).
+"""The outliers that 8-bit and centroid matrices leave out, added to their sums: activations too large for bytes (LLM.int8()), and
+single values of a matrix (GOBO).
 
 First the matmul of the rest, in float32, then one of these, then bias and activation: always in this order. A row's sums get what
 its own activations say; to those of other rows in a tile, products of zeros are added, which change nothing.

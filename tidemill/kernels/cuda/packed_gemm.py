@@ -106,8 +106,8 @@ def pack(
     chunk: int = 0,
     table: torch.Tensor | None = None,
 ) -> Packed:
-    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`: of the kind of that name. `plane`:
-    if the groups are not smaller; 0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
+    """Packs codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `table`: of the kind of that name.
+    `plane`: if the groups are not smaller; 0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
     num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
     assert group * scales_NG.shape[1] == num_in
@@ -207,7 +207,7 @@ shl.b32 a, a, 12; lop3.b32 a, a, 0x80008000, b, 0xEA; mul.rn.bf16x2 a, a, c; mul
 
 
 def _bytes_of(table: Any) -> list[int]:
-    """Of 16 numbers in bfloat16: four words of their upper bytes, four of the lower ones."""
+    """The bytes of 16 numbers in bfloat16: four words of their upper bytes, four of the lower ones."""
     bits = _bfloat16_bits(torch.as_tensor(table, dtype=torch.float32)).tolist()
     halves = [[(one >> shift) & 255 for one in bits] for shift in (8, 0)]
     return [sum(byte << (8 * j) for j, byte in enumerate(half[i : i + 4])) for half in halves for i in range(0, 16, 4)]
@@ -406,7 +406,7 @@ def _gemm_chunked(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of bfloat16, in chunks."""
+    """The product of bfloat16 matrices, in chunks."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     total = tl.zeros((ROWS, OUTS), tl.float32)
@@ -464,7 +464,7 @@ def dequantize(
 
 
 def own_tile(num_rows: int, num_out: int, num_in: int, bits: int, plane: int) -> PackedTile:
-    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
+    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
     if num_out > MANY_OUTS:
         if num_rows <= 16:
             return PackedTile(8 if num_rows <= 4 else 16, 64, 4, 2)

@@ -94,7 +94,7 @@ def _capped(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _biased(scores, bias_ptr, bias_width, head, positions, keys, seen, scale, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
-    """With what the head's row of the table has for the distance of each key, that of 0 in the middle."""
+    """The scores with the value that the head's row of the table has for the distance of each key, that of 0 in the middle."""
     if BIAS:
         at = (head * bias_width + bias_width // 2 - positions)[:, None] + keys[None, :]
         bias = tl.load(bias_ptr + at, mask=seen, other=0.0)

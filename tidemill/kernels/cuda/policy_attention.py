@@ -44,7 +44,8 @@ def _weigh_slots(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """For each query: the binary logarithm of the sum of its powers of two. A tile: token, tokens, slot, row."""
+    """The weight of a slot for each query: the binary logarithm of the sum of its powers of two. A tile: token, tokens, slot,
+    row."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -235,7 +236,7 @@ class CudaPolicyStep:
         return kv.cache.view(-1, kv.head_dim), self.kv.places[layer].index * 2 * kv.num_kv_heads * kv.page_size
 
     def _rows_of(self, row: int, slots_GN: torch.Tensor) -> torch.Tensor:
-        """Where in `_flat` the keys of slots are, for each KV head its own."""
+        """The rows of `_flat` where the keys of slots are, for each KV head its own."""
         kv = self.kv
         pages = kv.tables[0][row].to(torch.int64)[slots_GN // kv.page_size]
         heads = torch.arange(kv.num_kv_heads, device=slots_GN.device).unsqueeze(1)
@@ -322,7 +323,7 @@ class CudaPolicyStep:
 
 
 def few_pages(bounds_NGP: torch.Tensor, num_N: torch.Tensor, tables_NP: torch.Tensor) -> torch.Tensor:
-    """For each query and KV head the pages with the highest bounds, so many, in their order: [N, G * P] int32."""
+    """The pages with the highest bounds for each query and KV head, so many, in their order: [N, G * P] int32."""
     num_pages = bounds_NGP.shape[-1]
     places = torch.arange(num_pages, device=bounds_NGP.device)
     order = torch.sort(bounds_NGP, dim=-1, descending=True, stable=True).indices

@@ -84,7 +84,7 @@ def _float(ptr):
 
 @triton.jit
 def _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens):
-    """Where a sequence's logits are: among the step's, or among the adjusted copies."""
+    """The place of a sequence's logits: among the step's, or among the adjusted copies."""
     source = tl.load(record_ptr + _SOURCE).to(tl.int64)
     ptr = logits_ptr + source * num_tokens
     if source < 0:
@@ -219,7 +219,7 @@ def _threshold(number, low, high, highest, unit, ROUND: tl.constexpr):
 
 @triton.jit
 def _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.constexpr):
-    """How many tokens (top-k), else how much of the mass relative to the maximum (top-p)."""
+    """The number of tokens that are needed (top-k), else how much of the mass relative to the maximum (top-p)."""
     top_k = tl.load(record_ptr + _TOP_K)
     needed = top_k.to(tl.float32)
     if top_k <= 0:
@@ -252,7 +252,7 @@ def _survey(
     logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, num_tokens, num_stretches,
     STRETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of each stretch: the maximum, and the sum of exponentials relative to it."""
+    """The survey of each stretch: the maximum, and the sum of exponentials relative to it."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr = records_ptr + s * _WORDS
@@ -289,8 +289,8 @@ def _narrow(
     logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, brackets_ptr, num_tokens, num_stretches, part,
     ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of each stretch: number (top-k) or probability mass (top-p) of the tokens between each threshold and the upper end of the
-    bracket. `part`: words of the results of one round."""
+    """The results of each stretch: number (top-k) or probability mass (top-p) of the tokens between each threshold and the upper
+    end of the bracket. `part`: words of the results of one round."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr, bracket_ptr = records_ptr + s * _WORDS, brackets_ptr + s * 3
@@ -400,7 +400,8 @@ def _search(
 def _moments(
     kept_ptr, size, most, highest, temperature, floor, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of the kept logits of at least `floor`: sum of exponentials, and the mean log-probability relative to the maximum."""
+    """The moments of the kept logits of at least `floor`: sum of exponentials, and the mean log-probability relative to the
+    maximum."""
     depth: tl.constexpr = TILE // STRETCHES
     element = tl.arange(0, TILE)
     stretch, inside = element // depth, element % depth
@@ -489,7 +490,7 @@ def _finish(
 
 @dataclass(slots=True)
 class Workspace:
-    """What `redraw` writes in between, for up to so many sequences at a time."""
+    """The memory that `redraw` writes in between, for up to so many sequences at a time."""
 
     best: torch.Tensor
     best_at: torch.Tensor

@@ -412,7 +412,7 @@ def attend_scaled(
     positions_T: torch.Tensor, lists: Lists, sinks: torch.Tensor, bias: torch.Tensor,
     how_much: tuple[float, float, float, int, int], has_sinks: bool, common: dict[str, Any],
 ) -> None:  # fmt: skip
-    """As `attend`, which has made all this of its arguments."""
+    """The same as `attend`, which has made all this of its arguments."""
     words, pairs, page_words, page_scales = places(cache, scales)
     num_kv_heads, group = common["NUM_KV_HEADS"], common["NUM_HEADS"] // common["NUM_KV_HEADS"]
     where = (layer * 2 * num_kv_heads, page_words, page_scales, table.stride(0))

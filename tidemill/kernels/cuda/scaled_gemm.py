@@ -148,7 +148,7 @@ def _gemm_scaled(
 
 
 def own_tile(num_rows: int, num_out: int, num_in: int, has_blocks: bool) -> ScaledTile:
-    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
+    """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
     if has_blocks:
         if num_rows <= 16:
             return ScaledTile(16, 128, BLOCK, 6, 4, 1) if num_out > 8192 else ScaledTile(16, 64, BLOCK, 8, 4, 1)

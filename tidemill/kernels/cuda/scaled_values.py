@@ -51,7 +51,7 @@ KINDS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.uint8: 2}  # `KIND` of the
 
 @triton.jit
 def _number(byte, FP8: tl.constexpr):
-    """Of a byte in an int32; e4m3 times 2**-120."""
+    """The number of a byte in an int32; e4m3 times 2**-120."""
     if FP8:
         return (((byte & 0x80) << 24) | ((byte & 0x7F) << 20)).to(tl.float32, bitcast=True)
     else:
@@ -72,8 +72,8 @@ def unpack(words, scales, FP8: tl.constexpr, AHEAD: tl.constexpr):
 
 @triton.jit
 def _scales(scales_ptr, there, FP8: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a page's keys or values; what is not there becomes zero, whatever its bytes are. Two are read as one word, since
-    that is the least an asynchronous copy takes."""
+    """The scales of a page's keys or values; what is not there becomes zero, whatever its bytes are. Two are read as one word,
+    since that is the least an asynchronous copy takes."""
     place = tl.arange(0, BLOCK)
     words = tl.load(scales_ptr + place // 2)
     scales = tl.where(place % 2 == 0, words << 16, words & -65536).to(tl.float32, bitcast=True)
@@ -89,8 +89,8 @@ def _nibble(words, shift: tl.constexpr):
 
 @triton.jit
 def unpack_four(words, scales, offsets, AHEAD: tl.constexpr):
-    """Of int4: the values in words' low bytes' lower halves, those in high bytes' lower halves, then those in upper halves; times
-    scales, plus offsets."""
+    """The four values of int4: the values in words' low bytes' lower halves, those in high bytes' lower halves, then those in
+    upper halves; times scales, plus offsets."""
     if AHEAD:
         return tl.inline_asm_elementwise(
             INT4_PAIRS, "=r,=r,=r,=r,r,r,r", [words, scales.to(tl.bfloat16), offsets.to(tl.bfloat16)],
@@ -111,7 +111,7 @@ def _both(scales_ptr, there, BLOCK: tl.constexpr):
 
 @triton.jit
 def _places(KEYS_FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Of the words of a page's keys or values of a head, [keys, width] or [width, keys]."""
+    """The places of the words of a page's keys or values of a head, [keys, width] or [width, keys]."""
     width: tl.constexpr = DIM // 4 if KIND == 2 else DIM // 2
     keys, words = tl.arange(0, BLOCK), tl.arange(0, width)
     if KEYS_FIRST:
@@ -122,7 +122,7 @@ def _places(KEYS_FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KI
 
 @triton.jit
 def _plain(words, KEYS: tl.constexpr, AHEAD: tl.constexpr):
-    """Of fp8, without scales. Keys become float16, values bfloat16, which have them times 2**-120."""
+    """The plain values of fp8, without scales. Keys become float16, values bfloat16, which have them times 2**-120."""
     if not AHEAD:  # interpreted
         wide, factor = words.to(tl.int32), 1.329227995784916e36 if KEYS else 1.0  # 2**120
         return _number(wide & 0xFF, True) * factor, _number((wide >> 8) & 0xFF, True) * factor
@@ -135,7 +135,7 @@ def _plain(words, KEYS: tl.constexpr, AHEAD: tl.constexpr):
 @triton.jit
 def _parts(values_ptr, scales_ptr, there, KEYS_FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
            AHEAD: tl.constexpr):  # fmt: skip
-    """Of a page's keys or values of a head."""
+    """The parts of a page's keys or values of a head."""
     at = _places(KEYS_FIRST, DIM, BLOCK, KIND)
     if KIND == 2:
         scales, offsets = _both(scales_ptr, there, BLOCK)

@@ -54,7 +54,7 @@ def _silu(x):
 
 @triton.jit
 def _place(tables_ptr, pieces_ptr, number, row, block, table_width, table_stride, page_words):
-    """Of a piece, in words; a multiple of 64 bytes."""
+    """The place of a piece, in words; a multiple of 64 bytes."""
     page, offset = tl.load(pieces_ptr + 2 * number), tl.load(pieces_ptr + 2 * number + 1)
     held = tl.load(tables_ptr + page * table_stride + row * table_width + block).to(tl.int64)
     return tl.multiple_of(held * page_words + offset // 4, 16)
@@ -126,7 +126,7 @@ def _inputs(
 
 @triton.jit
 def _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND: tl.constexpr, GATED: tl.constexpr):
-    """What a token does to a state: value, key, query, what the state is multiplied by, what is written, gate."""
+    """The inputs of a token's update of a state: value, key, query, what the state is multiplied by, what is written, gate."""
     x, k, q, dt, gate = value.to(tl.float32), key.to(tl.float32), query.to(tl.float32), step.to(tl.float32), gate.to(tl.float32)
     if KIND == 0:
         dt = _softplus(dt)
@@ -277,7 +277,7 @@ def gate(x_TH: torch.Tensor, gate_TH: torch.Tensor) -> torch.Tensor:
 
 
 class CudaStates:
-    """What all steps have in common."""
+    """The common part of all steps."""
 
     def __init__(self, states: PagedStates) -> None:
         self.states, device = states, states.pool.device

@@ -49,7 +49,7 @@ _UNCACHED = 2**28  # bytes of weight in turn: more than a GPU's cache holds
 
 
 def time_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
-    """Of one call, from a graph of all of them: they should touch different memory, more of it than the cache holds."""
+    """The time of one call, from a graph of all of them: they should touch different memory, more of it than the cache holds."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -129,7 +129,7 @@ def _kept() -> dict[str, dict[str, dict[str, list[int]]]]:
 
 
 def _keep(device: str, shape: str, tiles: dict[str, list[int]]) -> None:
-    """For the next start; where nothing can be kept, that searches again."""
+    """Keeps the tiles for the next start; where nothing can be kept, that searches again."""
     try:
         _path().parent.mkdir(parents=True, exist_ok=True)
         known = _kept()

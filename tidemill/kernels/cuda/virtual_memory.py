@@ -226,7 +226,7 @@ class CudaMemory:
             self.driver.allow(first, end - first)
 
     def _take_ahead(self, address: int, page: int) -> bool:
-        """Whether memory is there already, which is the page's then."""
+        """Tells if memory is there already, which is the page's then."""
         self._wait_for(address)
         with self._lock:
             handle = self._ahead.pop(address, None)
@@ -353,7 +353,7 @@ class CudaMemory:
 
 
 class _Bytes:
-    """What torch makes a tensor of."""
+    """The interface of which torch makes a tensor."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self.owner = owner

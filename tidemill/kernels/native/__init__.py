@@ -76,7 +76,7 @@ _GROUP_ERRORS: Final = {
 
 
 def check_group(code: int) -> None:
-    """Of what a step may return: that other workers or weights are lost."""
+    """Raises for a code of a step that means that other workers or weights are lost."""
     if code in _GROUP_ERRORS:
         raise WorkerLost(f"The engine cannot go on: {_GROUP_ERRORS[code]}.")
     if code in STREAM_ERRORS:
@@ -214,7 +214,7 @@ class Library(StreamCalls, ExchangeCalls):
         return self.num_threads
 
     def use_tiles(self, wanted: bool) -> bool:
-        """Whether AMX is used from now on: where the CPU has it and the system lets this process use it."""
+        """Tells if AMX is used from now on: where the CPU has it and the system lets this process use it."""
         self.has_tiles = bool(self._use_tiles(wanted))
         return self.has_tiles
 
@@ -240,7 +240,7 @@ class Library(StreamCalls, ExchangeCalls):
         return out
 
     def take_rows(self, kind: int, codes: int, scales: int, num_out: int, rows_T: torch.Tensor, width: int) -> torch.Tensor:
-        """Of a matrix of a kind to S4, as floats."""
+        """The rows of a matrix of a kind to S4, as floats."""
         assert rows_T.dtype == torch.int64
         rows_T, out = rows_T.contiguous(), torch.empty(rows_T.numel(), width)
         if self._take_rows(kind, codes, scales, num_out, rows_T.data_ptr(), rows_T.numel(), width, out.data_ptr()):
@@ -328,7 +328,7 @@ class Library(StreamCalls, ExchangeCalls):
         return out
 
     def enter(self, step: int, layer: int, learned: HeadWeights, qkv_TC: torch.Tensor, keys: int, values: int) -> None:
-        """As `attention`, up to the cache."""
+        """Enters keys and values; same as `attention`, up to the cache."""
         weights = learned.q_norm, learned.k_norm
         _check(qkv_TC, *(weight for weight in weights if weight is not None))
         q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in weights)

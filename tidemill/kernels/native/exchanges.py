@@ -23,7 +23,8 @@ class ExchangeSpec(ctypes.Structure):
 
 
 class Exchange:
-    """Of matrices [rows, width]: the columns of this rank, as runs (first, how many); or, back again, how many each rank has."""
+    """An exchange of matrices [rows, width]: the columns of this rank, as runs (first, how many); or, back again, how many each
+    rank has."""
 
     def __init__(self, group: int, rank: int, runs: Sequence[tuple[int, int]], widths: Sequence[int], width: int) -> None:
         """`group`: the address of a GroupSpec. `width`: of all columns."""
@@ -55,7 +56,7 @@ class ExchangeCalls:
         return out
 
     def own_rows(self, x_TN: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Of all rows, those of a rank."""
+        """The rows of this rank, of all rows."""
         num, width = x_TN.shape
         out = x_TN.new_empty(num * (rank + 1) // size - num * rank // size, width)
         self._own_rows(x_TN.data_ptr(), num, width, rank, size, out.data_ptr())

@@ -44,7 +44,7 @@ LOADS = {"light": (0.1, 0.08), "heavy": (0.2, 0.15)}  # chats and documents a se
 
 
 @dataclass(frozen=True)
-class Asked:
+class TimedRequest:
     at_s: float
     prompt: list[int]
     num_output: int
@@ -65,26 +65,26 @@ class Run:
         return sum(map(len, self.tokens))
 
 
-def load(given: argparse.Namespace) -> list[Asked]:
-    rng, asked = random.Random(given.seed), []
+def load(given: argparse.Namespace) -> list[TimedRequest]:
+    rng, requests = random.Random(given.seed), []
     kinds = ((given.chats, given.chat_prompt, given.chat_output), (given.documents, given.document_prompt, given.document_output))
     for rate, num_prompt, num_output in kinds:
         now = rng.expovariate(rate)
         while now < given.seconds:
             length = int(num_prompt * rng.uniform(0.75, 1.25))
-            asked.append(Asked(now, [rng.randrange(100, 40_000) for _ in range(length)], num_output))
+            requests.append(TimedRequest(now, [rng.randrange(100, 40_000) for _ in range(length)], num_output))
             now += rng.expovariate(rate)
-    return sorted(asked, key=lambda one: one.at_s)
+    return sorted(requests, key=lambda request: request.at_s)
 
 
-async def run(client: Client, name: str, asked: list[Asked], is_document: int) -> Run:
-    run, began = Run(tokens=[[] for _ in asked]), time.monotonic()
+async def run(client: Client, name: str, requests: list[TimedRequest], is_document: int) -> Run:
+    run, began = Run(tokens=[[] for _ in requests]), time.monotonic()
 
-    async def ask(number: int, one: Asked) -> None:
-        await asyncio.sleep(max(began + one.at_s - time.monotonic(), 0))
-        params = SamplingParams(max_tokens=one.num_output, temperature=0.0, ignore_eos=True)
+    async def ask(number: int, request: TimedRequest) -> None:
+        await asyncio.sleep(max(began + request.at_s - time.monotonic(), 0))
+        params = SamplingParams(max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
         last = sent = time.monotonic()
-        async with aclosing(client.submit(Submit(f"{name}-{number}", one.prompt, params, salt=name))) as deltas:
+        async with aclosing(client.submit(Submit(f"{name}-{number}", request.prompt, params, salt=name))) as deltas:
             async for delta in deltas:
                 if not delta.token_ids:
                     continue
@@ -92,14 +92,14 @@ async def run(client: Client, name: str, asked: list[Asked], is_document: int) -
                 if run.tokens[number]:
                     gap = (now - last) / len(delta.token_ids)
                     run.gaps += [gap] * len(delta.token_ids)
-                    if len(run.tokens[number]) == 1 and len(one.prompt) > is_document:
+                    if len(run.tokens[number]) == 1 and len(request.prompt) > is_document:
                         run.second.append(now - last)
                 else:
                     run.firsts.append(now - sent)
                 run.tokens[number] += delta.token_ids
                 last = now
 
-    await asyncio.gather(*(ask(number, one) for number, one in enumerate(asked)))
+    await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests)))
     run.seconds = time.monotonic() - began
     return run
 
@@ -152,7 +152,7 @@ def simulate(given: argparse.Namespace) -> None:
         "one engine": [EngineSpec(config, _faster(one, given.speedup))],
         "1 prefill + 1 decode": [EngineSpec(config, one, PREFILL, **sent), EngineSpec(config, one, DECODE, **sent)],
     }
-    jobs = [Job(number, asked.at_s, len(asked.prompt), asked.num_output) for number, asked in enumerate(load(given))]
+    jobs = [Job(number, request.at_s, len(request.prompt), request.num_output) for number, request in enumerate(load(given))]
     told: list[dict[str, float]] = []
     for name, specs in layouts.items():
         served = Cluster(specs).run(jobs) or []
@@ -176,10 +176,10 @@ async def main(given: argparse.Namespace) -> None:
         "model": given.model, "max_context": given.max_context, "speculate": "off", "token_budget": given.token_budget,
     }  # fmt: skip
     together, apart = EngineClient(), Replicas(2, seen.extend, routing=Roles(1, 1))
-    asked = load(given)
-    num_documents = sum(len(one.prompt) > 0.75 * given.document_prompt - 1 for one in asked)
+    requests = load(given)
+    num_documents = sum(len(request.prompt) > 0.75 * given.document_prompt - 1 for request in requests)
     print(
-        f"{given.model}: {len(asked)} requests in {given.seconds} s, {num_documents} of them documents of about "
+        f"{given.model}: {len(requests)} requests in {given.seconds} s, {num_documents} of them documents of about "
         f"{given.document_prompt} tokens with answers of {given.document_output}; chats of {given.chat_prompt} and "
         f"{given.chat_output}"
     )
@@ -190,7 +190,7 @@ async def main(given: argparse.Namespace) -> None:
         for number in range(given.rounds):
             clients: tuple[Client, Client] = together, apart
             for name, client in zip(runs, clients, strict=True):
-                runs[name].append(await run(client, f"{name}-{number}", asked, int(0.75 * given.document_prompt) - 1))
+                runs[name].append(await run(client, f"{name}-{number}", requests, int(0.75 * given.document_prompt) - 1))
                 print(f"round {number + 1}: ", end="")
                 show(name, runs[name][-1:])
         first = runs["one engine"][0].tokens

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as Backend
 
 from tests.frontend.test_tokenizer import sentencepiece_metadata
 from tests.helpers import CHAT_TEMPLATE, byte_tokenizer
-from tidemill.frontend.apart import Renderer
 from tidemill.frontend.chat import ChatTemplate
 from tidemill.frontend.control import MARK, ControlTokens
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
+from tidemill.frontend.sandbox import Renderer
 from tidemill.frontend.tokenizer import Tokenizer
 
 # As published templates do: trimming, JSON, reasoning cut out of content, tests of content, joined and indexed strings.

@@ -107,7 +107,7 @@ def test_large_sums_are_shared_out_and_the_same(dtype, make_group, monkeypatch):
 
 
 def test_before_all_begin_nobody_is_waited_for():
-    group = GatherGroup(Alone(), wire := Asked())
+    group = GatherGroup(Alone(), wire := CountingWire())
     x = torch.randn(2, 3)
     assert group.all_reduce(x) is x
     assert group.all_gather(x).shape == (2, 3)
@@ -118,7 +118,7 @@ def test_before_all_begin_nobody_is_waited_for():
     group.close()
 
 
-class Asked:
+class CountingWire:
     """A wire of one rank that counts, and fails when it is told to."""
 
     def __init__(self):
@@ -145,14 +145,14 @@ def test_an_error_of_the_network_is_told_unless_there_is_a_better_reason(monkeyp
     monkeypatch.setattr(gathers, "_LOOK_S", 0.01)
     monkeypatch.setattr(gathers, "_PATIENCE_S", 0.01)
     told, is_told = [], threading.Event()
-    wire = Asked()
+    wire = CountingWire()
     GatherGroup(Alone(), wire, lambda error: (told.append(error.message), is_told.set()))
     wire.error = "remote error (cable)"
     assert is_told.wait(LONG_S)
     assert "cable" in told[0]
 
     monkeypatch.setattr(gathers, "_PATIENCE_S", LONG_S)
-    before, wire = set(threading.enumerate()), Asked()
+    before, wire = set(threading.enumerate()), CountingWire()
     group = GatherGroup(Alone(), wire, lambda error: told.append(error.message))
     (watcher,) = set(threading.enumerate()) - before
     wire.error = "remote error (its process ended)"

@@ -99,15 +99,15 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
             await client.start(options(tiny_folder))
             assert await answer(client, 3) == truth[3]
             for num_lost, way in enumerate(("actor", "node", "engine"), 1):
-                about = await links[-1]._actor.about.remote()  # before there is work, which may be done when the answer comes
-                node = next(one for one in nodes.worker_nodes if one.node_id == about.node_id)
-                (engine,) = (pid for pid in engines() if parent(pid) == about.pid)  # not one that a lost node has left
+                info = await links[-1]._actor.info.remote()  # before there is work, which may be done when the answer comes
+                node = next(one for one in nodes.worker_nodes if one.node_id == info.node_id)
+                (engine,) = (pid for pid in engines() if parent(pid) == info.pid)  # not one that a lost node has left
                 work = [asyncio.create_task(answer(client, number)) for number in range(NUM)]
                 await until_async(lambda: any(pending.has_token for pending in client.pending.values()), 0.001)
                 if way == "node":
                     nodes.remove_node(node, allow_graceful=False)
                 else:
-                    os.kill(about.pid if way == "actor" else engine, signal.SIGKILL)
+                    os.kill(info.pid if way == "actor" else engine, signal.SIGKILL)
                 assert await asyncio.gather(*work) == truth, way
                 await until_async(lambda num=num_lost: client.num_restarts >= num)
             assert client.num_restarts == 3
@@ -251,18 +251,18 @@ def test_each_line_once_though_workers_are_killed(nodes, tiny_folder, tmp_path):
         cluster = Cluster(nodes.address, wait_s=120)
         workers = RayWorkers(cluster, WorkerOptions(engine=options(tiny_folder), num_workers=2, needs=Needs(1)))
         await workers.start()
-        abouts = [await actor.about.remote() for actor in workers.actors.values()]
-        assert abouts[0].node_id != abouts[1].node_id  # they are spread
+        infos = [await actor.info.remote() for actor in workers.actors.values()]
+        assert infos[0].node_id != infos[1].node_id  # they are spread
         files = Batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
         killed = []
 
         def on_progress(done):
             if not killed and done.num_done > 200:
-                killed.append(abouts[0].pid)
-                os.kill(abouts[0].pid, signal.SIGKILL)
+                killed.append(infos[0].pid)
+                os.kill(infos[0].pid, signal.SIGKILL)
             if len(killed) == 1 and done.num_done > 600:
-                killed.append(abouts[1].node_id)
-                node = next(one for one in nodes.worker_nodes if one.node_id == abouts[1].node_id)
+                killed.append(infos[1].node_id)
+                node = next(one for one in nodes.worker_nodes if one.node_id == infos[1].node_id)
                 nodes.remove_node(node, allow_graceful=False)
 
         try:

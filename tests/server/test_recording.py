@@ -25,7 +25,7 @@ from tidemill.planning.load import read_trace as read_jobs
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.request import HANDED_OVER
 from tidemill.server.observe import recording
-from tidemill.server.observe.recording import BLOCK_LEN, Numbers, TraceFile
+from tidemill.server.observe.recording import BLOCK_LEN, IdAllocator, TraceFile
 from tidemill.sim.trace import Row, line_of, read_rows
 from tidemill.wire import Submit
 
@@ -277,13 +277,13 @@ def test_a_file_is_continued_with_other_numbers(tmp_path):
     assert len({read.blocks for read in read_rows(path)[4:]}) == 30
 
 
-def test_numbers_that_were_not_asked_for_are_forgotten():
-    numbers = Numbers(7, 3)
-    assert numbers.of("abc") == (7, 8, 9)
-    assert numbers.of("ad") == (7, 10)  # c goes first: it is the end of a prompt
-    assert numbers.of("ab") == (7, 8)
-    assert numbers.of("c") == (11,)
-    assert len(numbers) == 3
+def test_ids_that_were_not_asked_for_are_forgotten():
+    ids = IdAllocator(7, 3)
+    assert ids.of("abc") == (7, 8, 9)
+    assert ids.of("ad") == (7, 10)  # c goes first: it is the end of a prompt
+    assert ids.of("ab") == (7, 8)
+    assert ids.of("c") == (11,)
+    assert len(ids) == 3
 
 
 def test_a_disk_that_hangs_takes_no_memory(tmp_path, monkeypatch, caplog):

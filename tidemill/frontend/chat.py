@@ -169,7 +169,7 @@ class ChatTemplate:
 
 
 def _bounded(parts: Iterator[str]) -> str:
-    """Stops a template whose output does not end. One that loops without output is stopped only in a worker (apart.py)."""
+    """Stops a template whose output does not end. One that loops without output is stopped only in a worker (sandbox.py)."""
     written, num_chars = [], 0
     for part in parts:
         written.append(part)

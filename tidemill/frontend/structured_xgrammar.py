@@ -1,4 +1,4 @@
-"""Structured output by xgrammar. It has no limits of its own: a grammar is first compiled in a bounded worker process (apart.py),
+"""Structured output by xgrammar. It has no limits of its own: a grammar is first compiled in a bounded worker (sandbox.py),
 but a mask computed during decoding is not bounded."""
 
 from __future__ import annotations

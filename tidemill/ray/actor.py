@@ -27,7 +27,7 @@ _PORT_TRIES = 100
 
 
 @dataclass(frozen=True)
-class About:
+class ActorInfo:
     """The address and resources of an actor's process."""
 
     version: str = __version__
@@ -36,10 +36,10 @@ class About:
     node_id: str = ""
 
     @staticmethod
-    def here() -> About:
+    def here() -> ActorInfo:
         import ray
 
-        return About(node_id=ray.get_runtime_context().get_node_id())
+        return ActorInfo(node_id=ray.get_runtime_context().get_node_id())
 
 
 def _own_ip() -> str:
@@ -84,8 +84,8 @@ class EngineActor:
         self._unread: list[bytes] = []
         self._changed = asyncio.Event()
 
-    async def about(self) -> About:
-        return About.here()
+    async def info(self) -> ActorInfo:
+        return ActorInfo.here()
 
     async def door(self, num: int = 1) -> tuple[str, int]:
         """An address of this node, and a port that is free, as are those after it."""
@@ -156,8 +156,8 @@ class BatchActor:
     def __init__(self) -> None:
         self._local: Local | None = None
 
-    async def about(self) -> About:
-        return About.here()
+    async def info(self) -> ActorInfo:
+        return ActorInfo.here()
 
     async def start(self, options: bytes, num_at_once: int | None, stall_s: float, start_s: float) -> int | bytes:
         """Starts the engine; returns how many lines it executes at once; or a refusal, encoded."""

@@ -131,7 +131,7 @@ class Cluster:
         )
         free = self._num_free(needs)
         actors = [remote.remote() for _ in range(num)]
-        answers = [asyncio.create_task(_awaited(actor.about.remote())) for actor in actors]
+        answers = [asyncio.create_task(_awaited(actor.info.remote())) for actor in actors]
         try:
             found = await _all_of(answers, self.wait_s)
             if found is None and group is None and free - self._num_free(needs) < num:  # a group's place is reserved
@@ -149,10 +149,10 @@ class Cluster:
             for answer in answers:
                 answer.cancel()  # of those that will not come
             await asyncio.gather(*answers, return_exceptions=True)
-        for about in found:
-            if about.version != __version__:
+        for info in found:
+            if info.version != __version__:
                 self.kill(*actors)
-                what = f"The node {about.host} has tidemill {about.version}, this machine {__version__}."
+                what = f"The node {info.host} has tidemill {info.version}, this machine {__version__}."
                 raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
         return actors
 

@@ -19,7 +19,7 @@ from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redra
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult
 from tidemill.runner.reports import Report, look_at_prompt, scores_to_host, to_host
-from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, with_named
+from tidemill.runner.sampler import ADJUSTMENTS, Samples, Scores, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.sched.plan import StepItem
@@ -86,11 +86,11 @@ class CudaSampler:
         for first in range(0, len(rows), self._at_once):
             part = slice(first, first + self._at_once)
             params = [self._params(row) for row in rows[part]]
-            self._redraw(np.array(entries[part]), Asked(rows[part], params, positions[part]), logits_SV, tokens_S)
+            self._redraw(np.array(entries[part]), Samples(rows[part], params, positions[part]), logits_SV, tokens_S)
 
-    def _redraw(self, entries: np.ndarray, asked: Asked, logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
+    def _redraw(self, entries: np.ndarray, samples: Samples, logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
         state = self._state
-        stages = asked.stages(state)
+        stages = samples.stages(state)
         changed = [i for i, names in enumerate(stages) if not names.isdisjoint(ADJUSTMENTS)]
         source = entries.copy()
         source[changed] = [~number for number in range(len(changed))]
@@ -100,15 +100,15 @@ class CudaSampler:
             for name in ADJUSTMENTS:
                 which = [number for number, i in enumerate(changed) if name in stages[i]]
                 if which:
-                    self._adjustments[name](adjusted, which, asked.only(changed))
-        records = np.zeros(len(asked.rows), RECORD)
-        for field, values in (("entry", entries), ("row", asked.rows), ("position", asked.positions), ("source", source)):
+                    self._adjustments[name](adjusted, which, samples.only(changed))
+        records = np.zeros(len(samples.rows), RECORD)
+        for field, values in (("entry", entries), ("row", samples.rows), ("position", samples.positions), ("source", source)):
             records[field] = values
         records["position"] -= 1
-        records["top_k"] = [p.top_k for p in asked.params]
-        records["top_p"] = [p.top_p for p in asked.params]
-        records["log_min_p"] = [math.log(p.min_p) if p.min_p > 0 else _NEVER for p in asked.params]
-        records["typical_p"] = [p.typical_p for p in asked.params]
+        records["top_k"] = [p.top_k for p in samples.params]
+        records["top_p"] = [p.top_p for p in samples.params]
+        records["log_min_p"] = [math.log(p.min_p) if p.min_p > 0 else _NEVER for p in samples.params]
+        records["typical_p"] = [p.typical_p for p in samples.params]
         words = upload(records.view(np.int32).reshape(len(records), -1), self._device)
         every = frozenset().union(*stages)
         limited = not every.isdisjoint(("top_k", "top_p", "min_p", "typical_p"))
@@ -176,57 +176,57 @@ class CudaSampler:
 
     # ---- adjustments: of the sequences `which`
 
-    def _apply_grammar(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
-        masks = [self._state.masks[asked.rows[i], asked.positions[i]] for i in which]
+    def _apply_grammar(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
+        masks = [self._state.masks[samples.rows[i], samples.positions[i]] for i in which]
         words = upload(np.stack(masks), self._device)
         bits = (words.unsqueeze(-1) >> self._bits) & 1
         fits = bits.flatten(1)[:, : logits.shape[1]] == 1
         at = self._ints(which)
         logits[at] = logits[at].masked_fill(~fits, _NEVER)
 
-    def _add_bias(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
-        biases = [(i, token, bias) for i in which for token, bias in asked.params[i].logit_bias.items()]
+    def _add_bias(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
+        biases = [(i, token, bias) for i in which for token, bias in samples.params[i].logit_bias.items()]
         where, tokens, values = zip(*biases, strict=True)
         place = (self._ints(where), self._ints(tokens))
         logits.index_put_(place, logits[place] + self._floats(values))
 
-    def _keep_allowed(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
-        where, tokens = zip(*((i, token) for i in which for token in asked.params[i].allowed_token_ids), strict=True)
+    def _keep_allowed(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
+        where, tokens = zip(*((i, token) for i in which for token in samples.params[i].allowed_token_ids), strict=True)
         place = (self._ints(where), self._ints(tokens))
         kept = logits[place]
         logits[self._ints(which)] = self._never
         logits.index_put_(place, kept)
 
-    def _hold_back_words(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _hold_back_words(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
         """The last token of a word may not follow the others. What the output ends with is known on the device alone."""
-        words = [(i, word) for i in which for word in asked.params[i].bad_word_ids]
+        words = [(i, word) for i in which for word in samples.params[i].bad_word_ids]
         longest = max(max(len(word) for _, word in words) - 1, 1)
         begun = np.full((len(words), longest), -1, np.int64)  # -1: any token; words are aligned at their end
         for number, (_, word) in enumerate(words):
             begun[number, longest - len(word) + 1 :] = word[:-1]
-        positions = np.array([asked.positions[i] for i, _ in words])[:, None] - np.arange(longest, 0, -1)
-        outside = positions < np.array([self._state.num_prompt[asked.rows[i]] for i, _ in words])[:, None]
+        positions = np.array([samples.positions[i] for i, _ in words])[:, None] - np.arange(longest, 0, -1)
+        outside = positions < np.array([self._state.num_prompt[samples.rows[i]] for i, _ in words])[:, None]
         begun[outside & (begun >= 0)] = -2  # no token
-        ends = self._state.tokens[self._ints([asked.rows[i] for i, _ in words])[:, None], self._ints(positions.clip(0))]
+        ends = self._state.tokens[self._ints([samples.rows[i] for i, _ in words])[:, None], self._ints(positions.clip(0))]
         wanted = self._ints(begun)
         follows = ((ends == wanted) | (wanted == -1)).all(1)
         place = (self._ints([i for i, _ in words]), self._ints([word[-1] for _, word in words]))
         logits.index_put_(place, torch.where(follows, self._never, 0.0), accumulate=True)  # two words may end alike
 
-    def _hold_back_stops(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
-        stops = [(i, token) for i in which for token in asked.held_back(i, self._state)]
+    def _hold_back_stops(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
+        stops = [(i, token) for i in which for token in samples.held_back(i, self._state)]
         if stops:
             where, tokens = zip(*stops, strict=True)
             logits.index_put_((self._ints(where), self._ints(tokens)), self._never)
 
-    def _penalize(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _penalize(self, logits: torch.Tensor, which: list[int], samples: Samples) -> None:
         """Repetition counts prompt and output; presence and frequency count the output alone."""
-        state, params = self._state, [asked.params[i] for i in which]
-        rows, positions = [asked.rows[i] for i in which], [asked.positions[i] for i in which]
+        state, params = self._state, [samples.params[i] for i in which]
+        rows, positions = [samples.rows[i] for i in which], [samples.positions[i] for i in which]
         at = self._ints(which)
         ids = state.tokens[self._ints(rows), : max(positions)].long()
         column = self._columns[: ids.shape[1]]
-        begins = self._ints([asked.window_start(i) for i in which]).unsqueeze(1)
+        begins = self._ints([samples.window_start(i) for i in which]).unsqueeze(1)
         known = (column < self._ints(positions).unsqueeze(1)) & (column >= begins)
         output = known & (column >= self._ints([state.num_prompt[row] for row in rows]).unsqueeze(1))
         values = logits[at]

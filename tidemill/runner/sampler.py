@@ -50,15 +50,15 @@ def stages_of(params: SamplingParams, has_mask: bool) -> frozenset[str]:
 
 
 @dataclass(slots=True)
-class Asked:
+class Samples:
     """The tokens of a step that are drawn: row, parameters, and position. A row with drafts draws several, side by side."""
 
     rows: list[int]
     params: list[SamplingParams]
     positions: list[int]
 
-    def only(self, which: list[int]) -> Asked:
-        return Asked([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
+    def only(self, which: list[int]) -> Samples:
+        return Samples([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
 
     def window_start(self, i: int) -> int:
         """The first of the tokens of sequence i that penalties take notice of."""
@@ -112,63 +112,63 @@ class Sampler:
             "min_tokens": self._hold_back_stops,
             "penalties": self._penalize,
             "temperature": _divide,
-            "top_k": lambda logits, which, asked: restrict_top_k(logits, _given(asked, which, "top_k", 0)),
-            "top_p": lambda logits, which, asked: restrict_top_p(logits, _given(asked, which, "top_p", 1.0)),
-            "min_p": lambda logits, which, asked: restrict_min_p(logits, _given(asked, which, "min_p", 0.0)),
-            "typical_p": lambda logits, which, asked: restrict_typical(logits, _given(asked, which, "typical_p", 1.0)),
+            "top_k": lambda logits, which, samples: restrict_top_k(logits, _given(samples, which, "top_k", 0)),
+            "top_p": lambda logits, which, samples: restrict_top_p(logits, _given(samples, which, "top_p", 1.0)),
+            "min_p": lambda logits, which, samples: restrict_min_p(logits, _given(samples, which, "min_p", 0.0)),
+            "typical_p": lambda logits, which, samples: restrict_typical(logits, _given(samples, which, "typical_p", 1.0)),
         }
 
     def sample(self, logits_SV: torch.Tensor, rows: list[int], positions: list[int]) -> Sampled:
         """`positions`: of the tokens to be drawn. The logits are consumed."""
-        asked = Asked(rows, [self._params(row) for row in rows], positions)
-        wanted = [i for i, p in enumerate(asked.params) if p.logprobs is not None]
+        samples = Samples(rows, [self._params(row) for row in rows], positions)
+        wanted = [i for i, p in enumerate(samples.params) if p.logprobs is not None]
         raw = logits_SV[wanted] if wanted else None
-        tokens, stages = argmax(logits_SV), asked.stages(self._state)
+        tokens, stages = argmax(logits_SV), samples.stages(self._state)
         if any(stages):  # else these are the likeliest
-            tokens = self._apply_stages(logits_SV, asked, stages, is_valid=tokens >= 0)
+            tokens = self._apply_stages(logits_SV, samples, stages, is_valid=tokens >= 0)
         if raw is None:
             return Sampled(tokens)
         for k, i in enumerate(wanted):
-            if asked.params[i].post_sampling_logprobs:
-                raw[k] = drawn_from(logits_SV[i], int(tokens[i]), asked.params[i])
-        num_top, chosen = [asked.params[i].logprobs or 0 for i in wanted], tokens[wanted]
+            if samples.params[i].post_sampling_logprobs:
+                raw[k] = drawn_from(logits_SV[i], int(tokens[i]), samples.params[i])
+        num_top, chosen = [samples.params[i].logprobs or 0 for i in wanted], tokens[wanted]
         # Of as many for every sequence: which of equal values are among the best may depend on how many are asked for.
         entries = score(raw, chosen, MAX_LOGPROBS if any(num_top) else 0).entries(chosen.tolist(), num_top)
         for k, i in enumerate(wanted):
-            if named := asked.params[i].logprob_token_ids:
+            if named := samples.params[i].logprob_token_ids:
                 entries[k] = with_named(entries[k], named, raw[k].log_softmax(-1)[list(named)].tolist())
         return Sampled(tokens, {i: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
 
     def _apply_stages(
-        self, logits_SV: torch.Tensor, asked: Asked, stages: list[frozenset[str]], is_valid: torch.Tensor
+        self, logits_SV: torch.Tensor, samples: Samples, stages: list[frozenset[str]], is_valid: torch.Tensor
     ) -> torch.Tensor:
         for name, apply in self._stages.items():
             which = [i for i, names in enumerate(stages) if name in names]
             if which:
-                apply(logits_SV, which, asked)
+                apply(logits_SV, which, samples)
             if which and name in ADJUSTMENTS:
                 is_valid[which] &= logits_SV[which].amax(-1).isfinite()  # amax of a NaN is NaN
-        return torch.where(is_valid, self._draw(logits_SV, asked), -1)
+        return torch.where(is_valid, self._draw(logits_SV, samples), -1)
 
-    def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
-        drawn = [i for i, p in enumerate(asked.params) if STAGES["draw"](p)]
+    def _draw(self, logits_SV: torch.Tensor, samples: Samples) -> torch.Tensor:
+        drawn = [i for i, p in enumerate(samples.params) if STAGES["draw"](p)]
         if not drawn:
             return argmax(logits_SV)
-        if len(drawn) == len(asked.rows):
-            return self._draw_sampled(logits_SV, asked)
+        if len(drawn) == len(samples.rows):
+            return self._draw_sampled(logits_SV, samples)
         tokens = argmax(logits_SV)
-        tokens[drawn] = self._draw_sampled(logits_SV[drawn], asked.only(drawn))
+        tokens[drawn] = self._draw_sampled(logits_SV[drawn], samples.only(drawn))
         return tokens
 
-    def _draw_sampled(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
-        noise = torch.tensor([[p.seed or 0 for p in asked.params], asked.positions])
+    def _draw_sampled(self, logits_SV: torch.Tensor, samples: Samples) -> torch.Tensor:
+        noise = torch.tensor([[p.seed or 0 for p in samples.params], samples.positions])
         if self._by_rejection:
-            return acceptance.draw(logits_SV, self._drafts(asked), *noise)
+            return acceptance.draw(logits_SV, self._drafts(samples), *noise)
         return gumbel_argmax(logits_SV, *noise)
 
-    def _drafts(self, asked: Asked) -> acceptance.Drafts:
+    def _drafts(self, samples: Samples) -> acceptance.Drafts:
         """A token is drawn in the place of a draft if the row's next one is drawn, too."""
-        places = list(zip(asked.rows, asked.positions, strict=True))
+        places = list(zip(samples.rows, samples.positions, strict=True))
         at = [i for i, (row, position) in enumerate(places[:-1]) if places[i + 1] == (row, position + 1)]
         drafted = [places[i] for i in at]
         given = self._state.draft_probs
@@ -180,54 +180,54 @@ class Sampler:
         assert params is not None
         return params
 
-    def _apply_grammar(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _apply_grammar(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
-            mask = self._state.masks[asked.rows[i], asked.positions[i]]
+            mask = self._state.masks[samples.rows[i], samples.positions[i]]
             fits = np.unpackbits(mask.view(np.uint8), count=logits_SV.shape[1], bitorder="little")
             logits_SV[i, torch.from_numpy(fits == 0)] = _NEVER
 
-    def _add_bias(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _add_bias(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
-            bias = asked.params[i].logit_bias
+            bias = samples.params[i].logit_bias
             logits_SV[i, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
 
-    def _hold_back_words(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _hold_back_words(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
-            row = asked.rows[i]
-            output = self._state.tokens[row, self._state.num_prompt[row] : asked.positions[i]].tolist()
-            words = asked.params[i].bad_word_ids
+            row = samples.rows[i]
+            output = self._state.tokens[row, self._state.num_prompt[row] : samples.positions[i]].tolist()
+            words = samples.params[i].bad_word_ids
             logits_SV[i, [word[-1] for word in words if output[len(output) - len(word) + 1 :] == list(word[:-1])]] = _NEVER
 
-    def _hold_back_stops(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _hold_back_stops(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
-            logits_SV[i, asked.held_back(i, self._state)] = _NEVER
+            logits_SV[i, samples.held_back(i, self._state)] = _NEVER
 
-    def _penalize(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    def _penalize(self, logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
         for i in which:
-            row = asked.rows[i]
-            tokens, num_prompt, begin = self._state.tokens[row], self._state.num_prompt[row], asked.window_start(i)
-            output = tokens[max(begin, num_prompt) : asked.positions[i]]
-            penalize(logits_SV[i], tokens[begin:num_prompt], output, asked.params[i])
+            row = samples.rows[i]
+            tokens, num_prompt, begin = self._state.tokens[row], self._state.num_prompt[row], samples.window_start(i)
+            output = tokens[max(begin, num_prompt) : samples.positions[i]]
+            penalize(logits_SV[i], tokens[begin:num_prompt], output, samples.params[i])
 
 
-def _keep_allowed(logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+def _keep_allowed(logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
     for i in which:
-        allowed = list(asked.params[i].allowed_token_ids)
+        allowed = list(samples.params[i].allowed_token_ids)
         kept = logits_SV[i, allowed]
         logits_SV[i] = _NEVER
         logits_SV[i, allowed] = kept
 
 
-def _divide(logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+def _divide(logits_SV: torch.Tensor, which: list[int], samples: Samples) -> None:
     for i in which:
-        logits_SV[i] /= asked.params[i].temperature
+        logits_SV[i] /= samples.params[i].temperature
 
 
-def _given(asked: Asked, which: list[int], name: str, off: float) -> list[Any]:
+def _given(samples: Samples, which: list[int], name: str, off: float) -> list[Any]:
     """That parameter of the sequences `which`; for the others, the value that restricts nothing."""
-    values = [off] * len(asked.rows)
+    values = [off] * len(samples.rows)
     for i in which:
-        values[i] = getattr(asked.params[i], name)
+        values[i] = getattr(samples.params[i], name)
     return values
 
 

@@ -26,7 +26,6 @@ from tidemill.errors import (
     InvalidRequest,
     TidemillError,
 )
-from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import (
     CELLS_PER_TURN,
     TextDelta,
@@ -37,6 +36,7 @@ from tidemill.frontend.output import (
 )
 from tidemill.frontend.parsers import Dialect, Reading
 from tidemill.frontend.sampling_defaults import SamplingDefaults
+from tidemill.frontend.sandbox import GrammarChecker, Renderer
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.generation.retention import UNDECIDED_S, Pins, PromptCaches, session_name

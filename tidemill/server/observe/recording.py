@@ -48,7 +48,7 @@ _OURS = re.compile(rb'\{"timestamp":[\d.]+,"input_length":\d')
 _log = logging.getLogger("tidemill.server")
 
 
-class Numbers:
+class IdAllocator:
     """A number for each key, in the order in which they first come. Those that were not asked for
     longest are forgotten: such a key gets another number."""
 
@@ -84,7 +84,7 @@ class TraceFile:
         # Each number is in the file, where it takes two bytes or more: none that is there already
         # is given again.
         self._blocks, self._tenants = (
-            Numbers(self._size // 2 + 1, most) for most in (MAX_BLOCKS, MAX_TENANTS)
+            IdAllocator(self._size // 2 + 1, most) for most in (MAX_BLOCKS, MAX_TENANTS)
         )
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._num_put = self._num_taken = 0  # bytes: each is changed by one thread

@@ -6,9 +6,9 @@ import pytest
 
 from tests.helpers import CHAT_TEMPLATE
 from tidemill.errors import InvalidRequest
-from tidemill.frontend import apart
-from tidemill.frontend.apart import GrammarChecker, Renderer
+from tidemill.frontend import sandbox
 from tidemill.frontend.chat import ChatTemplate
+from tidemill.frontend.sandbox import GrammarChecker, Renderer
 from tidemill.frontend.structured import BACKENDS
 
 MESSAGES = [{"role": "user", "content": "Ebbe und Flüt"}]
@@ -68,7 +68,7 @@ def test_a_worker_that_somebody_ended_is_replaced(rendered):
 def test_a_worker_ends_with_its_server_even_in_a_loop(rendered):
     renderer = rendered(LOOP)
     worker = renderer._pool._begin()
-    apart._write(worker.stdin, [MESSAGES])
+    sandbox._write(worker.stdin, [MESSAGES])
     worker.stdin.close()  # as when the server is gone
     assert worker.wait() < 0
     worker.stdout.close()

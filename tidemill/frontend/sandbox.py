@@ -68,7 +68,7 @@ class _Pool:
                 _end(worker)
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "tidemill.frontend.apart"]
+        command = [sys.executable, "-P", "-m", "tidemill.frontend.sandbox"]
         pipe = subprocess.PIPE
         worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
         if _exchange(worker, self._start) is None:

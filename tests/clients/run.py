@@ -102,6 +102,7 @@ class Library:
 LIBRARIES = (
     Library("openai", "check_openai.py", ("openai",)),
     Library("anthropic", "check_anthropic.py", ("anthropic",)),
+    Library("google-genai", "check_google_genai.py", ("google-genai",)),
     Library("ollama", "check_ollama.py", ("ollama",)),
     Library("langchain", "check_langchain.py", ("langchain-openai",)),
     Library(

@@ -146,6 +146,18 @@ ANTHROPIC = [
     {"messages": [SHORT], "max_tokens": 100, "stream": True, "stop_sequences": STOPS},
     {"messages": [{"role": "user", "content": [TEXT_PART] * 20_000}], "max_tokens": 1},
 ]
+GEMINI = [
+    {"contents": [{"parts": [{"text": "x"}]}] * 2**14},
+    {"contents": [{"parts": [{"text": "x"}] * 2**14}]},
+    *({"contents": [{"parts": [{"text": text}]}]} for text in (EMOJI, WORDS)),
+    {"contents": [{"parts": [{"functionCall": {"name": "f"}}] * 9000}]},
+    {"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": [
+        {"name": f"f{i}", "parameters": SCHEMA} for i in range(100)
+    ]}]},
+    {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {
+        "candidateCount": 12, "maxOutputTokens": 100, "stopSequences": STOPS
+    }},
+]  # fmt: skip
 COUNT_TOKENS = [
     {name: one[name] for name in ("messages", "tools", "system") if name in one}
     for one in ANTHROPIC
@@ -218,6 +230,11 @@ BODIES: dict[str, list[Any]] = {
     "POST /v1/responses": RESPONSES,
     "POST /v1/responses/input_tokens": RESPONSES[:4],
     "POST /v1/responses/{response_id}/cancel": EIGHT,
+    **{
+        f"POST {path}/{{name:path}}:{method}": GEMINI
+        for path in ("/v1beta/models", "/v1/models")
+        for method in ("generateContent", "streamGenerateContent", "countTokens")
+    },
     "POST /v1/messages": ANTHROPIC,
     "POST /v1/messages/count_tokens": COUNT_TOKENS,
     "POST /v1/messages/batches": MESSAGE_BATCHES,

@@ -58,6 +58,7 @@ class Asking:
             "batch_id": "batch-x",
             "message_batch_id": "batch-x",
             "name": "n",
+            "name:path": "tiny",
             "model_id:path": "tiny",
         }
 

@@ -52,7 +52,7 @@ def test_every_route_but_health_and_readiness_needs_a_key(server):
             if path not in ("/health", "/ready"):
                 reply = httpx.request(method, f"{server.url}{path}")
                 assert reply.status_code == 401, path
-                assert reply.json()["error"]["code"] == "invalid_api_key"
+                assert reply.json()["error"]["code"] in ("invalid_api_key", 401)  # the number is Google's
                 assert reply.json().get("type") == ("error" if path.startswith("/v1/messages") else None)
     for key in (KEY, OTHER, ADMIN):
         assert ask(server, key).status_code == 200

@@ -33,6 +33,8 @@ class _Body(msgspec.Struct):
     prompt: Raw = _NOTHING
     text: Raw = _NOTHING  # SGLang
     input_ids: Raw = _NOTHING
+    contents: Raw = _NOTHING  # Gemini
+    system_instruction: Raw = msgspec.field(default=_NOTHING, name="systemInstruction")
     prompt_cache_key: str | None = None
     prompt_cache: str | None = None
     previous_response_id: str | None = None
@@ -61,20 +63,22 @@ class Prompt:
     refers_to: tuple[str, str] | None = None  # the kind and the id of what a server keeps
 
 
-def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
-    """`tenant`: whoever shares no cache with others. `session`: as a header names it."""
+def read_prompt(body: bytes, tenant: bytes, session: bytes = b"", model: str | None = None) -> Prompt:
+    """`tenant`: whoever shares no cache with others. `session`: as a header names it. `model`: as the path names it."""
     if not body.startswith(b"{") and not body.lstrip(b" \t\r\n").startswith(b"{"):
-        return Prompt()
+        return Prompt(model)
     try:
         if is_too_much(body):
-            return Prompt()  # for the server to refuse
+            return Prompt(model)  # for the server to refuse
         given = _decode(body)
         is_long = body.count(b",") > _MAX_COMMAS
-        messages = None if is_long or bytes(given.messages) in (b"", b"null") else _decode_list(given.messages)
+        listed = given.messages if len(bytes(given.messages)) else given.contents
+        messages = None if is_long or bytes(listed) in (b"", b"null") else _decode_list(listed)
     except _BROKEN:
-        return Prompt()
-    root = b"\0".join((tenant, (given.model or "").encode()))
-    around = given.tools, given.system, given.instructions
+        return Prompt(model)
+    model = model or given.model
+    root = b"\0".join((tenant, (model or "").encode()))
+    around = given.tools, given.system if len(bytes(given.system)) else given.system_instruction, given.instructions
     before = b"\0\0" if around == _NONE else b"\0".join(map(bytes, around))
     if messages is not None:
         text = before + b"," + b",".join(_leading(messages, _MAX_BYTES - len(before)))
@@ -85,7 +89,7 @@ def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
     keys = prefix_keys(root, text, BLOCK_BYTES)
     named = session or (given.prompt_cache_key or "").encode()
     anchor = hash_of(root, named or opening or text) if named or opening or not keys else None
-    return Prompt(given.model, keys, anchor if text or named else None, _reference(given))
+    return Prompt(model, keys, anchor if text or named else None, _reference(given))
 
 
 def _leading(messages: list[Raw], num_bytes: int) -> list[bytes]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from tidemill.router.upstream import HOP_BY_HOP, Headers
-from tidemill.server.http.access import Caller
+from tidemill.server.http.access import KEY_HEADERS, Caller
 
 MAX_REPEATED_BYTES = 2048  # of a head that is kept
 _MAX_DIGITS = 10
 _VALUE = re.compile(rb"[!-~](?:[\t -~]*[!-~])?")  # of a header, without spaces around it
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-forwarded-for"}  # the latter are written anew
-_KEYS = frozenset({b"authorization", b"x-api-key"})
-_FIXED = _NOT_FORWARDED | _KEYS | {b"origin"}  # they decide about more than what is passed on
+KEYS = frozenset({b"authorization", *KEY_HEADERS})
+_FIXED = _NOT_FORWARDED | KEYS | {b"origin"}  # they decide about more than what is passed on
 
 
 class Request:
@@ -54,7 +54,7 @@ def _forwarded(request: Request, key: bytes) -> list[bytes]:
     lines = []
     for name, value in request.headers:
         is_own_page = name == b"origin" and value.partition(b"://")[2] == request.get(b"host")  # the upstream has another host
-        if name in _NOT_FORWARDED or name in dropped or (key and name in _KEYS) or is_own_page:
+        if name in _NOT_FORWARDED or name in dropped or (key and name in KEYS) or is_own_page:
             lines.append(b"")
         else:
             lines.append(b"%b: %b\r\n" % (name, value))

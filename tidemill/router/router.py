@@ -20,11 +20,11 @@ from tidemill.router.health import Checks, models_of
 from tidemill.router.keys import Prompt, read_prompt
 from tidemill.router.limits import Limits
 from tidemill.router.owners import ASK_WITHIN_S, EVERYWHERE, HOMES, Owners, referred
-from tidemill.router.request import Request
+from tidemill.router.request import KEYS, Request
 from tidemill.router.upstream import Headers, Upstream
 from tidemill.sched.placement import Placement, hash_of
 from tidemill.server.http.access import Access, Caller, NotFound
-from tidemill.server.http.target import MODEL_PATH
+from tidemill.server.http.target import model_in
 
 UPSTREAMS_PATH = "/router/upstreams"
 MAX_UPSTREAMS = 256
@@ -164,11 +164,10 @@ class Router:
     def _forward(self, front: Front, request: Request, tenant: str) -> Job:
         if request.method == b"OPTIONS":
             return self._exchange(front, request, Prompt(), tenant, True, None)
-        key = b"" if self.upstream_key else request.get(b"authorization") or request.get(b"x-api-key")
+        key = b"" if self.upstream_key else next(filter(None, map(request.get, sorted(KEYS))), b"")
         is_json = request.method == b"POST" and request.path != "/v1/files"
-        prompt = read_prompt(request.body, key, request.get(b"x-session-id")) if is_json else Prompt()
-        if request.path.startswith(MODEL_PATH):
-            prompt = Prompt(model=request.path.removeprefix(MODEL_PATH))
+        model = model_in(request.path)
+        prompt = read_prompt(request.body, key, request.get(b"x-session-id"), model) if is_json else Prompt(model)
         repeats, owner = True, None
         if request.path in EVERYWHERE:
             return self._later(front, self._send_everywhere(front, request), tenant)
@@ -220,7 +219,7 @@ class Router:
         """The headers of requests that the router makes for a client."""
         if self.upstream_key:
             return [(b"authorization", b"Bearer " + self.upstream_key)]
-        return [(name, value) for name, value in request.headers if name in (b"authorization", b"x-api-key")]
+        return [(name, value) for name, value in request.headers if name in KEYS]
 
     async def _send_to_owner(
         self, front: Front, request: Request, prompt: Prompt, key: bytes, reference: tuple[str, str], tenant: str
@@ -275,7 +274,8 @@ class Router:
         for listed in reversed(good):
             merged = listed | {name: one for name, one in merged.items() if name not in listed}
         models = list(merged.values())
-        front.answer_json({"models": models} if request.path.startswith("/api/") else {"object": "list", "data": models})
+        is_openai = request.path in ("/v1/models", "/models")
+        front.answer_json({"object": "list", "data": models} if is_openai else {"models": models})
 
     def _manage(self, front: Front, request: Request, caller: Caller) -> Job | None:
         """Upstreams are listed, added and removed."""
@@ -341,6 +341,7 @@ class Router:
         "/metrics": _metrics,
         "/v1/models": _models,
         "/models": _models,
+        "/v1beta/models": _models,
         "/api/tags": _models,
         "/api/ps": _models,
         UPSTREAMS_PATH: _manage,

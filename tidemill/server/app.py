@@ -16,6 +16,7 @@ from tidemill.server.api import refused
 from tidemill.server.api.anthropic import batches as anthropic_batches
 from tidemill.server.api.anthropic import routes as anthropic
 from tidemill.server.api.cohere import embed as cohere
+from tidemill.server.api.gemini import routes as gemini
 from tidemill.server.api.llamacpp import routes as llamacpp
 from tidemill.server.api.ollama import routes as ollama
 from tidemill.server.api.openai import routes as openai
@@ -63,6 +64,7 @@ def create_app(
         label_scores,
         responses,
         anthropic,
+        gemini,
         tokens,
         llamacpp,
         sglang,

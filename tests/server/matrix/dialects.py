@@ -639,7 +639,118 @@ class SGLangGenerate(Dialect):
         )
 
 
+def json_schema_in_capitals(schema: Any) -> Any:
+    """As Google's clients write types."""
+    if isinstance(schema, dict):
+        converted = {name: json_schema_in_capitals(value) for name, value in schema.items()}
+        if isinstance(schema.get("type"), str):
+            converted["type"] = schema["type"].upper()
+        return converted
+    return schema
+
+
+class Gemini(Dialect):
+    name, path = "gemini", "/v1beta/models/{model}:generateContent"
+    fields: ClassVar[dict[str, Field]] = {
+        "max_tokens": "generationConfig.maxOutputTokens",
+        "temperature": "generationConfig.temperature",
+        "stop": "generationConfig.stopSequences",
+        "seed": "generationConfig.seed",
+        "n": "generationConfig.candidateCount",
+        "schema": lambda schema: {
+            "generationConfig": {
+                "responseMimeType": "application/json",
+                "responseJsonSchema": schema,
+            }
+        },
+        "top_logprobs": lambda num: {
+            "generationConfig": {"responseLogprobs": True, "logprobs": num}
+        },
+        "one_tool": "parallel_tool_calls",
+        "tools": lambda tools: {
+            "tools": [
+                {
+                    "functionDeclarations": [
+                        tool["function"]
+                        | {"parameters": json_schema_in_capitals(tool["function"]["parameters"])}
+                        for tool in tools
+                    ]
+                }
+            ]
+        },
+        "forced_tool": lambda name: {
+            "toolConfig": {
+                "functionCallingConfig": {"mode": "ANY"}
+                | ({"allowedFunctionNames": [name]} if name else {})
+            }
+        },
+        "thinking": lambda thinks: {
+            "generationConfig": {"thinkingConfig": {"thinkingBudget": -1 if thinks else 0}}
+        },
+        "thinking_token_budget": lambda num: {
+            "generationConfig": {"thinkingConfig": {"thinkingBudget": num}}
+        },
+    }
+    always: ClassVar[Body] = {"generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
+    lacks: ClassVar[dict[str, Lack]] = {
+        "several prompts": Refused("contents"),
+        "one tool": Refused("parallel_tool_calls"),
+        "cache salt": Refused("cache_salt"),
+        "prompt cache": Refused("prompt_cache"),
+        "deadline": Refused("timeout"),
+    }
+
+    def request(self, ask: Body) -> tuple[str, Body]:
+        _, body = super().request(ask)
+        method = "streamGenerateContent?alt=sse" if body.pop("stream", False) else "generateContent"
+        return f"/v1beta/models/{body.pop('model')}:{method}", body
+
+    def prompt(self, prompt: Any) -> Body:
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        contents = [{"role": "user", "parts": [{"text": one}]} for one in prompts]
+        return {"contents": contents if isinstance(prompt, str) else [contents]}
+
+    def whole(self, body: Any) -> Reply:
+        return self.streamed([body])
+
+    def streamed(self, events: list[Any]) -> Reply:
+        answers: dict[int, Answer] = {}
+        for event in events:
+            for candidate in event["candidates"]:
+                answer = answers.setdefault(candidate["index"], Answer())
+                self._add(answer, candidate)
+        usage = events[-1]["usageMetadata"]
+        num_thought, num_prompt = usage["thoughtsTokenCount"], usage["promptTokenCount"]
+        num_output = usage["candidatesTokenCount"] + num_thought
+        assert usage["totalTokenCount"] == num_prompt + num_output
+        cached = usage["cachedContentTokenCount"]
+        several = [answers[i] for i in sorted(answers)]
+        return Reply(several, num_prompt, num_output, cached, num_thought)
+
+    def _add(self, answer: Answer, candidate: Body) -> None:
+        for part in candidate["content"]["parts"]:
+            if "functionCall" in part:
+                answer.calls.append((part["functionCall"]["name"], part["functionCall"]["args"]))
+            elif part.get("thought"):
+                answer.reasoning += part["text"]
+            else:
+                answer.text += part["text"]
+        told = candidate.get("logprobsResult", {"chosenCandidates": [], "topCandidates": []})
+        answer.logprobs += [cell["logProbability"] for cell in told["chosenCandidates"]]
+        answer.top += [
+            [cell["logProbability"] for cell in top["candidates"]] for top in told["topCandidates"]
+        ]
+        if reason := candidate.get("finishReason"):
+            answer.reason = {"STOP": "stop", "MAX_TOKENS": "length"}[reason]
+            if answer.reason == "stop" and answer.calls:
+                answer.reason = "calls"
+
+    def refusal(self, body: Any) -> str:
+        assert body["error"]["status"].isupper()
+        return super().refusal(body)
+
+
 DIALECTS: list[Dialect] = [
     OpenAIChat(), OpenAICompletions(), Responses(), AnthropicMessages(), OllamaChat(), OllamaGenerate(), LlamaCppCompletion(),
-    LlamaCppInfill(), SGLangGenerate(),
+    LlamaCppInfill(), SGLangGenerate(), Gemini(),
 ]  # fmt: skip

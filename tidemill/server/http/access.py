@@ -53,7 +53,10 @@ _FOR_PAGES = (
     (b"vary", b"origin"),
 )
 _PREFLIGHT_S = 600  # for which a browser may remember the answer
-_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version"
+KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")  # of Anthropic's clients and of Google's
+_ALLOWED_HEADERS = (
+    "authorization, content-type, x-api-key, x-goog-api-key, x-request-id, anthropic-version"
+)
 
 
 class Unauthorized(TidemillError):
@@ -161,7 +164,8 @@ class Access:
         if path in OPEN_PATHS or not (self.keys or self.admin_keys):
             return Caller(is_admin=not self.admin_keys)
         scheme, _, token = headers.get(b"authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
+        named = next((headers[name] for name in KEY_HEADERS if name in headers), "")
+        key = token.strip() if scheme.lower() == "bearer" else named
         caller = self.caller_with(key) if key else None
         if caller is None:
             raise Unauthorized(

@@ -22,6 +22,7 @@ from tidemill.errors import (
     TidemillError,
 )
 from tidemill.server.http.responses import ClientGone
+from tidemill.server.http.target import is_google
 
 _log = logging.getLogger("tidemill.server")
 
@@ -37,18 +38,33 @@ _ERROR = {
     },
     "required": ["message", "type", "param", "code"],
 }
-_SCHEMA = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
-DESCRIBED: dict[int | str, dict[str, Any]] = {
-    "4XX": {
-        "description": "The request was refused; the message says why.",
-        "content": {"application/json": {"schema": _SCHEMA}},
+_GOOGLE_ERROR = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "integer"},
+        "message": {"type": "string"},
+        "status": {"type": "string"},
     },
-    "5XX": {
-        "description": "A server error.",
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    },
+    "required": ["code", "message", "status"],
 }
 
+
+def described(error: dict[str, Any] = _ERROR) -> dict[int | str, dict[str, Any]]:
+    """The responses of errors, for the OpenAPI document."""
+    schema = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    return {
+        "4XX": {
+            "description": "The request was refused; the message says why.",
+            "content": {"application/json": {"schema": schema}},
+        },
+        "5XX": {
+            "description": "A server error.",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        },
+    }
+
+
+DESCRIBED, DESCRIBED_BY_GOOGLE = described(), described(_GOOGLE_ERROR)
 
 _FINAL = (
     Cancelled,
@@ -67,6 +83,13 @@ _OF_ANTHROPIC = {  # types of errors by status; others keep theirs
 }  # fmt: skip
 
 
+_OF_GOOGLE = {  # names of statuses
+    401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED",
+    409: "ABORTED", 429: "RESOURCE_EXHAUSTED", 499: "CANCELLED", 501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
+}  # fmt: skip
+
+
 def is_anthropic(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
@@ -80,6 +103,9 @@ def format_error(
         return {"type": "error", "error": error} | (
             {"request_id": request_id} if request_id else {}
         )
+    if is_google(path):
+        name = _OF_GOOGLE.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
+        return {"error": {"code": status, "message": body["error"]["message"], "status": name}}
     if path.startswith("/api/"):  # Ollama's
         return {"error": body["error"]["message"]}
     if (

@@ -127,3 +127,24 @@ class JSONLines(EventStream):
 
     async def _keep_alive(self, send: Send) -> None:
         pass
+
+
+class JSONList(EventStream):
+    """The data of events as one JSON list."""
+
+    media_type = "application/json"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], also_close: Any) -> None:
+        super().__init__(_as_list(events), also_close)
+
+    async def _keep_alive(self, send: Send) -> None:
+        pass
+
+
+async def _as_list(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    separator = b"["
+    async with aclosing(events):
+        async for event in events:
+            yield separator + event.removeprefix(b"data: ").removesuffix(b"\n\n")
+            separator = b",\r\n"
+    yield b"]"

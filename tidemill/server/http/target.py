@@ -13,6 +13,9 @@ from urllib.parse import unquote
 from tidemill.errors import InvalidRequest
 
 MODEL_PATH = "/v1/models/"  # and the name of a model, which may have slashes
+GEMINI_PATH = "/v1beta/models/"
+# Google's, after the name of a model and a colon.
+GEMINI_METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 # Origin form (RFC 9112), without parameters of path segments and without a fragment.
 _TARGET = re.compile(rb"(/[A-Za-z0-9._~!$&'()*+,=:@%/-]*)(?:\?[!-\"$-~]*)?")
 _UNCLEAN = re.compile(r"//|/\.{1,2}(?:/|$)|[\0-\x1f\x7f-\x9f\\%#?;\ufffd]")  # in a decoded path
@@ -32,8 +35,23 @@ def path_of(target: bytes) -> str:
     if "%" in raw:
         path = unquote(raw)
         before, _, _ = raw.lower().partition("%2f")
-        if len(before) < len(raw) and MODEL_PATH not in before:
+        names_model = MODEL_PATH in before or GEMINI_PATH in before
+        if len(before) < len(raw) and not names_model:
             raise InvalidRequest("The path of the request has an encoded slash.", fix=_FIX)
     if _UNCLEAN.search(path):
         raise InvalidRequest("The path of the request can be read in more than one way.", fix=_FIX)
     return path
+
+
+def model_in(path: str) -> str | None:
+    """The model that a path names."""
+    prefix = next((one for one in (MODEL_PATH, GEMINI_PATH) if path.startswith(one)), None)
+    if prefix is None:
+        return None
+    name, _, method = path.removeprefix(prefix).rpartition(":")
+    return name if method in GEMINI_METHODS else path.removeprefix(prefix)
+
+
+def is_google(path: str) -> bool:
+    """Tells if it is a path of Google's API, whose first version has OpenAI's prefix."""
+    return path.startswith("/v1beta/") or path.rpartition(":")[2] in GEMINI_METHODS

@@ -126,13 +126,13 @@ class ModelEngine:
         self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)
         self.explainer: AnyExplainer = Explainer() if num == 1 else ExplainerOfReplicas(num)
         self.pins = Pins()
-        given = self.take, stall_s, self._take_pages, start_s
+        client_options = self.take, stall_s, self._take_pages, start_s
         self.client: Client = (
-            fleet.client(*given)
+            fleet.client(*client_options)
             if fleet is not None
-            else EngineClient(*given)
+            else EngineClient(*client_options)
             if num == 1
-            else Replicas(num, *given, routing=routing)
+            else Replicas(num, *client_options, routing=routing)
         )
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
@@ -236,7 +236,7 @@ async def serve(
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
     if (len(served) > 1 or sharing.is_asked) and (
-        fleet is not None or any(one.engine.num_engines > 1 for one in served)
+        fleet is not None or any(model.engine.num_engines > 1 for model in served)
     ):
         fix = (
             "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start "
@@ -249,7 +249,9 @@ async def serve(
             fix=fix,
             param="data_parallel",
         )
-    if (len(served) > 1 or sharing.is_asked) and any(one.engine.remote_workers for one in served):
+    if (len(served) > 1 or sharing.is_asked) and any(
+        model.engine.remote_workers for model in served
+    ):
         raise ConfigError(
             "Workers of other hosts are for a single model that stays loaded: they end when it "
             "is unloaded.",
@@ -258,7 +260,7 @@ async def serve(
         )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    how = (
+    engine_options = (
         stall_seconds,
         start_seconds,
         tracing,
@@ -266,10 +268,11 @@ async def serve(
         fleet,
         advises,
     )
-    names = [one.name if len(served) > 1 else "" for one in served]
+    names = [model.name if len(served) > 1 else "" for model in served]
     recordings = [None if trace_file is None else trace_file.recording(name) for name in names]
     engines = [
-        ModelEngine(one, *how, recording) for one, recording in zip(served, recordings, strict=True)
+        ModelEngine(model, *engine_options, recording)
+        for model, recording in zip(served, recordings, strict=True)
     ]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
@@ -354,10 +357,10 @@ async def _pool(
     anything is loaded."""
     try:
         found = {
-            one.served.name: await link.inspect(
-                one.served.engine.model, one.served.engine.draft_model, start_s
+            engine.served.name: await link.inspect(
+                engine.served.engine.model, engine.served.engine.draft_model, start_s
             )
-            for one in engines
+            for engine in engines
         }
     except OSError as error:
         raise EngineDead(f"The engine process cannot be started: {error}.") from error

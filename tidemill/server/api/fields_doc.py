@@ -24,7 +24,7 @@ _SHARED = {"retention": "OpenAI, Anthropic", "sampling_aliases": "Ollama, llama.
 
 def table() -> str:
     rows = ["| API | object | fields |", "|---|---|---|"]
-    for model in sorted(_models(Body), key=lambda one: (one.__module__, one.__name__)):
+    for model in sorted(_models(Body), key=lambda model: (model.__module__, model.__name__)):
         if model.__module__.startswith("tidemill.") and model.__dict__.get("without_effect"):
             api = re.search(r"server\.api\.(\w+)", model.__module__)
             words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", model.__name__).lower()
@@ -45,9 +45,9 @@ def table() -> str:
 
 
 def _models(model: type[Body]) -> Iterator[type[Body]]:
-    for one in model.__subclasses__():
-        yield one
-        yield from _models(one)
+    for child in model.__subclasses__():
+        yield child
+        yield from _models(child)
 
 
 def _written(value: object) -> str:

@@ -52,8 +52,8 @@ def custom_input(arguments: str) -> str:
     """The input of a call, which the model writes as {"input": ...}. Of one that is cut off, what
     there is of it; something else is passed on as it is."""
     try:
-        given = json.loads(arguments)
-        text = given.get("input") if isinstance(given, dict) else None
+        fields = json.loads(arguments)
+        text = fields.get("input") if isinstance(fields, dict) else None
     except (ValueError, RecursionError):
         text = _cut_input(arguments)
     if not isinstance(text, str):

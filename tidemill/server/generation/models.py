@@ -34,7 +34,9 @@ class Served:
     @staticmethod
     def check_names(models: Sequence[Served]) -> None:
         names = [
-            name for one in models for name in (one.name, *one.aliases, *one.engine.lora_paths)
+            name
+            for model in models
+            for name in (model.name, *model.aliases, *model.engine.lora_paths)
         ]
         for name in names:
             if names.count(name) > 1:
@@ -98,7 +100,8 @@ class Models:
                 map(
                     repr,
                     islice(
-                        (*self._by_name, *(one.model_name for one in self.adapters())), _MAX_NAMED
+                        (*self._by_name, *(adapter.model_name for adapter in self.adapters())),
+                        _MAX_NAMED,
                     ),
                 )
             )
@@ -143,14 +146,14 @@ class Models:
     def health(self) -> dict[str, Any]:
         """The health in words and, of several models or engines, the state of each. Degraded: some
         serve, and others do not."""
-        told: dict[str, Any] = {"models": self.states()} if len(self._services) > 1 else {}
-        failed = "failed" in told.get("models", {}).values()
+        health: dict[str, Any] = {"models": self.states()} if len(self._services) > 1 else {}
+        failed = "failed" in health.get("models", {}).values()
         if isinstance(self.default.client, Replicas):
-            told["engines"] = self.default.client.states()
-            failed |= any(state != "running" for state in told["engines"].values())
+            health["engines"] = self.default.client.states()
+            failed |= any(state != "running" for state in health["engines"].values())
         return {
             "status": "engine is down" if not self.alive else "degraded" if failed else "ok"
-        } | told
+        } | health
 
     async def prove(self, within_s: float) -> None:
         """Raises unless an engine completes a step within this time, or models are loaded on demand
@@ -169,8 +172,8 @@ class Models:
                     if number == len(proofs):
                         raise
         finally:
-            for one in proofs:
-                one.cancel()
+            for task in proofs:
+                task.cancel()
 
     def metrics(self) -> bytes:
         if len(self._services) == 1:
@@ -188,8 +191,8 @@ class Models:
         return [
             story.body() | {"model": service.model_name}
             for service in self
-            for one in service.ids_of(request_id, tenant)
-            for story in service.explainer.find(one, tenant)
+            for part_id in service.ids_of(request_id, tenant)
+            for story in service.explainer.find(part_id, tenant)
         ]
 
     def close(self) -> None:

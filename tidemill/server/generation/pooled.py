@@ -52,7 +52,7 @@ class Pooling:
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_tokens = sum(len(one.ids) for one in self.inputs)
+        self.num_tokens = sum(len(input.ids) for input in self.inputs)
 
 
 class PooledEndpoint(Endpoint):
@@ -88,8 +88,10 @@ class PooledEndpoint(Endpoint):
             is_normalized=pooling.is_normalized,
         )
 
-        async def request(one: Input) -> tuple[list[int], SamplingParams]:
-            return one.ids, msgspec.structs.replace(params, pair_start=one.pair_start)
+        async def request(pooled_input: Input) -> tuple[list[int], SamplingParams]:
+            return pooled_input.ids, msgspec.structs.replace(
+                params, pair_start=pooled_input.pair_start
+            )
 
         results = run_each(
             self.service, self.caller, pooling.inputs, request, lambda delta: delta.embedding
@@ -147,12 +149,12 @@ async def _in_turn(
 # ---- what can be asked for
 
 
-def pooling_kind(service: Service, asked: str | None = None) -> str:
+def pooling_kind(service: Service, kind: str | None = None) -> str:
     """The pooling that is asked for, or by which the server or the model makes an embedding of a
     text."""
     own, set_to = service.ready.model.own_pooling, service.response_defaults.pooling
     by_default = own or service.ready.model.embeds_by or "mean"
-    return asked or (set_to if own != "score" and set_to != "none" else None) or by_default
+    return kind or (set_to if own != "score" and set_to != "none" else None) or by_default
 
 
 def embedding_pooling(service: Service) -> str:

@@ -35,7 +35,7 @@ def one_kind(prompt: Any, most: int = MAX_CHOICES) -> Any:
     if isinstance(prompt, list) and len(prompt) > most:
         raise ValueError(f"{len(prompt)} prompts in one request; at most {most}")
     is_list = isinstance(prompt, list)
-    if is_list and all(isinstance(one, str) or one == [] or is_mixed(one) for one in prompt):
+    if is_list and all(isinstance(item, str) or item == [] or is_mixed(item) for item in prompt):
         return few_texts(prompt)
     raise ValueError("it must be a text, a list of token ids, or a list of texts and such lists")
 
@@ -47,14 +47,14 @@ def is_mixed(value: Any) -> bool:
         return False
     if not kinds <= {int, str}:
         return False
-    ids = value if kinds == {int} else [one for one in value if type(one) is int]
+    ids = value if kinds == {int} else [token_id for token_id in value if type(token_id) is int]
     return min(ids) >= -(2**63) and max(ids) < 2**63
 
 
 def few_texts(prompts: list[Mixed]) -> list[Mixed]:
     """Checks that there are not too many texts between token ids."""
     if (
-        sum(list(map(type, one)).count(str) for one in prompts if isinstance(one, list))
+        sum(list(map(type, prompt)).count(str) for prompt in prompts if isinstance(prompt, list))
         > _MAX_TEXTS
     ):
         raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
@@ -71,7 +71,7 @@ async def prompts_of(
         raise empty_prompt()
     if int in map(type, prompt):
         return [await ids_of(service, prompt, add_special, params)]
-    return [await ids_of(service, one, add_special, params) for one in prompt]
+    return [await ids_of(service, item, add_special, params) for item in prompt]
 
 
 async def ids_of(

@@ -53,12 +53,12 @@ class CacheControl(Body):
 ANY_MESSAGE = {"role": "user", "content": "."}  # where a template wants one, after what is marked
 
 
-def read_mark(given: Any) -> CacheControl:
+def read_mark(mark: Any) -> CacheControl:
     """Reads the cache_control of a part of a message, which is not checked otherwise."""
     try:
-        return CacheControl.model_validate(given)
+        return CacheControl.model_validate(mark)
     except ValidationError:
-        what = f"cache_control is {str(given)[:100]}."
+        what = f"cache_control is {str(mark)[:100]}."
         raise InvalidRequest(
             what, fix='It must be {"type": "ephemeral"}, with ttl 5m or 1h.', param="messages"
         ) from None
@@ -115,17 +115,17 @@ async def mark_holds(
     tenant: str,
     prompt: list[int],
     marks: Marks,
-    how: dict[str, Any],
+    template_options: dict[str, Any],
     salt: str = "",
 ) -> list[Hold]:
     """The leases that cache_control asks for: the prompt up to the last mark with each time to
-    live. `how`: as of `Service.encode_chat`."""
+    live. `template_options`: as of `Service.encode_chat`."""
     holds = []
     for ttl, conversation in dict(marks).items():
         num = (
             len(prompt)
             if conversation is None
-            else await _num_common(service, prompt, conversation, how)
+            else await _num_common(service, prompt, conversation, template_options)
         )
         if num:
             name = _content_name(service, tenant, salt, prompt[:num], TTLS[ttl])
@@ -134,13 +134,17 @@ async def mark_holds(
 
 
 async def _num_common(
-    service: Service, prompt: list[int], conversation: list[dict[str, Any]], how: dict[str, Any]
+    service: Service,
+    prompt: list[int],
+    conversation: list[dict[str, Any]],
+    template_options: dict[str, Any],
 ) -> int:
     """The number of the prompt's tokens that are also those of the conversation up to a mark. A
     template that cannot write it alone has the whole prompt marked."""
     try:
         ids = await service.encode_chat(
-            conversation, **how | {"add_generation_prompt": False, "continue_final_message": False}
+            conversation,
+            **template_options | {"add_generation_prompt": False, "continue_final_message": False},
         )
     except InvalidRequest:
         return len(prompt)

@@ -40,12 +40,12 @@ def grammar_of(kind: str, value: Any) -> Grammar:
     return Grammar(kind, value if isinstance(value, str) else dumps(value))
 
 
-def biases(given: dict[str, float]) -> dict[int, float]:
+def biases(bias_of: dict[str, float]) -> dict[int, float]:
     """A logit_bias by token id."""
-    if wrong := [token[:40] for token in given if not is_token_id(token)]:
+    if wrong := [token[:40] for token in bias_of if not is_token_id(token)]:
         what = f"logit_bias is keyed by token ids; got {', '.join(map(repr, wrong[:10]))}."
         raise InvalidRequest(what, param="logit_bias")
-    return {int(token): bias for token, bias in given.items()}
+    return {int(token): bias for token, bias in bias_of.items()}
 
 
 def is_token_id(text: str) -> bool:

@@ -187,12 +187,12 @@ class Service:
     ) -> list[int]:
         """`params`: of the request, if they may allow a longer text. `must_fit`: a longer one is
         not truncated later."""
-        how: Any = {
+        options: Any = {
             "add_special": add_special,
             "max_tokens": self.context_of(params),
             "must_fit": must_fit,
         }
-        work = partial(self.tokenizer.encode, text, **how)
+        work = partial(self.tokenizer.encode, text, **options)
         return await self._tokenized(work, len(text))
 
     async def encode_cut(
@@ -208,13 +208,13 @@ class Service:
         """The ids of a pair of texts in the form that cross-encoders take, and where tokens of type
         1 begin. `truncate`: to so many tokens; None: not at all. `max_second`: tokens of the
         second."""
-        how: Any = {
+        options: Any = {
             "max_tokens": truncate or self.max_context,
             "truncate": truncate is not None,
             "max_second": max_second,
         }
         return await self._tokenized(
-            partial(self.tokenizer.encode_pair, first, second, **how), len(first) + len(second)
+            partial(self.tokenizer.encode_pair, first, second, **options), len(first) + len(second)
         )
 
     async def _tokenized(self, work: Callable[[], T], num_chars: int) -> T:
@@ -246,7 +246,7 @@ class Service:
         /,
         *,
         to_embed: bool = False,
-        **how: Any,
+        **template_options: Any,
     ) -> list[int]:
         if not to_embed:
             self.check_chat()
@@ -255,13 +255,13 @@ class Service:
             Tokenizer.encode_chat,
             messages,
             max_tokens=self.context_of(params),
-            **how,
+            **template_options,
         )
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
-    async def render_chat(self, messages: Conversation, **how: Any) -> str:
+    async def render_chat(self, messages: Conversation, **template_options: Any) -> str:
         self.check_chat()
-        work = partial(self._with_template, Tokenizer.render_chat, messages, **how)
+        work = partial(self._with_template, Tokenizer.render_chat, messages, **template_options)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     def check_chat(self) -> None:
@@ -269,12 +269,16 @@ class Service:
         self.ready.model.check_pooling(None)
 
     def _with_template(
-        self, work: Callable[..., T], given: Conversation, template: str | None = None, **how: Any
+        self,
+        work: Callable[..., T],
+        conversation: Conversation,
+        template: str | None = None,
+        **template_options: Any,
     ) -> T:
         """`template`: of the request. It gets a worker process of its own."""
-        messages = given() if callable(given) else given
+        messages = conversation() if callable(conversation) else conversation
         if template is None:
-            return work(self.tokenizer, messages, **how)
+            return work(self.tokenizer, messages, **template_options)
         if not self.allows_templates:
             fix = "Leave it out, or serve with --trust-request-chat-template."
             raise InvalidRequest(
@@ -284,7 +288,7 @@ class Service:
             )
         renderer = Renderer(template, self.tokenizer.control_texts())
         try:
-            return work(self.tokenizer.with_template(renderer), messages, **how)
+            return work(self.tokenizer.with_template(renderer), messages, **template_options)
         except InvalidRequest:
             raise
         except TidemillError:  # the worker ended while it compiled the template
@@ -381,7 +385,12 @@ class Service:
             return [name, *self._labelled.get((tenant, name), ())]
         return [
             name,
-            *(one for (_, label), ids in self._labelled.items() if label == name for one in ids),
+            *(
+                part_id
+                for (_, label), ids in self._labelled.items()
+                if label == name
+                for part_id in ids
+            ),
         ]
 
     def _label(self, call: RequestContext, tenant: str) -> None:

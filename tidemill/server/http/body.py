@@ -111,19 +111,19 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_counts(cls, given: Any, info: ValidationInfo) -> Any:
-        if not isinstance(given, dict):
-            return given
-        given = {name: value for name, value in given.items() if value is not None}
-        dropped = given.keys() & cls.without_effect
+    def _only_what_counts(cls, fields: Any, info: ValidationInfo) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        fields = {name: value for name, value in fields.items() if value is not None}
+        dropped = fields.keys() & cls.without_effect
         if cls.ignores_unknown:
-            dropped |= given.keys() - cls.model_fields.keys()
+            dropped |= fields.keys() - cls.model_fields.keys()
         if info.context is not None:
             info.context.ignored.update(dropped)
         return (
-            {name: value for name, value in given.items() if name not in dropped}
+            {name: value for name, value in fields.items() if name not in dropped}
             if dropped
-            else given
+            else fields
         )
 
 
@@ -183,10 +183,10 @@ def parse(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
         raise _explain(error, model) from None
 
 
-def read(model: type[M], given: dict[str, Any]) -> M:
+def read(model: type[M], fields: dict[str, Any]) -> M:
     """The same as `parse`, for a body that was made from another API's."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(fields)
     except ValidationError as error:
         raise _explain(error, model) from None
 
@@ -226,7 +226,7 @@ class _Schema(UserDict):
     @cached_property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
         schema = self._model.model_json_schema()
-        made = {
+        described = {
             "requestBody": {
                 "required": True,
                 "content": {"application/json": {"schema": _inlined(schema, schema)}},
@@ -238,12 +238,12 @@ class _Schema(UserDict):
             if field in self._model.model_fields
         }
         if besides:
-            made["responses"] = {
+            described["responses"] = {
                 "200": {
                     "content": {kind: {"schema": of_kind} for kind, of_kind in besides.values()}
                 }
             }
-        return made
+        return described
 
 
 def schema_of(model: type[BaseModel]) -> Any:
@@ -255,31 +255,31 @@ def _inlined(schema: Any, root: dict[str, Any]) -> Any:
     """Without references, which would be resolved against the whole document; with the limits of
     SamplingParams, and null for whatever may be absent."""
     if isinstance(schema, list):
-        return [_inlined(one, root) for one in schema]
+        return [_inlined(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _inlined(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
-    made = {
+    inlined = {
         name: _inlined(value, root)
         for name, value in schema.items()
         if name not in ("$defs", "discriminator")
     }
-    for name, inner in made.get("properties", {}).items():
+    for name, inner in inlined.get("properties", {}).items():
         for kind in inner.get("anyOf", [inner]):
             if kind.get("type") == "integer" and name in INTEGERS:
                 kind["minimum"], kind["maximum"] = INTEGERS[name]
             elif kind.get("type") == "number" and name in REALS:
                 low, kind["maximum"] = REALS[name]
                 kind["exclusiveMinimum" if name in ABOVE else "minimum"] = low
-    if made.get("additionalProperties") is False:
-        made["additionalProperties"] = _NULL
-        required = made.get("required", ())
-        made["properties"] = {
+    if inlined.get("additionalProperties") is False:
+        inlined["additionalProperties"] = _NULL
+        required = inlined.get("required", ())
+        inlined["properties"] = {
             name: inner if name in required else _or_null(inner)
-            for name, inner in made.get("properties", {}).items()
+            for name, inner in inlined.get("properties", {}).items()
         }
-    return made
+    return inlined
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -303,9 +303,10 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     problems = error.errors(
         include_url=False, include_context=True, include_input=error.error_count() <= _FEW_MISTAKES
     )
-    of_first = (one for one in problems if one["loc"][:1] == problems[0]["loc"][:1])
+    of_first = (problem for problem in problems if problem["loc"][:1] == problems[0]["loc"][:1])
     first = max(
-        of_first, key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short"))
+        of_first,
+        key=lambda problem: (len(problem["loc"]), problem["type"] in ("too_long", "too_short")),
     )
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not JSON: {first['ctx'].get('error', 'malformed')}.")
@@ -328,10 +329,10 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     if (
         first["type"] != "value_error"
     ):  # pydantic's own: with its name of the mistake, which clients of vLLM look for
-        given = first.get("input")
+        value = first.get("input")
         got = (
-            f"; got {given[:_MAX_SHOWN]!r}"
-            if first["type"] == "literal_error" and isinstance(given, str)
+            f"; got {value[:_MAX_SHOWN]!r}"
+            if first["type"] == "literal_error" and isinstance(value, str)
             else ""
         )
         what = f"{what}{got} ({first['type']})"

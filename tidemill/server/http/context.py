@@ -225,10 +225,10 @@ class RequestMiddleware:
                 "raw_path": b"/v1" + scope.get("raw_path", b""),
             }
         path = scope["path"]
-        given = next(
+        label = next(
             (value for name, value in scope["headers"] if name == b"x-request-id"), b""
         ).decode("latin-1")
-        labels = [given] if re.fullmatch(ID_PATTERN, given) else []
+        labels = [label] if re.fullmatch(ID_PATTERN, label) else []
         trace = {
             name.decode(): value.decode("latin-1")
             for name, value in scope["headers"]

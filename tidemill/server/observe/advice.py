@@ -73,7 +73,7 @@ class Advisor:
                 self._num_ended += 1
                 self._num_output += event.num_output
             case events.Aborted() | events.EngineRestarted():
-                self._taken = {one for one in self._taken if one[0] != event.replica}
+                self._taken = {entry for entry in self._taken if entry[0] != event.replica}
 
     def _end_step(self, event: events.StepDone) -> None:
         plan = self._planned.pop((event.replica, event.step), None)

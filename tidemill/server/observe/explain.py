@@ -302,7 +302,7 @@ class Explainer:
         now = event.time_s
         match event:
             case events.Submitted():
-                made = RequestTimeline(
+                timeline = RequestTimeline(
                     event.request_id,
                     event.tenant,
                     event.num_prompt,
@@ -311,13 +311,15 @@ class Explainer:
                     num_beams=event.num_beams,
                     replica=self._replica,
                 )
-                self._live[event.request_id] = made
+                self._live[event.request_id] = timeline
                 is_background = event.priority >= BACKGROUND
-                made.line = self._lines[is_background]
-                made.position = made.line.position
+                timeline.line = self._lines[is_background]
+                timeline.position = timeline.line.position
                 if is_background:
                     self._background.add(event.request_id)
-                made.placed = self._placed.pop(event.request_id.partition(":")[0], made.placed)
+                timeline.placed = self._placed.pop(
+                    event.request_id.partition(":")[0], timeline.placed
+                )
             case events.Placed():  # before it is submitted
                 self._placed[event.request_id] = [f"{event.part}: {event.reason}"]
                 while len(self._placed) > _NUM_KEPT:
@@ -341,8 +343,8 @@ class Explainer:
             case events.EngineRestarted():
                 self._steps.clear()
                 self._dissolve()
-                for one in self._live.values():
-                    one.lose_engine()
+                for live in self._live.values():
+                    live.lose_engine()
             case (
                 events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken()
                 | events.BeamsReordered() | events.PagesLoading() | events.PagesLoaded()
@@ -377,9 +379,9 @@ class Explainer:
                     self._leave_queue(story)
                     step = next(
                         (
-                            one
-                            for one in self._steps.values()
-                            if any(name == event.request_id for name, _ in one)
+                            members
+                            for members in self._steps.values()
+                            if any(name == event.request_id for name, _ in members)
                         ),
                         None,
                     )
@@ -549,11 +551,11 @@ class ExplainerOfReplicas:
         self._each = [Explainer(number) for number in range(num)]
 
     def find(self, request_id: str, tenant: str | None) -> list[RequestTimeline]:
-        return [story for one in self._each for story in one.find(request_id, tenant)]
+        return [story for explainer in self._each for story in explainer.find(request_id, tenant)]
 
     def under_way(self) -> Iterable[RequestTimeline]:
         return sorted(
-            (story for one in self._each for story in one.under_way()),
+            (story for explainer in self._each for story in explainer.under_way()),
             key=lambda story: story.begun_s,
         )
 

@@ -75,7 +75,9 @@ class _Frame:
             return body | {
                 "requests": [(self._alias(name, tenant), num) for name, num in body["requests"]]
             }
-        requests = [one | {"id": self._alias(one["id"], tenant)} for one in body["requests"]]
+        requests = [
+            request | {"id": self._alias(request["id"], tenant)} for request in body["requests"]
+        ]
         return body | {
             "requests": requests,
             "decisions": [
@@ -338,8 +340,8 @@ def _words(event: Event) -> str | None:
         case events.TierNotUsed():
             return f"{event.tier} is not used: {event.reason}"
         case events.MovesFailed():
-            how = "loaded from" if event.is_load else "stored in"
-            return f"{event.num_pages} pages could not be {how} {event.tier}: {event.reason}"
+            direction = "loaded from" if event.is_load else "stored in"
+            return f"{event.num_pages} pages could not be {direction} {event.tier}: {event.reason}"
         case events.Finished() | events.Aborted():
             return f"{event.reason} after {event.num_output} tokens"
         case events.PrefixHeld():
@@ -350,8 +352,8 @@ def _words(event: Event) -> str | None:
         case events.PrefixNotHeld():
             return f"not held: {event.reason}"
         case events.EngineDown():
-            how = f"; started again in {event.retry_s:.1f} s" if event.num_failed else ""
-            return f"{'given up' if event.is_given_up else 'engine down'}: {event.reason}{how}"
+            restart = f"; started again in {event.retry_s:.1f} s" if event.num_failed else ""
+            return f"{'given up' if event.is_given_up else 'engine down'}: {event.reason}{restart}"
         case events.EngineRestarted():
             return f"engine restarted; {event.num_requests} requests continue"
         case events.ModelLoading():

@@ -200,7 +200,7 @@ class TraceFile:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RecordedRequest:
     """A request that has not been written."""
 
     row: Row  # as far as it is known
@@ -224,7 +224,7 @@ class Recording:
     def __init__(self, file: TraceFile, model: str = "") -> None:
         """`model`: its name, where there are several."""
         self._file, self._model = file, model
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _RecordedRequest] = {}
         self._unknown: dict[
             str, None
         ] = {}  # of those, what waits for an engine's word that it has taken them
@@ -248,7 +248,7 @@ class Recording:
         keys = (
             await asyncio.to_thread(self._keys_of, request) if is_long else self._keys_of(request)
         )
-        self._asked[request.request_id] = _Asked(
+        self._requests[request.request_id] = _RecordedRequest(
             replace(what, model=self._model), keys, num_samples=params.n
         )
 
@@ -258,23 +258,23 @@ class Recording:
         """The server is done with it. Its engine may report later that it has taken it, where the
         client left at once, and the end of samples: after a stop string, or an abort. `has_failed`:
         what no engine has taken was refused."""
-        asked = self._asked.get(request_id)
-        if asked is None or asked.left_s is not None:
+        request = self._requests.get(request_id)
+        if request is None or request.left_s is not None:
             return
-        asked.left_s, asked.num_delivered, asked.is_whole = (
+        request.left_s, request.num_delivered, request.is_whole = (
             time.monotonic(),
             num_delivered,
             is_whole,
         )
-        if asked.is_known:
-            self._write_if_over(request_id, asked)
+        if request.is_known:
+            self._write_if_over(request_id, request)
         elif has_failed:
-            del self._asked[request_id]
+            del self._requests[request_id]
         else:
             self._unknown[request_id] = None
             while len(self._unknown) > MAX_UNKNOWN:
                 oldest = next(iter(self._unknown))
-                del self._unknown[oldest], self._asked[oldest]
+                del self._unknown[oldest], self._requests[oldest]
 
     def take(self, batch: list[Event]) -> list[Event]:
         """Notes the events of requests; returns those that tell of a recording that stopped."""
@@ -284,20 +284,20 @@ class Recording:
                     events.Submitted() | events.FirstToken() | events.Finished() | events.Aborted()
                 ):
                     request_id = event.request_id.partition(":")[0]  # after it: the sample
-                    asked = self._asked.get(request_id)
-                    if asked is not None:
-                        self._note(asked, event)
+                    request = self._requests.get(request_id)
+                    if request is not None:
+                        self._note(request, event)
                         self._unknown.pop(request_id, None)
-                        self._write_if_over(request_id, asked)
+                        self._write_if_over(request_id, request)
         return self._file.stopped()
 
     def close(self) -> None:
         """Before the file is closed. What is under way has ended: with the server."""
-        for request_id in list(self._asked):
+        for request_id in list(self._requests):
             self.end(request_id, 0, False, has_failed=True)
-        for request_id, asked in list(self._asked.items()):
-            asked.open.clear()
-            self._write_if_over(request_id, asked)
+        for request_id, request in list(self._requests.items()):
+            request.open.clear()
+            self._write_if_over(request_id, request)
 
     def _keys_of(self, request: Submit) -> array[int]:
         """The keys of the blocks of a request's prompt; the last may be shorter."""
@@ -312,40 +312,40 @@ class Recording:
 
     @staticmethod
     def _note(
-        asked: _Asked,
+        request: _RecordedRequest,
         event: events.Submitted | events.FirstToken | events.Finished | events.Aborted,
     ) -> None:
         name, now = event.request_id, time.monotonic()
         match event:
             case events.Submitted():
-                asked.is_known = True
-                asked.open.add(name)
-            case events.FirstToken() if asked.first_s is None:
-                asked.first_s = now
+                request.is_known = True
+                request.open.add(name)
+            case events.FirstToken() if request.first_s is None:
+                request.first_s = now
             case events.Finished() | events.Aborted():  # here; it may go on in another engine
-                asked.open.discard(name)
-                asked.last_s = now
-                asked.num_outputs[name] = max(asked.num_outputs.get(name, 0), event.num_output)
+                request.open.discard(name)
+                request.last_s = now
+                request.num_outputs[name] = max(request.num_outputs.get(name, 0), event.num_output)
 
-    def _write_if_over(self, request_id: str, asked: _Asked) -> None:
-        if asked.left_s is None or asked.open or not asked.is_known:
+    def _write_if_over(self, request_id: str, request: _RecordedRequest) -> None:
+        if request.left_s is None or request.open or not request.is_known:
             return
-        del self._asked[request_id]
-        row, at_s = asked.row, asked.row.at_s
-        num_reported = sum(asked.num_outputs.values()) / max(len(asked.num_outputs), 1)
-        ended_s = min(asked.last_s or asked.left_s, asked.left_s)
+        del self._requests[request_id]
+        row, at_s = request.row, request.row.at_s
+        num_reported = sum(request.num_outputs.values()) / max(len(request.num_outputs), 1)
+        ended_s = min(request.last_s or request.left_s, request.left_s)
         self._file.put(
             replace(
                 row,
                 at_s=at_s + self._offset_s,
                 num_output=round(
-                    max(num_reported, asked.num_delivered / asked.num_samples)
+                    max(num_reported, request.num_delivered / request.num_samples)
                 ),  # the mean of the samples
-                abort_s=None if asked.is_whole else asked.left_s - at_s,
-                ttft_s=None if asked.first_s is None else asked.first_s - at_s,
-                e2e_s=None if asked.first_s is None else max(ended_s, asked.first_s) - at_s,
+                abort_s=None if request.is_whole else request.left_s - at_s,
+                ttft_s=None if request.first_s is None else request.first_s - at_s,
+                e2e_s=None if request.first_s is None else max(ended_s, request.first_s) - at_s,
             ),
-            asked.keys,
+            request.keys,
         )
 
 

@@ -45,7 +45,7 @@ class _Sample:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _TracedRequest:
     """A request of the engine: the call it belongs to, and its samples that have not ended."""
 
     call: RequestContext
@@ -68,21 +68,21 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tidemill", __version__)
         self._propagator = TraceContextTextMapPropagator()
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _TracedRequest] = {}
         self._offset_s = (
             time.time() - time.monotonic()
         )  # events have the monotonic clock, spans the time of day
 
     def begin(self, request_id: str, call: RequestContext) -> None:
-        self._asked[request_id] = _Asked(call)
+        self._requests[request_id] = _TracedRequest(call)
 
     def end(self, request_id: str) -> None:
         """The call is done with it. The engine may report the end of its samples later: after a
         stop string, or an abort."""
-        asked = self._asked.get(request_id)
-        if asked is not None:
-            asked.is_over = True
-            self._forget(request_id, asked)
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.is_over = True
+            self._forget(request_id, request)
 
     def take(self, batch: list[Event]) -> None:
         for event in batch:
@@ -95,20 +95,20 @@ class Tracing:
                     | events.Aborted()
                 ):
                     request_id = event.request_id.partition(":")[0]  # after it: the sample
-                    asked = self._asked.get(request_id)
-                    if asked is not None:
-                        self._record(asked, event)
-                        self._forget(request_id, asked)
+                    request = self._requests.get(request_id)
+                    if request is not None:
+                        self._record(request, event)
+                        self._forget(request_id, request)
 
-    def _forget(self, request_id: str, asked: _Asked) -> None:
-        if asked.is_over and not asked.samples and self._asked.get(request_id) is asked:
-            del self._asked[request_id]
+    def _forget(self, request_id: str, request: _TracedRequest) -> None:
+        if request.is_over and not request.samples and self._requests.get(request_id) is request:
+            del self._requests[request_id]
 
-    def _record(self, asked: _Asked, event: _Recorded) -> None:
+    def _record(self, request: _TracedRequest, event: _Recorded) -> None:
         if isinstance(event, events.Submitted):
-            asked.samples[event.request_id] = _Sample(event.num_prompt, event.time_s)
+            request.samples[event.request_id] = _Sample(event.num_prompt, event.time_s)
             return
-        sample = asked.samples.get(event.request_id)
+        sample = request.samples.get(event.request_id)
         if sample is None:
             return
         match event:
@@ -117,8 +117,8 @@ class Tracing:
             case events.FirstToken():
                 sample.first_s = event.time_s
             case events.Finished() | events.Aborted():
-                del asked.samples[event.request_id]
-                self._write(asked.call, sample, event)
+                del request.samples[event.request_id]
+                self._write(request.call, sample, event)
 
     def _write(
         self, call: RequestContext, sample: _Sample, end: events.Finished | events.Aborted

@@ -85,12 +85,12 @@ def read_query(request: Request, *known: str) -> dict[str, str]:
     return dict(request.query_params)
 
 
-def read_limit(given: str | None, default: int, most: int) -> int:
-    if given is None:
+def read_limit(limit: str | None, default: int, most: int) -> int:
+    if limit is None:
         return default
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:10]) <= most:
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:10]) <= most:
         raise InvalidRequest(f"limit is from 1 to {most}.", param="limit")
-    return int(given)
+    return int(limit)
 
 
 def page(found: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
@@ -166,10 +166,10 @@ class _Form:
         return taken
 
     def purpose(self) -> str:
-        given = self._fields.get("purpose", b"")
-        if given != b"batch":
+        purpose = self._fields.get("purpose", b"")
+        if purpose != b"batch":
             raise InvalidRequest(
-                f"The purpose is {_shown(given)}.",
+                f"The purpose is {_shown(purpose)}.",
                 fix="Files are for batches: give batch.",
                 param="purpose",
             )
@@ -239,11 +239,11 @@ def _grown(text: bytes, more: bytes) -> bytes:
     return text + more
 
 
-def _plain_name(given: bytes) -> str:
+def _plain_name(name: bytes) -> str:
     """The name of a file for display only: no file on the disk has this name."""
-    last = given.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
+    last = name.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:255] or "upload"
 
 
-def _shown(given: bytes) -> str:
-    return repr(given.decode(errors="replace")[:100]) if given else "missing"
+def _shown(value: bytes) -> str:
+    return repr(value.decode(errors="replace")[:100]) if value else "missing"

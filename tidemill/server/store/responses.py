@@ -47,19 +47,19 @@ class Item(NamedTuple):
         log-probabilities of its text, which are most of it."""
         if len(self.text) < LARGE_BYTES:
             return dict(msgspec.json.decode(self.text))
-        made: dict[str, Any] = _members(self.text)
-        content = made.pop("content", None)
-        made = {name: msgspec.json.decode(value) for name, value in made.items()}
+        members: dict[str, Any] = _members(self.text)
+        content = members.pop("content", None)
+        members = {name: msgspec.json.decode(value) for name, value in members.items()}
         if content is None:
-            return made
+            return members
         if bytes(memoryview(content)[:1]) != b"[":
-            return made | {"content": msgspec.json.decode(content)}
+            return members | {"content": msgspec.json.decode(content)}
         read = msgspec.json.decode
         try:
             parts = _parts(content)
         except msgspec.ValidationError:  # not all are objects
-            return made | {"content": read(content)}
-        return made | {
+            return members | {"content": read(content)}
+        return members | {
             "content": [
                 {name: read(part[name]) for name in part if name != "logprobs"} for part in parts
             ]
@@ -112,11 +112,11 @@ class _Shelf:
         self.num_bytes = 0
         self.homes: dict[str, Item] = {}  # output items, by their ids
 
-    def put(self, name: str, made: Stored) -> None:
+    def put(self, name: str, stored: Stored) -> None:
         self.drop(name)
-        self.stored[name] = made
-        self.num_bytes += made.num_bytes + len(made.events)
-        self.homes |= {item.id: item for item in made.outputs}
+        self.stored[name] = stored
+        self.num_bytes += stored.num_bytes + len(stored.events)
+        self.homes |= {item.id: item for item in stored.outputs}
 
     def drop(self, name: str) -> None:
         if (gone := self.stored.pop(name, None)) is not None:
@@ -138,16 +138,16 @@ class Store:
         # Responses that are being generated, by tenant and id. They are held by those who run them.
         self.running: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
 
-    def put(self, tenant: str, name: str, made: Stored) -> None:
+    def put(self, tenant: str, name: str, stored: Stored) -> None:
         shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.put(name, made)
+        shelf.put(name, stored)
         while len(shelf.stored) > MAX_STORED or shelf.num_bytes > MAX_STORED_BYTES:
             shelf.drop_oldest()
         shelves = self._shelves.values()
-        while sum(len(one.stored) for one in shelves) > MAX_STORED_OF_ALL:
-            max(shelves, key=lambda one: len(one.stored)).drop_oldest()
-        while sum(one.num_bytes for one in shelves) > MAX_STORED_BYTES_OF_ALL:
-            max(shelves, key=lambda one: one.num_bytes).drop_oldest()
+        while sum(len(each.stored) for each in shelves) > MAX_STORED_OF_ALL:
+            max(shelves, key=lambda each: len(each.stored)).drop_oldest()
+        while sum(each.num_bytes for each in shelves) > MAX_STORED_BYTES_OF_ALL:
+            max(shelves, key=lambda each: each.num_bytes).drop_oldest()
 
     def get(self, tenant: str, name: str, kind: str = "response") -> Stored:
         shelf = self._shelves.get(tenant)

@@ -545,12 +545,14 @@ class Storage:
             for failed, name in enumerate(("output", "error")):
                 sql = "SELECT text FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
                 lines = self._opened.execute(sql, (batch_id, failed))
-                if (made := self._write(lines, f"{batch_id}_{name}.jsonl", expire_s)) is not None:
-                    files[f"{name}_file_id"] = made
+                if (
+                    written := self._write(lines, f"{batch_id}_{name}.jsonl", expire_s)
+                ) is not None:
+                    files[f"{name}_file_id"] = written
             self._rows("BEGIN")
-            for made in files.values():
-                self.add_file(tenant, made)
-            changes |= {name: made["id"] for name, made in files.items()}
+            for written in files.values():
+                self.add_file(tenant, written)
+            changes |= {name: record["id"] for name, record in files.items()}
             if self.move(
                 tenant,
                 batch_id,
@@ -566,8 +568,8 @@ class Storage:
             if not is_kept:  # it was cancelled meanwhile, or there is no room
                 if self._opened.in_transaction:
                     self._opened.rollback()
-                for made in files.values():
-                    self.path(made["id"]).unlink(missing_ok=True)
+                for written in files.values():
+                    self.path(written["id"]).unlink(missing_ok=True)
             self._count_bytes()
 
     def _write(

@@ -53,19 +53,19 @@ class MessageBatchRequest(Body):
 
     def lines(self) -> bytes:
         """The input file of the batch, checked as far as its lines can be wrong."""
-        made, seen = [], set[str]()
-        for i, one in enumerate(self.requests):
+        lines, seen = [], set[str]()
+        for i, item in enumerate(self.requests):
             line = {
-                "custom_id": one.custom_id,
+                "custom_id": item.custom_id,
                 "method": "POST",
                 "url": ENDPOINT,
-                "body": one.params,
+                "body": item.params,
             }
-            made.append(_json(line))
-            code, message, _ = batch_lines.problem_of(made[-1], ENDPOINT, seen)
+            lines.append(_json(line))
+            code, message, _ = batch_lines.problem_of(lines[-1], ENDPOINT, seen)
             if code:
                 raise InvalidRequest(f"requests.{i}: {message}", param="requests")
-        return b"\n".join(made) + b"\n"
+        return b"\n".join(lines) + b"\n"
 
 
 class _Error(msgspec.Struct):
@@ -95,7 +95,7 @@ _decode = msgspec.json.Decoder(_Result).decode
 def make_router(batches: Batches, storage: Storage) -> APIRouter:
     router = APIRouter()
 
-    async def told(tenant: str, record: dict[str, Any]) -> dict[str, Any]:
+    async def described(tenant: str, record: dict[str, Any]) -> dict[str, Any]:
         return await storage.do(_told, storage, tenant, record)
 
     async def found(request: Request, batch_id: str) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
         finally:
             await coming.end()
         expires = ExpiresAfter(anchor="created_at", seconds=_KEPT_S)
-        asked = BatchRequest(
+        batch = BatchRequest(
             input_file_id=coming.file_id,
             endpoint=ENDPOINT,
             completion_window="24h",
             output_expires_after=expires,
         )
-        return await told(tenant, await batches.create(tenant, asked, len(body.requests)))
+        return await described(tenant, await batches.create(tenant, batch, len(body.requests)))
 
     @router.get("/v1/messages/batches")
     async def every(request: Request) -> Response:
@@ -139,7 +139,7 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
         records, has_more = await storage.do(
             storage.batches, tenant, query.get("after_id"), limit, ENDPOINT
         )
-        data = [await told(tenant, record) for record in records]
+        data = [await described(tenant, record) for record in records]
         ends = (
             {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
             if data
@@ -149,7 +149,7 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
 
     @router.get("/v1/messages/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
-        return await told(request.state.caller.tenant, await found(request, batch_id))
+        return await described(request.state.caller.tenant, await found(request, batch_id))
 
     @router.get("/v1/messages/batches/{batch_id}/results")
     async def results(request: Request, batch_id: str) -> Response:
@@ -165,7 +165,7 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
     async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
         await found(request, batch_id)
         tenant = request.state.caller.tenant
-        return await told(tenant, await batches.cancel(tenant, batch_id))
+        return await described(tenant, await batches.cancel(tenant, batch_id))
 
     @router.delete("/v1/messages/batches/{batch_id}")
     async def delete(request: Request, batch_id: str) -> dict[str, Any]:
@@ -218,7 +218,9 @@ def _time(seconds: int | None) -> str | None:
 def _paths(storage: Storage, tenant: str, record: dict[str, Any]) -> list[Path | None]:
     """Files of a batch's output and of its errors."""
     ids = (record["output_file_id"], record["error_file_id"])
-    return [None if one is None else storage.file_with_path(tenant, one)[1] for one in ids]
+    return [
+        None if file_id is None else storage.file_with_path(tenant, file_id)[1] for file_id in ids
+    ]
 
 
 def _lines(path: Path | None) -> Iterator[_Result]:

@@ -324,7 +324,8 @@ class Prompt(Body):
     def num_parts(self) -> int:
         """Messages and blocks."""
         return sum(
-            1 + (len(one.content) if isinstance(one.content, list) else 0) for one in self.messages
+            1 + (len(message.content) if isinstance(message.content, list) else 0)
+            for message in self.messages
         )
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -335,12 +336,12 @@ class Prompt(Body):
             else self.system or []
         )
         texts = [block.text for block in blocks if not block.text.startswith(_BILLING)]
-        made: list[dict[str, Any]] = (
+        turns: list[dict[str, Any]] = (
             [{"role": "system", "content": "\n\n".join(texts)}] if any(texts) else []
         )
         for message in self.messages:
-            made += _turns(message)
-        return with_one_system(made)
+            turns += _turns(message)
+        return with_one_system(turns)
 
     def marks(self) -> list[tuple[str, list[dict[str, Any]] | None]]:
         """The marks of cache_control, in the order of the prompt: a time to live, and the
@@ -350,7 +351,7 @@ class Prompt(Body):
             [block.cache_control for block in self.system] if isinstance(self.system, list) else []
         )
         found: list[tuple[str, int, int] | tuple[str, None, None]] = [
-            (one.ttl, 0, 0) for one in tools + system if one
+            (mark.ttl, 0, 0) for mark in tools + system if mark
         ]
         for i, message in enumerate(self.messages):
             for j, each in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -431,21 +432,21 @@ class MessagesRequest(Prompt):
         return self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
 
     def params(self) -> SamplingParams:
-        given: dict[str, Any] = {"max_tokens": self.max_tokens}
+        params: dict[str, Any] = {"max_tokens": self.max_tokens}
         for field in ("temperature", "top_p", "top_k"):
             if (value := getattr(self, field)) is not None:
-                given[field] = value
+                params[field] = value
         if self.stop_sequences:
-            given["stop"] = tuple(self.stop_sequences)
+            params["stop"] = tuple(self.stop_sequences)
         choice = self.tool_choice
         wanted = (self.output_config.format if self.output_config else None) or self.output_format
         if choice is not None and self.must_call:
             name = choice.name or "" if choice.type == "tool" else None
             several = name is None and not choice.disable_parallel_tool_use
-            given["grammar"] = call_grammar(self.functions(), name, several)
+            params["grammar"] = call_grammar(self.functions(), name, several)
         elif wanted is not None:
-            given["grammar"] = Grammar("json_schema", json.dumps(closed(wanted.schema_)))
-        return SamplingParams(**given)
+            params["grammar"] = Grammar("json_schema", json.dumps(closed(wanted.schema_)))
+        return SamplingParams(**params)
 
 
 class CountRequest(Prompt):
@@ -460,7 +461,9 @@ def _mark(block: Any) -> CacheControl | None:
     """Also of a block inside it."""
     inner = getattr(block, "content", None)
     marks = (
-        [one.cache_control for one in inner if one.cache_control] if isinstance(inner, list) else []
+        [block.cache_control for block in inner if block.cache_control]
+        if isinstance(inner, list)
+        else []
     )
     return getattr(block, "cache_control", None) or (marks[-1] if marks else None)
 
@@ -476,7 +479,7 @@ def _turns(message: Message) -> list[dict[str, Any]]:
     message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    made: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     text, thinking, calls = "", "", []
     for block in message.content:
         if message.role == "system" and not isinstance(block, TextBlock):
@@ -493,17 +496,17 @@ def _turns(message: Message) -> list[dict[str, Any]]:
             calls.append({"id": _call_id(block.id), "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock):
             result = ("Error: " if block.is_error else "") + _text(block.content)
-            made.append(
+            turns.append(
                 {"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": result}
             )
-    if text or calls or not made:
+    if text or calls or not turns:
         whole: dict[str, Any] = {"role": message.role, "content": text}
-        made.append(
+        turns.append(
             whole
             | ({"reasoning_content": thinking} if thinking else {})
             | ({"tool_calls": calls} if calls else {})
         )
-    return made
+    return turns
 
 
 def _call_id(tool_use_id: str) -> str:

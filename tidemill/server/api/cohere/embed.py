@@ -98,8 +98,8 @@ def _as_kind(vector: list[float], kind: str) -> Any:
     if kind == "base64":
         return base64.b64encode(packed(vector, "float32", "little")).decode()
     signs = [value >= 0 for value in vector]  # a bit each, the first is the highest
-    made = [
+    values = [
         sum(sign << 7 - i for i, sign in enumerate(signs[at : at + 8]))
         for at in range(0, len(signs), 8)
     ]
-    return made if kind == "ubinary" else [value - 128 for value in made]
+    return values if kind == "ubinary" else [value - 128 for value in values]

@@ -124,8 +124,8 @@ class OptionsCodec(Codec):
         if text or ids or output.delta.progress is not None:
             response = self._response(choice, text, ids, [probs])
             if output.delta.progress is not None:
-                told = choice.prompt.figures.llamacpp_progress(output.delta.progress)
-                response["prompt_progress"] = told
+                progress = choice.prompt.figures.llamacpp_progress(output.delta.progress)
+                response["prompt_progress"] = progress
             yield data_event(response)
         if output.is_last:
             yield data_event(self._ended(self._response(choice, "", [], []), choice))
@@ -194,10 +194,10 @@ class LlamaEmbeddings(PooledEndpoint):
         body = self.body
         if (body.content is None) == (body.input is None):
             raise InvalidRequest("Give either content or input.", param="content")
-        given = body.input if body.content is None else body.content
-        if not given:
+        prompts = body.input if body.content is None else body.content
+        if not prompts:
             raise empty_prompt("content")
-        inputs = [Input(await ids_of(self.service, prompt)) for prompt in given]
+        inputs = [Input(await ids_of(self.service, prompt)) for prompt in prompts]
         self._is_each = (
             self.service.response_defaults.pooling == "none"
         )  # token; llama-server does not normalize these

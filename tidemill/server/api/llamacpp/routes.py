@@ -53,10 +53,10 @@ def make_router(models: Models) -> APIRouter:
             raise SlotsHidden(
                 "This server does not show its slots.", fix="Start it without --no-slots."
             )
-        made = _slots(service)
-        if fail_on_no_slot == "1" and all(slot["is_processing"] for slot in made):
+        slots_now = _slots(service)
+        if fail_on_no_slot == "1" and all(slot["is_processing"] for slot in slots_now):
             raise NoSlot("No slot is free.")
-        return made
+        return slots_now
 
     return router
 
@@ -102,24 +102,24 @@ def _slots(service: Service) -> list[dict[str, Any]]:
         for story in service.explainer.under_way()
         if story.state not in ("queued", "preempted")
     ]
-    made = [_slot(i, config.max_context, story) for i, story in enumerate(running)]
-    return made + [
-        _slot(i, config.max_context, None) for i in range(len(made), config.max_requests)
+    busy = [_slot(i, config.max_context, story) for i, story in enumerate(running)]
+    return busy + [
+        _slot(i, config.max_context, None) for i in range(len(busy), config.max_requests)
     ]
 
 
 def _slot(number: int, num_context: int, story: RequestTimeline | None) -> dict[str, Any]:
-    made = {
+    slot = {
         "id": number,
         "n_ctx": num_context,
         "speculative": False,
         "is_processing": story is not None,
     }
     if story is None:
-        return made
+        return slot
     decode = story.spans.get("decode")
     num_decoded = (story.first_token_s is not None) + (decode.num_tokens if decode else 0)
-    return made | {
+    return slot | {
         "id_task": story.request_id.partition("/")[2],  # without the tenant
         "n_prompt_tokens": story.num_prompt,
         "n_prompt_tokens_cached": story.num_cached,

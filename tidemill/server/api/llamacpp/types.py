@@ -33,22 +33,23 @@ _PROMPT = {"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}}]}
 PromptField = Annotated[Any, WithJsonSchema(_PROMPT)]
 
 
-def prompts_of(given: Any) -> list[Mixed]:
+def prompts_of(prompt: Any) -> list[Mixed]:
     """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is
     several. An object has the text as its prompt_string."""
-    if isinstance(given, str) or is_mixed(given):  # of which there may be a million: looked at once
-        return few_texts([given])
-    if isinstance(given, dict):
-        given = [given]
-    if isinstance(given, list):
-        given = [_text_of(one) if isinstance(one, dict) else one for one in given]
-    if not isinstance(given, list) or not all(
-        isinstance(one, str) or is_mixed(one) for one in given
+    # A list may have a million items: they are looked at once.
+    if isinstance(prompt, str) or is_mixed(prompt):
+        return few_texts([prompt])
+    if isinstance(prompt, dict):
+        prompt = [prompt]
+    if isinstance(prompt, list):
+        prompt = [_text_of(item) if isinstance(item, dict) else item for item in prompt]
+    if not isinstance(prompt, list) or not all(
+        isinstance(item, str) or is_mixed(item) for item in prompt
     ):
         raise ValueError("it must be a text, a list of token ids and texts, or a list of prompts")
-    if len(given) > MAX_CHOICES:
-        raise ValueError(f"{len(given)} prompts in one request; at most {MAX_CHOICES}")
-    return few_texts(given)
+    if len(prompt) > MAX_CHOICES:
+        raise ValueError(f"{len(prompt)} prompts in one request; at most {MAX_CHOICES}")
+    return few_texts(prompt)
 
 
 def _text_of(prompt: dict[str, Any]) -> Any:
@@ -123,8 +124,8 @@ class CompletionOptions(sampling_aliases.Options):
 
     def biases(self, tokenizer: Tokenizer) -> dict[int, float]:
         """A logit_bias by token id. A text biases each of its tokens; false forbids a token."""
-        given = self.logit_bias or ()
-        pairs = given.items() if isinstance(given, dict) else given
+        logit_bias = self.logit_bias or ()
+        pairs = logit_bias.items() if isinstance(logit_bias, dict) else logit_bias
         by_id: dict[int, float] = {}
         for key, value in pairs:
             bias = -_MOST_BIASED if value is False else float(value)
@@ -148,8 +149,8 @@ class Completion(CompletionOptions):
 
     @field_validator("prompt")
     @classmethod
-    def _of_one_kind(cls, given: Any) -> list[Mixed]:
-        return prompts_of(given)
+    def _of_one_kind(cls, prompt: Any) -> list[Mixed]:
+        return prompts_of(prompt)
 
 
 class ExtraFile(Body):
@@ -172,5 +173,5 @@ class Embedding(Body):
 
     @field_validator("content", "input")
     @classmethod
-    def _of_one_kind(cls, given: Any) -> list[Mixed]:
-        return prompts_of(given)
+    def _of_one_kind(cls, prompt: Any) -> list[Mixed]:
+        return prompts_of(prompt)

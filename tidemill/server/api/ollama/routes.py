@@ -81,9 +81,9 @@ def make_router(models: Models) -> APIRouter:
                 fix="Models are loaded at start: tidemill serve MODEL.",
                 param="model",
             ) from None
-        made = _json({"status": "success"})
+        line = _json({"status": "success"})
         return (
-            Response(made + b"\n", media_type=JSONLines.media_type)
+            Response(line + b"\n", media_type=JSONLines.media_type)
             if body.stream
             else json_response({"status": "success"})
         )

@@ -167,7 +167,7 @@ def _no_images(images: list[Any] | None) -> None:
 def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """The conversation in the form of the OpenAI API. Calls without an id get one, and results
     refer to them by name, or in order."""
-    made: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0
     for message in messages:
@@ -191,19 +191,19 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             turn["tool_calls"] = calls
         if message.role == "tool":
             turn |= _result_of(message, waiting)
-        made.append(turn)
-    return made
+        turns.append(turn)
+    return turns
 
 
 def _result_of(message: ChatMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
     """The name and id of the call that a result belongs to."""
     mine = [
-        one for one in waiting if one[0] == message.tool_call_id or one[1] == message.tool_name
+        call for call in waiting if call[0] == message.tool_call_id or call[1] == message.tool_name
     ] or waiting[:1]
     if mine:
         waiting.remove(mine[0])
-    made = {
+    reference = {
         "tool_call_id": message.tool_call_id or (mine[0][0] if mine else ""),
         "name": message.tool_name or "",
     }
-    return {name: value for name, value in made.items() if value}
+    return {name: value for name, value in reference.items() if value}

@@ -98,7 +98,9 @@ class ChatCodec(OpenAICodec):
         chunks = [_chunk(choice, delta) for delta in deltas]
         if chunks:
             if self.body.logprobs:
-                chunks[0]["logprobs"] = {"content": [self._entry(one) for one in output.logprobs]}
+                chunks[0]["logprobs"] = {
+                    "content": [self._entry(logprobs) for logprobs in output.logprobs]
+                }
             chunks[0] |= self.new_ids(choice)
         if output.is_last:  # without text, as in OpenAI's API: a client may stop reading at it
             if chunks[-1]["delta"]:
@@ -223,7 +225,10 @@ class ChatBatchCodec(ChatCodec):
         check_choices(self.service, len(body.messages), body.n or 1, MAX_CHOICES, "conversations")
         self._conversations = [body.model_copy(update={"messages": each}) for each in body.messages]
         self._check_template()
-        prompts = [await self._prompt(one, i) for i, one in enumerate(self._conversations)]
+        prompts = [
+            await self._prompt(conversation, i)
+            for i, conversation in enumerate(self._conversations)
+        ]
         return await self._generation(prompts)
 
     async def whole(self) -> dict[str, Any]:

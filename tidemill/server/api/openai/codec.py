@@ -193,9 +193,9 @@ class OpenAICodec(Codec):
     def event(self, output: Output) -> Iterable[bytes]:
         progress = output.delta.progress
         if progress is not None:
-            told = {"prompt_progress": output.choice.prompt.figures.llamacpp_progress(progress)}
+            fields = {"prompt_progress": output.choice.prompt.figures.llamacpp_progress(progress)}
             choices = [self.without_text(output.choice)]
-            return [data_event(self.response(self.chunk_name, choices, False) | told)]
+            return [data_event(self.response(self.chunk_name, choices, False) | fields)]
         self.take_ids(output)
         if not (output.text.text or output.logprobs or output.is_last):
             return []

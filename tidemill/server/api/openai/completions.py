@@ -85,7 +85,7 @@ class CompletionCodec(OpenAICodec):
         self._is_echo, self._writes_logprobs = bool(body.echo), body.logprobs is not None
         self._only_echo = self._is_echo and body.max_tokens == 0
         self._is_text = isinstance(body.prompt, str) or all(
-            isinstance(one, str) for one in body.prompt
+            isinstance(text, str) for text in body.prompt
         )
         self._echoed: dict[int, CompletionLogprobs] = {}  # by prompt
         self._echoed_texts: dict[int, str] = {}  # by prompt

@@ -177,18 +177,18 @@ class PoolingEmbeddings(Embeddings):
 
     def task(self) -> str | None:
         """The server, not the request, decides whether single tokens have vectors."""
-        asked = self.body.task
+        task = self.body.task
         can_score = self.service.ready.model.own_pooling == "score"
         is_each = self.service.response_defaults.pooling == "none"
         has, other = ("token_embed", "embed") if is_each else ("embed", "token_embed")
-        if asked is None or asked == ("classify" if can_score else has):
-            return asked
-        if asked == other and not can_score:
-            how = "none" if other == "token_embed" else "auto"
-            what = f"Try switching the model's pooling_task via --pooling {how}, "
+        if task is None or task == ("classify" if can_score else has):
+            return task
+        if task == other and not can_score:
+            option = "none" if other == "token_embed" else "auto"
+            what = f"Try switching the model's pooling_task via --pooling {option}, "
             raise InvalidRequest(what + "or give `pooling` instead of `task`.", param="task")
-        what = f"Unsupported task: {asked[:40]!r}."
-        if asked == "plugin":
+        what = f"Unsupported task: {task[:40]!r}."
+        if task == "plugin":
             what = "No IOProcessor plugin installed."
         fix = f"This model has the task {'classify' if can_score else has}."
         raise InvalidRequest(what, fix=fix, param="task")

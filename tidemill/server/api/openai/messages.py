@@ -77,7 +77,7 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates expect. A call of a function before there
         were tools has the function's name for its id."""
-        made: dict[str, Any] = {"role": self.role}
+        message: dict[str, Any] = {"role": self.role}
         content = (
             [_part(part) for part in self.content]
             if isinstance(self.content, list)
@@ -96,7 +96,7 @@ class Message(Body):
                 }
             )
         if self.role == "function":
-            made["role"], call_id = "tool", call_id or self.name
+            message["role"], call_id = "tool", call_id or self.name
         more = {
             "content": content,
             "name": self.name,
@@ -106,7 +106,7 @@ class Message(Body):
             if self.reasoning_content is not None
             else self.reasoning,
         }
-        return made | {name: value for name, value in more.items() if value is not None}
+        return message | {name: value for name, value in more.items() if value is not None}
 
 
 _NOT_TEXT = {
@@ -167,8 +167,8 @@ class Custom(Body):
     @property
     def grammar(self) -> tuple[str | None, str | None]:
         """Its syntax and its text, if it has one."""
-        given = self.format.grammar if self.format is not None else None
-        return (None, None) if given is None else (given.syntax, given.definition)
+        grammar = self.format.grammar if self.format is not None else None
+        return (None, None) if grammar is None else (grammar.syntax, grammar.definition)
 
 
 class Tool(Body):
@@ -276,18 +276,18 @@ class ChatMessages(Body):
 
     def called(self) -> list[dict[str, Any]]:
         """The functions that may be called."""
-        made = [tool.as_function() for tool in self.tools or []]
-        made += [function.model_dump(exclude_none=True) for function in self.functions or []]
+        functions = [tool.as_function() for tool in self.tools or []]
+        functions += [function.model_dump(exclude_none=True) for function in self.functions or []]
         if self.chosen == "none":
             return []
         if isinstance(self.tool_choice, AllowedTools):
             names = {tool.name for tool in self.tool_choice.allowed_tools.tools}
-            missing = names - {function["name"] for function in made}
+            missing = names - {function["name"] for function in functions}
             if missing:
                 what = f"tool_choice allows {min(missing)[:100]!r}, which is not among the tools."
                 raise InvalidRequest(what, fix="Send it in tools.", param="tool_choice")
-            made = [function for function in made if function["name"] in names]
-        return made
+            functions = [function for function in functions if function["name"] in names]
+        return functions
 
     def marks(
         self, before: Sequence[dict[str, Any]] = ()
@@ -316,14 +316,14 @@ class ChatMessages(Body):
 
     def variables(self) -> dict[str, Any]:
         """The variables of the template. Those that are given by name count first."""
-        made: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.documents is not None:
-            made["documents"] = self.documents
+            variables["documents"] = self.documents
         if self.reasoning_effort is not None:
-            made["reasoning_effort"] = self.reasoning_effort
+            variables["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
-            made["enable_thinking"] = False
-        return made | (self.chat_template_kwargs or {})
+            variables["enable_thinking"] = False
+        return variables | (self.chat_template_kwargs or {})
 
     def template_options(self) -> dict[str, Any]:
         """Arguments of `Service.encode_chat`."""

@@ -57,14 +57,14 @@ class StructuredOutputs(Body):
 
     def to_grammar(self) -> Grammar:
         kinds = ("json_", "regex", "grammar", "choice", "structural_tag")
-        given = [(kind, value) for kind in kinds if (value := getattr(self, kind)) is not None]
-        if len(given) != 1:
+        grammars = [(kind, value) for kind in kinds if (value := getattr(self, kind)) is not None]
+        if len(grammars) != 1:
             raise InvalidRequest(
                 "structured_outputs takes exactly one of json, regex, grammar, choice and "
                 "structural_tag.",
                 param="structured_outputs",
             )
-        ((kind, value),) = given
+        ((kind, value),) = grammars
         return grammar_of("json_schema" if kind == "json_" else kind, value)
 
 
@@ -232,15 +232,15 @@ class SamplingRequest(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, given: Any, info: ValidationInfo) -> Any:
+    def _without_neutral(cls, fields: Any, info: ValidationInfo) -> Any:
         """A parameter at a value that changes nothing is dropped."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(fields, dict):
+            return fields
         neutral = NEUTRAL.keys() - (_BUDGETS & cls.model_fields.keys())
-        dropped = {name for name in given.keys() & neutral if given[name] in NEUTRAL[name]}
+        dropped = {name for name in fields.keys() & neutral if fields[name] in NEUTRAL[name]}
         if info.context is not None:
             info.context.ignored.update(dropped)
-        kept = {name: value for name, value in given.items() if name not in dropped}
+        kept = {name: value for name, value in fields.items() if name not in dropped}
         for alias in kept.keys() & _ALIASES.keys():
             value, name = kept.pop(alias), _ALIASES[alias]
             if value is not None and kept.get(name) not in (None, value):
@@ -255,11 +255,14 @@ class SamplingRequest(Body):
             options is not None and bool(options.include_usage) and options.continuous_usage_stats
         )
 
-    def most_tokens(self, given: int | None) -> int | None:
-        """`given`: as max_tokens."""
-        if self.n_predict is None or self.n_predict == given:
-            return given
-        if given is not None and self.model_fields_set & {"max_tokens", "max_completion_tokens"}:
+    def most_tokens(self, max_tokens: int | None) -> int | None:
+        """`max_tokens`: as given."""
+        if self.n_predict is None or self.n_predict == max_tokens:
+            return max_tokens
+        if max_tokens is not None and self.model_fields_set & {
+            "max_tokens",
+            "max_completion_tokens",
+        }:
             raise InvalidRequest(
                 "max_tokens and n_predict differ.", fix="Give one.", param="n_predict"
             )
@@ -274,10 +277,10 @@ class SamplingRequest(Body):
             "skip_special_tokens",
             "prompt_logprobs", "kv_policy",
         )  # fmt: skip
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        params = {name: value for name in names if (value := getattr(self, name)) is not None}
         if (
             self.repeat_penalty is not None
-            and given.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty
+            and params.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty
         ):
             raise InvalidRequest(
                 "repetition_penalty and repeat_penalty differ.",
@@ -285,22 +288,22 @@ class SamplingRequest(Body):
                 param="repeat_penalty",
             )
         if self.stop is not None:
-            given["stop"] = as_tuple(self.stop)
+            params["stop"] = as_tuple(self.stop)
         for name in ("stop_regex", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
-                given[name] = as_tuple(value)
+                params[name] = as_tuple(value)
         if self.repeat_last_n is not None:
-            given["penalty_window"] = self.repeat_last_n
+            params["penalty_window"] = self.repeat_last_n
         if self.logprob_token_ids is not None and more.get("logprobs") is None:
             what = (
                 "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
             )
             raise InvalidRequest(what, param="logprob_token_ids")
         if self.logit_bias is not None:
-            given["logit_bias"] = biases(self.logit_bias)
+            params["logit_bias"] = biases(self.logit_bias)
         if "grammar" not in more:
-            given["grammar"] = self._asked_grammar()
-        return SamplingParams(**given | more, beams=self._beams())
+            params["grammar"] = self._asked_grammar()
+        return SamplingParams(**params | more, beams=self._beams())
 
     def _beams(self) -> Beams | None:
         """Their number is best_of, or n."""
@@ -418,12 +421,12 @@ class ChatRequest(SamplingRequest, ChatMessages):
 
     @property
     def reasoning_budget(self) -> int | None:
-        given = (
+        budgets = (
             self.thinking_token_budget,
             self.reasoning_budget_tokens,
             self.thinking_budget_tokens,
         )
-        return next((budget for budget in given if budget is not None), None)
+        return next((budget for budget in budgets if budget is not None), None)
 
     @property
     def custom_names(self) -> frozenset[str]:
@@ -474,7 +477,7 @@ class ChatRequest(SamplingRequest, ChatMessages):
             called = self.called()
             for custom in [tool.custom for tool in self.tools or [] if tool.custom is not None]:
                 if name in (None, custom.name) and any(
-                    one["name"] == custom.name for one in called
+                    function["name"] == custom.name for function in called
                 ):
                     check_forced(custom.name, *custom.grammar)
             more["grammar"] = call_grammar(called, name, several=several)
@@ -507,8 +510,8 @@ class EmbeddingRequest(Body):
 
     @field_validator("input")
     @classmethod
-    def _of_one_kind(cls, given: Any) -> Any:
-        return one_kind(given, MAX_INPUTS)
+    def _of_one_kind(cls, inputs: Any) -> Any:
+        return one_kind(inputs, MAX_INPUTS)
 
     def chat(self) -> ChatMessages:
         return _as_chat(self)

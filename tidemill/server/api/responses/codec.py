@@ -217,10 +217,12 @@ class ResponseCodec(Codec):
             self.status, self._has_begun = "in_progress", True
             yield named_event(self._event("response.in_progress", response=self.response()))
         if (progress := output.delta.progress) is not None:
-            told = self.generation.figures.llamacpp_progress(progress)
+            progress_fields = self.generation.figures.llamacpp_progress(progress)
             response = self.response()
             yield named_event(
-                self._event("response.in_progress", response=response, prompt_progress=told)
+                self._event(
+                    "response.in_progress", response=response, prompt_progress=progress_fields
+                )
             )
             return
         for event in self._take(output):
@@ -245,7 +247,9 @@ class ResponseCodec(Codec):
         if body.enable_response_messages:
             self._output_ids += output.token_ids
         if body.wants_logprobs:
-            self._logprobs += [msgspec.Raw(_json(self._entry(one))) for one in output.logprobs]
+            self._logprobs += [
+                msgspec.Raw(_json(self._entry(logprobs))) for logprobs in output.logprobs
+            ]
         is_cut = choice.finish_reason == "length"
         for event in output.events:
             is_last = choice.reader is not None and event.part is choice.reader.parts[-1]

@@ -48,14 +48,14 @@ def make_router(store: Store) -> APIRouter:
     ) -> Response:
         items = await _checked(body.items or [])
         name = make_id("conv")
-        made = {
+        conversation = {
             "id": name,
             "object": "conversation",
             "created_at": int(time.time()),
             "metadata": body.metadata or {},
         }
-        store.put(request.state.caller.tenant, name, Stored.of(items, made))
-        return json_response(made)
+        store.put(request.state.caller.tenant, name, Stored.of(items, conversation))
+        return json_response(conversation)
 
     @router.get("/v1/conversations/{conversation_id}")
     async def retrieve(request: Request, conversation_id: str) -> Response:
@@ -68,9 +68,11 @@ def make_router(store: Store) -> APIRouter:
         body: ConversationChange = Depends(body_of(ConversationChange)),
     ) -> Response:
         before = get(request, conversation_id)
-        made = msgspec.json.decode(before.head) | {"metadata": body.metadata}
-        store.put(request.state.caller.tenant, conversation_id, Stored.of(before.items, made))
-        return json_response(made)
+        conversation = msgspec.json.decode(before.head) | {"metadata": body.metadata}
+        store.put(
+            request.state.caller.tenant, conversation_id, Stored.of(before.items, conversation)
+        )
+        return json_response(conversation)
 
     @router.delete("/v1/conversations/{conversation_id}")
     async def delete(request: Request, conversation_id: str) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def make_router(store: Store) -> APIRouter:
     async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
         before = get(request, conversation_id)
         gone = find(before, item_id)
-        kept = tuple(one for one in before.items if one is not gone)
+        kept = tuple(item for item in before.items if item is not gone)
         store.put(request.state.caller.tenant, conversation_id, replace(before, items=kept))
         return _as_json(before.body())
 
@@ -118,7 +120,7 @@ def make_router(store: Store) -> APIRouter:
 
 
 def find(conversation: Stored, item_id: str) -> Item:
-    found = next((one for one in conversation.items if one.id == item_id), None)
+    found = next((item for item in conversation.items if item.id == item_id), None)
     if found is None:
         raise Unknown(f"There is no item {item_id[:100]!r}.", param="item_id")
     return found

@@ -148,12 +148,12 @@ class CallableTool:
     custom: CustomTool | None = None
 
     def function(self) -> dict[str, Any]:
-        made = {
+        function = {
             "name": self.seen_name,
             "description": self.description,
             "parameters": self.parameters,
         }
-        return {name: value for name, value in made.items() if value is not None}
+        return {name: value for name, value in function.items() if value is not None}
 
 
 def seen_name(name: str, namespace: str | None) -> str:
@@ -164,9 +164,9 @@ def _callable_tool(tool: FunctionTool | CustomTool, namespace: str | None = None
     seen = seen_name(tool.name, namespace)
     if isinstance(tool, FunctionTool):
         return CallableTool(seen, tool.name, namespace, tool.description, tool.parameters)
-    made = custom_function(seen, tool.description, *tool.grammar)
+    function = custom_function(seen, tool.description, *tool.grammar)
     return CallableTool(
-        seen, tool.name, namespace, made.get("description"), made["parameters"], tool
+        seen, tool.name, namespace, function.get("description"), function["parameters"], tool
     )
 
 
@@ -249,16 +249,18 @@ class ResponsePrompt(Body):
         """The tools that the model may call."""
         if self.tool_choice == "none":
             return []
-        made: list[CallableTool] = []
+        tools: list[CallableTool] = []
         for tool in self.tools or []:
             if isinstance(tool, FunctionTool | CustomTool):
-                made.append(_callable_tool(tool))
+                tools.append(_callable_tool(tool))
             elif isinstance(tool, NamespaceTool):
-                made += [_callable_tool(one, tool.name) for one in tool.tools]
+                tools += [_callable_tool(member, tool.name) for member in tool.tools]
         if isinstance(self.tool_choice, AllowedTools):
             allowed = self.tool_choice.names()
-            made = [one for one in made if one.name in allowed or one.seen_name in allowed]
-        return made
+            tools = [
+                member for member in tools if member.name in allowed or member.seen_name in allowed
+            ]
+        return tools
 
     def new_items(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -314,38 +316,38 @@ class ResponseRequest(ResponsePrompt):
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def params(self) -> SamplingParams:
-        given: dict[str, Any] = {"max_tokens": self.max_output_tokens}
+        params: dict[str, Any] = {"max_tokens": self.max_output_tokens}
         names = (
             "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
             "frequency_penalty", "seed",
             "stop", "kv_policy", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
         )  # fmt: skip
-        given |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        params |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
-            given["logit_bias"] = biases(self.logit_bias)
+            params["logit_bias"] = biases(self.logit_bias)
         if self.wants_logprobs:
-            given["logprobs"] = self.top_logprobs or 0
+            params["logprobs"] = self.top_logprobs or 0
         wanted = self.text.format if self.text else None
         if self.must_call:
-            given["grammar"] = self._call_grammar()
+            params["grammar"] = self._call_grammar()
         elif wanted is not None and wanted.type == "json_object":
-            given["grammar"] = Grammar("json_schema", '{"type": "object"}')
+            params["grammar"] = Grammar("json_schema", '{"type": "object"}')
         elif wanted is not None and wanted.type == "json_schema":
             if wanted.schema_ is None:
                 raise InvalidRequest("A text format json_schema needs a schema.", param="text")
             schema = closed(wanted.schema_) if wanted.strict else wanted.schema_
-            given["grammar"] = Grammar("json_schema", json.dumps(schema))
-        return SamplingParams(**given)
+            params["grammar"] = Grammar("json_schema", json.dumps(schema))
+        return SamplingParams(**params)
 
     def _call_grammar(self) -> Grammar:
         choice = self.tool_choice
         name = seen_name(choice.name, choice.namespace) if isinstance(choice, NamedTool) else None
         callable_tools = self.callable_tools()
-        for one in callable_tools:
-            if one.custom is not None and name in (None, one.seen_name):
-                check_forced(one.name, *one.custom.grammar)
+        for tool in callable_tools:
+            if tool.custom is not None and name in (None, tool.seen_name):
+                check_forced(tool.name, *tool.custom.grammar)
         several = name is None and self.parallel_tool_calls is not False
-        return call_grammar([one.function() for one in callable_tools], name, several)
+        return call_grammar([tool.function() for tool in callable_tools], name, several)
 
 
 class CountRequest(ResponseRequest):
@@ -360,7 +362,7 @@ class CountRequest(ResponseRequest):
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items of a conversation as chat templates expect them. What else the items carry (ids,
     status, annotations, phase) is not part of the prompt."""
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in items:
         kind = item.get("type") or "message"
@@ -371,8 +373,8 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             role = "system" if item["role"] == "developer" else item["role"]
             message: dict[str, Any] = {"role": role, "content": text_of(item.get("content"))}
         elif (call := _call_of(kind, item)) is not None:
-            if made and made[-1]["role"] == "assistant" and not reasoning:
-                made[-1].setdefault("tool_calls", []).append(call)
+            if messages and messages[-1]["role"] == "assistant" and not reasoning:
+                messages[-1].setdefault("tool_calls", []).append(call)
                 continue
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         elif kind in ("function_call_output", "custom_tool_call_output") and "output" in item:
@@ -388,22 +390,26 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             )
         if reasoning and message["role"] == "assistant":
             message["reasoning_content"], reasoning = reasoning, ""
-        made.append(message)
-    return made
+        messages.append(message)
+    return messages
 
 
 def _call_of(kind: Any, item: dict[str, Any]) -> dict[str, Any] | None:
     """A call of a function or of a custom tool, as part of the assistant's message."""
     name, namespace = item.get("name"), item.get("namespace")
-    given = item.get({"function_call": "arguments", "custom_tool_call": "input"}.get(str(kind), ""))
+    call_input = item.get(
+        {"function_call": "arguments", "custom_tool_call": "input"}.get(str(kind), "")
+    )
     if (
         not isinstance(name, str)
-        or not isinstance(given, str)
+        or not isinstance(call_input, str)
         or not isinstance(namespace, str | None)
     ):
         return None
     arguments = (
-        given if kind == "function_call" else json.dumps({"input": given}, ensure_ascii=False)
+        call_input
+        if kind == "function_call"
+        else json.dumps({"input": call_input}, ensure_ascii=False)
     )
     function = {"name": seen_name(name, namespace), "arguments": arguments}
     return {"id": str(item.get("call_id") or ""), "type": "function", "function": function}
@@ -456,15 +462,15 @@ _ITEM_PREFIXES = {
 def stored_item(item: dict[str, Any]) -> dict[str, Any]:
     """An input item as it is listed later: with an id, a status, and a list of parts."""
     kind = item.get("type") or "message"
-    made = {
+    stored = {
         "type": kind,
         "id": make_id(_ITEM_PREFIXES.get(str(kind), "item")),
         "status": "completed",
     }
-    made |= {name: value for name, value in item.items() if value is not None}
-    if kind == "message" and isinstance(made.get("content"), str):
-        part = {"type": "input_text", "text": made["content"]}
-        if made.get("role") == "assistant":
+    stored |= {name: value for name, value in item.items() if value is not None}
+    if kind == "message" and isinstance(stored.get("content"), str):
+        part = {"type": "input_text", "text": stored["content"]}
+        if stored.get("role") == "assistant":
             part |= {"type": "output_text", "annotations": [], "logprobs": []}
-        made["content"] = [part]
-    return made
+        stored["content"] = [part]
+    return stored

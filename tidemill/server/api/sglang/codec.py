@@ -87,7 +87,7 @@ class GenerateCodec(Codec):
         self._starts: list[int] = []  # of the log-probabilities of each prompt
         self._nums_top: list[int] = []
         self._says_nothing: list[bool] = []  # only the prompt is computed
-        prompts = [await self._prompt(*one) for one in each]
+        prompts = [await self._prompt(*fields) for fields in each]
         n = prompts[0].params.n
         if num * n > MAX_CHOICES or len({prompt.params.n for prompt in prompts}) > 1:
             what = f"n must be the same for all prompts, with at most {MAX_CHOICES} samples in all."

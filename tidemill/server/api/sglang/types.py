@@ -113,8 +113,8 @@ class Generate(Body):
     def prompts(self) -> list[Any]:
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("Give either text or input_ids.", param="text")
-        given = self.text if self.text is not None else self.input_ids
-        prompts = given if self.is_list and isinstance(given, list) else [given]
+        inputs = self.text if self.text is not None else self.input_ids
+        prompts = inputs if self.is_list and isinstance(inputs, list) else [inputs]
         if not prompts or len(prompts) > MAX_CHOICES:
             raise InvalidRequest(
                 f"{len(prompts)} prompts in one request; 1 to {MAX_CHOICES}.", param="text"
@@ -140,8 +140,8 @@ class Generate(Body):
     def named_ids(self, num: int) -> list[list[int]]:
         """Tokens whose logprobs are asked for, for each prompt."""
         value = self.token_ids_logprob
-        if value is None or not any(isinstance(one, list) for one in value):
-            flat = [one for one in value or () if isinstance(one, int)]
+        if value is None or not any(isinstance(item, list) for item in value):
+            flat = [token_id for token_id in value or () if isinstance(token_id, int)]
             return [flat] * num
         if not self.is_list:
             raise InvalidRequest(
@@ -149,7 +149,7 @@ class Generate(Body):
                 param="token_ids_logprob",
             )
         return [
-            one if isinstance(one, list) else [] for one in self.of_each("token_ids_logprob", num)
+            ids if isinstance(ids, list) else [] for ids in self.of_each("token_ids_logprob", num)
         ]
 
 

@@ -280,7 +280,7 @@ async def _tokens(service: Service, prompt: str | list[int], add_special: bool) 
 async def _chat_tokens(
     service: Service, messages: list[dict[str, Any]], tools: list[Tool] | None
 ) -> list[int]:
-    how = ChatMessages.model_construct(
+    template_options = ChatMessages.model_construct(
         messages=[], tools=tools, add_generation_prompt=False
     ).template_options()
-    return await service.encode_chat(messages, **how)
+    return await service.encode_chat(messages, **template_options)

@@ -42,9 +42,11 @@ def make_router(models: Models) -> APIRouter:
             raise InvalidRequest(
                 f"{body.base_model_name!r} is an adapter itself.", param="base_model_name"
             )
-        if any(body.lora_name in (one.model_name, *one.aliases) for one in models):
+        if any(body.lora_name in (service.model_name, *service.aliases) for service in models):
             raise InvalidRequest(f"{body.lora_name!r} is the name of a model.", param="lora_name")
-        if any(one is not service and one.client.adapters.get(body.lora_name) for one in models):
+        if any(
+            other is not service and other.client.adapters.get(body.lora_name) for other in models
+        ):
             raise InvalidRequest(
                 f"{body.lora_name!r} is the name of another model's adapter.", param="lora_name"
             )
@@ -64,7 +66,7 @@ def make_router(models: Models) -> APIRouter:
     async def unload(body: UnloadRequest = Depends(body_of(UnloadRequest))) -> Response:
         service = models.adapter(body.lora_name)
         if service is None:
-            known = ", ".join(repr(one.model_name) for one in models.adapters()) or "none"
+            known = ", ".join(repr(adapter.model_name) for adapter in models.adapters()) or "none"
             raise ModelUnknown(
                 f"There is no adapter {body.lora_name!r}.",
                 fix=f"Loaded are: {known[:1000]}.",

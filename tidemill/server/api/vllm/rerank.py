@@ -75,36 +75,38 @@ class ScoreRequest(Body):
 
     @property
     def of_labels(self) -> LabelScoreRequest | None:
-        given = {name: value for name in _OF_LABELS if (value := getattr(self, name)) is not None}
+        fields = {name: value for name in _OF_LABELS if (value := getattr(self, name)) is not None}
         pairs = [
             name
             for name in (*_FIRST, *_SECOND)
             if name != "items" and getattr(self, name) is not None
         ]
-        if not given or (pairs and [*given] == ["items"]):
+        if not fields or (pairs and [*fields] == ["items"]):
             return None
         if pairs:
             raise InvalidRequest(
-                f"{pairs[0]} does not go with {next(iter(given))}.",
+                f"{pairs[0]} does not go with {next(iter(fields))}.",
                 fix="Give one of them.",
                 param="items",
             )
-        if missing := [name for name in ("query", "items", "label_token_ids") if name not in given]:
+        if missing := [
+            name for name in ("query", "items", "label_token_ids") if name not in fields
+        ]:
             raise InvalidRequest(f"The parameter {missing[0]!r} is required.", param=missing[0])
         return LabelScoreRequest.model_construct(
-            **{"apply_softmax": False, "item_first": False} | given
+            **{"apply_softmax": False, "item_first": False} | fields
         )
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, list[str]]:
         """The one of these names that is given, and its texts."""
-        given = [name for name in names if getattr(self, name) is not None]
-        if not given:
+        used = [name for name in names if getattr(self, name) is not None]
+        if not used:
             raise InvalidRequest(f"The parameter {names[0]!r} is required.", param=names[0])
-        value = getattr(self, given[0])
+        value = getattr(self, used[0])
         texts = [value] if isinstance(value, str) else value
-        if len(given) > 1 or not all(isinstance(text, str) for text in texts):
-            raise InvalidRequest(f"Give texts, as one of {', '.join(names)}.", param=given[-1])
-        return given[0], texts
+        if len(used) > 1 or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"Give texts, as one of {', '.join(names)}.", param=used[-1])
+        return used[0], texts
 
 
 class PairScores(PooledEndpoint):
@@ -133,8 +135,8 @@ class PairScores(PooledEndpoint):
             of_second = most if max_second is None else min(max_second, most or max_second)
             texts = [*((text, most) for text in first), *((text, of_second) for text in second)]
             inputs = [Input(await self._encoded(text, limit)) for text, limit in texts]
-            for i, one in enumerate(inputs):
-                if not one.ids:
+            for i, pair in enumerate(inputs):
+                if not pair.ids:
                     name = names[0 if i < len(first) else 1]
                     raise InvalidRequest("A text is empty.", fix="Give texts.", param=name)
         self._vectors: list[list[float]] = [[]] * len(inputs)
@@ -171,7 +173,9 @@ class Rerank(PairScores):
             what = "max_tokens_per_doc must be a non-negative integer."
             raise InvalidRequest(what, param="max_tokens_per_doc")
         documents = body.documents or ()
-        self._texts = body.texts or [one if isinstance(one, str) else one.text for one in documents]
+        self._texts = body.texts or [
+            document if isinstance(document, str) else document.text for document in documents
+        ]
         return await self.read_pairs(
             [body.query], self._texts, ("query", "documents"), most or None
         )
@@ -186,7 +190,9 @@ class Rerank(PairScores):
             ]
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
         if body.return_documents:
-            results = [one | {"document": {"text": texts[one["index"]]}} for one in results]
+            results = [
+                result | {"document": {"text": texts[result["index"]]}} for result in results
+            ]
         request_id = self.caller.call.request_id
         head = {"id": request_id, "object": "list", "model": self.service.model_name}
         return head | {"results": results, "usage": self.usage()}

@@ -30,7 +30,7 @@ def make_router(models: Models) -> APIRouter:
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
         service = models.of(body.model)
-        if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
+        if sum(field is not None for field in (body.prompt, body.content, body.messages)) != 1:
             raise InvalidRequest("Give one of prompt, content and messages.", param="prompt")
         return Response(await _tokenized(service, body), media_type="application/json")
 
@@ -38,12 +38,14 @@ def make_router(models: Models) -> APIRouter:
     async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
         service = models.of(body.model)
         text = await service.decode(body.tokens, body.skip_special_tokens)
-        made = {
+        response = {
             "prompt": text,
             "content": text,
             "text": text,
         }  # as vLLM, llama.cpp and SGLang call it
-        return Response(await aside(partial(_json, made), len(text)), media_type="application/json")
+        return Response(
+            await aside(partial(_json, response), len(text)), media_type="application/json"
+        )
 
     for route in (tokenize, detokenize):
         router.add_api_route(
@@ -73,10 +75,12 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> bytes:
         ids = await service.encode_chat(chat.conversation, **chat.template_options())
     else:
         text = body.prompt if body.prompt is not None else body.content or ""
-        given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
-        add_special = body.prompt is not None if given is None else given
+        wanted = (
+            body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+        )
+        add_special = body.prompt is not None if wanted is None else wanted
         if isinstance(text, list):
-            several = [await service.encode(one, add_special) for one in text]
+            several = [await service.encode(item, add_special) for item in text]
             return await aside(
                 partial(_told_of_several, service, several), _BYTES_PER_ID * sum(map(len, several))
             )
@@ -92,17 +96,17 @@ def _told_of_several(service: Service, several: list[list[int]]) -> bytes:
 
 def _told(service: Service, ids: list[int], body: TokenizeRequest) -> bytes:
     tokenizer = service.tokenizer
-    made: dict[str, Any] = {
+    response: dict[str, Any] = {
         "tokens": None,
         "count": len(ids),
         "max_model_len": service.max_context,
         "token_strs": None,
     }
     if body.return_token_strs:
-        made["token_strs"] = encoded(map(tokenizer.token_name, ids))
+        response["token_strs"] = encoded(map(tokenizer.token_name, ids))
     pieces = ({"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids)
-    made["tokens"] = encoded(pieces if body.with_pieces else ids)
-    return _json(made)
+    response["tokens"] = encoded(pieces if body.with_pieces else ids)
+    return _json(response)
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -234,6 +234,6 @@ async def _fail_with(task: asyncio.Task[None]) -> None:
 def _check_files(source: Path, *targets: Path | None) -> None:
     if not source.is_file():
         raise ConfigError(f"There is no file {source}.", fix="Give a file of JSON lines.")
-    given = [source.resolve(), *(target.resolve() for target in targets if target is not None)]
-    if len(set(given)) < len(given):
+    paths = [source.resolve(), *(target.resolve() for target in targets if target is not None)]
+    if len(set(paths)) < len(paths):
         raise ConfigError("Input, output and errors are not different files.", fix="Name them apart.")

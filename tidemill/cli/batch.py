@@ -65,7 +65,7 @@ def batch(
     """
     from tidemill.batch.run import Batch
 
-    given = {
+    options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -73,7 +73,7 @@ def batch(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
-    defaults = {name: value for name, value in given.items() if value is not None}
+    defaults = {name: value for name, value in options.items() if value is not None}
     make = _backend(settings, url, api_key, at_once)
     console = Console(stderr=True, highlight=False)
     files = Batch(source, target, errors, ordered, defaults)

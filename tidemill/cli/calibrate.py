@@ -59,11 +59,11 @@ def calibrate(
             samples = Calibration(core, seconds, progress=lambda part: progress.update(task, completed=part), now=now).run()
         here = detect()
         machine = here.gpu or f"{platform.machine()}, {core.config.threads} of {here.num_cores} cores"
-        made = profile_of(core, samples, stem, machine)
+        profile = profile_of(core, samples, stem, machine)
     finally:
         core.close()
-    made.save(target)
-    _show(made)
+    profile.save(target)
+    _show(profile)
     Console(highlight=False).print(f"{target}: use it with `tidemill simulate TRACE --profile {target}`", soft_wrap=True)
 
 

@@ -54,11 +54,11 @@ def chat(
     seed: Seed = None,
 ) -> None:
     """Chat in the terminal, with a model or a server (--url)."""
-    asked = {
+    options = {
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
-    sampling: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    sampling: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     SamplingParams(**sampling)  # a wrong value is an error before a model is loaded
     console = Console(stderr=True, highlight=False)
     warn_if_noisy(temperature, console)
@@ -91,12 +91,12 @@ def _backend(
     for name in (*ENGINE_NAMES, "lora", "max-lora-rank"):
         if name != "model" and settings.source(name).startswith("--"):
             raise ConfigError(f"--{name} is of a model in this process.", fix="With --url, the server has its own options.")
-    given = settings["model"] if settings.source("model") else None
+    model = settings["model"] if settings.source("model") else None
     server = Remote(url, api_key)
-    is_words = given is not None and prompt is None and given not in server.models
+    is_words = model is not None and prompt is None and model not in server.models
     if is_words:
-        console.print(f"{given!r} is none of the server's models, so it is the prompt.", style="dim", markup=False)
-    server.name = given if given is not None and not is_words else server.models[0]
+        console.print(f"{model!r} is none of the server's models, so it is the prompt.", style="dim", markup=False)
+    server.name = model if model is not None and not is_words else server.models[0]
     return server, is_words
 
 

@@ -42,7 +42,7 @@ def convert(
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown, stops_in_order(out):
-        made = convert(options, shown, shown.is_stopped)
+        result = convert(options, shown, shown.is_stopped)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{out}: {made['kv_heads']} of {made['of']} KV heads, {made['bytes']:,} bytes.", markup=False)
+    console.print(f"{out}: {result['kv_heads']} of {result['of']} KV heads, {result['bytes']:,} bytes.", markup=False)
     console.print(f"Compare it with: tidemill evaluate {out} --against {settings['model']}", markup=False)

@@ -51,9 +51,9 @@ def distill(
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown, stops_in_order(out):
-        made = distill(options, shown, shown.is_stopped)
+        result = distill(options, shown, shown.is_stopped)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{out}: {made['layers']} of {made['of']} layers, {made['bytes']:,} bytes.", markup=False)
+    console.print(f"{out}: {result['layers']} of {result['of']} layers, {result['bytes']:,} bytes.", markup=False)
     model = settings["model"]
     console.print(f"Compare it with: tidemill evaluate {out} --against {model}", markup=False)
     console.print(f"Use it for drafts with: tidemill serve {model} --draft-model {out}", markup=False)

@@ -62,10 +62,10 @@ def evaluate(
     models = {name: LLM(progress=console.is_terminal, **engine | {"model": name}) for name in names}
     windows = text_windows(models[settings["model"]], text, tokens) if tokens else []
     with Stages(console) as shown:
-        made = evaluate(models, windows, suites, shown, text_sha256(text) if windows else None)
-    print_table(Console(highlight=False), made)
+        evaluations = evaluate(models, windows, suites, shown, text_sha256(text) if windows else None)
+    print_table(Console(highlight=False), evaluations)
     if output is not None:
-        output.write_text(json.dumps([one.to_json() for one in made], indent=2) + "\n")
+        output.write_text(json.dumps([evaluation.to_json() for evaluation in evaluations], indent=2) + "\n")
 
 
 def _check_output(path: Path) -> None:
@@ -78,55 +78,56 @@ def _suites(tasks: str, num: int, lengths: str, seed: int) -> list[Suite]:
     from tidemill.compress.evaluate_tasks import SUITES, passkey, read_choices
 
     names = [name.strip() for name in tasks.split(",") if name.strip() and name.strip() != "none"]
-    names = [one for name in names for one in (SUITES if name == "all" else [name])]
+    names = [suite for name in names for suite in (SUITES if name == "all" else [name])]
     try:
         sizes = tuple(int(part) for part in lengths.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"--lengths is {lengths!r}.", fix="Write numbers like 256,512.", param="lengths") from None
     if any(size < 1 for size in sizes):
         raise ConfigError(f"--lengths is {lengths!r}.", fix="They must be positive.", param="lengths")
-    made: list[Suite] = []
+    suites: list[Suite] = []
     for name in names:
         if name == "passkey":
-            made.append(passkey(num, seed, sizes))
+            suites.append(passkey(num, seed, sizes))
         elif name in SUITES:
-            made.append(SUITES[name](num, seed))
+            suites.append(SUITES[name](num, seed))
         elif name.endswith(".jsonl"):
-            made.append(read_choices(Path(name).expanduser()))
+            suites.append(read_choices(Path(name).expanduser()))
         else:
             known = ", ".join(SUITES)
             raise ConfigError(f"There is no task {name!r}.", fix=f"Give some of {known}, or a .jsonl file.", param="tasks")
-    return made
+    return suites
 
 
-def print_table(console: Console, made: list[Evaluation]) -> None:
+def print_table(console: Console, evaluations: list[Evaluation]) -> None:
     """A column for each model."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for one in made:
-        table.add_column(Path(one.model).name, justify="right")
-    for name, values in _rows(made).items():
+    for evaluation in evaluations:
+        table.add_column(Path(evaluation.model).name, justify="right")
+    for name, values in _rows(evaluations).items():
         table.add_row(name, *values)
     console.print(table)
 
 
-def _rows(made: list[Evaluation]) -> dict[str, list[str]]:
+def _rows(evaluations: list[Evaluation]) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {
-        "bytes": [f"{one.num_bytes:,}" for one in made],
-        "KV bytes a token": [f"{one.kv_bytes_per_token:,}" for one in made],
-        "decode, tokens/s": [f"{one.tokens_per_s:.1f}" for one in made],
+        "bytes": [f"{evaluation.num_bytes:,}" for evaluation in evaluations],
+        "KV bytes a token": [f"{evaluation.kv_bytes_per_token:,}" for evaluation in evaluations],
+        "decode, tokens/s": [f"{evaluation.tokens_per_s:.1f}" for evaluation in evaluations],
     }
-    if all(one.quality is not None for one in made):
-        qualities: list[Any] = [one.quality for one in made]
-        rows["text, SHA-256"] = [(one.text_sha256 or "")[:12] for one in made]
-        rows["perplexity"] = [f"{one.perplexity:.4f}" for one in qualities]
-        if len(made) > 1:
-            rows["KL to the original"] = ["" if one.kl is None else f"{one.kl:.5f}" for one in qualities]
-            rows["top-1 agreement"] = ["" if one.top1 is None else f"{one.top1:.2%}" for one in qualities]
-    for name in made[0].scores:
-        scores = [one.scores[name] for one in made]
+    if all(evaluation.quality is not None for evaluation in evaluations):
+        qualities: list[Any] = [evaluation.quality for evaluation in evaluations]
+        rows["text, SHA-256"] = [(evaluation.text_sha256 or "")[:12] for evaluation in evaluations]
+        rows["perplexity"] = [f"{quality.perplexity:.4f}" for quality in qualities]
+        if len(evaluations) > 1:
+            rows["KL to the original"] = ["" if quality.kl is None else f"{quality.kl:.5f}" for quality in qualities]
+            rows["top-1 agreement"] = ["" if quality.top1 is None else f"{quality.top1:.2%}" for quality in qualities]
+    for name in evaluations[0].scores:
+        scores = [evaluation.scores[name] for evaluation in evaluations]
         if scores[0].acc_norm is None:
-            rows[f"{name} ({scores[0].num_items})"] = [f"{one.acc:.1%}" for one in scores]
+            rows[f"{name} ({scores[0].num_items})"] = [f"{score.acc:.1%}" for score in scores]
         else:
-            rows[f"{name} ({scores[0].num_items}), acc / acc_norm"] = [f"{one.acc:.1%} / {one.acc_norm:.1%}" for one in scores]
+            label = f"{name} ({scores[0].num_items}), acc / acc_norm"
+            rows[label] = [f"{score.acc:.1%} / {score.acc_norm:.1%}" for score in scores]
     return rows

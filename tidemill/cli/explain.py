@@ -21,8 +21,8 @@ def explain(
 ) -> None:
     """Show where a request's time went, arrival to last token."""
     with Client(url, api_key, timeout_s=_TIMEOUT_S) as client:
-        made = client.json("GET", f"/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain")
-    for story in made.get("data", ()):
+        explained = client.json("GET", f"/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain")
+    for story in explained.get("data", ()):
         first = "" if story["first_token_ms"] is None else f", first token after {story['first_token_ms']:.1f} ms"
         title = f"{story['id']}: {story['status']}, {story['total_ms']:.1f} ms{first}\n{story['admission']}"
         where = [f"engine {story['replica']}, {line}" for line in story.get("placed", ())]

@@ -123,7 +123,7 @@ def _joined(args: list[str]) -> list[str]:
                 objects = [_object(option, split[i + 1]) for i in places]
             except (ValueError, RecursionError):
                 return args  # told where it is read
-            split[places[0] + 1] = json.dumps({name: value for one in objects for name, value in one.items()})
+            split[places[0] + 1] = json.dumps({name: value for fields in objects for name, value in fields.items()})
             for i in reversed(places[1:]):
                 del split[i : i + 2]
             args = split

@@ -270,7 +270,7 @@ FOREIGN = (
     _no_effect("--max-total-tokens", SGLANG, "--kv-memory gives the KV cache its size", takes_value=True),
     Foreign("--pooler-config", VLLM, stands_for={
         '{"task": "embed"}': (), '{"task": "classify"}': (), '{"task": "token_embed"}': ("--pooling", "none"),
-        **{f'{{"pooling_type": "{how.upper()}"}}': ("--pooling", how) for how in ("mean", "last", "cls")},
+        **{f'{{"pooling_type": "{kind.upper()}"}}': ("--pooling", kind) for kind in ("mean", "last", "cls")},
     }),
     _no_effect("--attention-backend --sampling-backend --grammar-backend", SGLANG,
                "it changes no answer", takes_value=True),

@@ -102,9 +102,9 @@ def only_lora(settings: Settings) -> str | None:
     return names[0] if names else None
 
 
-def given_params(**given: Any) -> SamplingParams:
+def given_params(**params: Any) -> SamplingParams:
     """The parameters given as options. None stands for one that was not given: the model's default counts."""
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    return SamplingParams(**{name: value for name, value in params.items() if value is not None})
 
 
 def warn_if_noisy(temperature: float | None, console: Console) -> None:

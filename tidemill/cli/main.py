@@ -41,7 +41,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def make_app(only: str = "") -> typer.Typer:
     """`only`: of all commands, the one to run."""
-    made = typer.Typer(
+    app = typer.Typer(
         name="tidemill",
         help="Run and serve language models on this machine. Start with: tidemill serve",
         no_args_is_help=True,
@@ -51,19 +51,19 @@ def make_app(only: str = "") -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_show_locals=False,  # API keys are among them
     )
-    made.callback(invoke_without_command=True)(root)
+    app.callback(invoke_without_command=True)(root)
     for name in [only] if only else [*_COMMANDS, *_OTHER_NAMES]:
         known = _OTHER_NAMES.get(name, name)
         function = known.replace("-", "_")
         module = import_module(f"tidemill.cli.{_ELSEWHERE.get(known, function)}")
         if name in _WITH_COMMANDS:
-            made.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name)
         else:
             epilog = EPILOG if name in _WITH_FILE else None
-            made.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(getattr(module, function))
+            app.command(name, hidden=name in _OTHER_NAMES, epilog=epilog, cls=Command)(getattr(module, function))
     if not only:
-        import_module("tidemill.cli.ollama").add_hints(made)
-    return made
+        import_module("tidemill.cli.ollama").add_hints(app)
+    return app
 
 
 @cache
@@ -75,13 +75,13 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
     if VARIABLE in os.environ:  # a shell asks for completions
-        asked = ""
+        command = ""
         import_module("tidemill.cli.completion").answer_shell()
     warnings.showwarning = _warn
     try:
-        make_app(asked if asked in _COMMANDS or asked in _OTHER_NAMES else "")(standalone_mode=True)
+        make_app(command if command in _COMMANDS or command in _OTHER_NAMES else "")(standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(130)
     except TidemillError as error:

@@ -46,26 +46,26 @@ def measure_layers(
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("Measuring", total=1.0)
-            made = measure_layers(core, options, here, lambda part: progress.update(task, completed=part))
+            times = measure_layers(core, options, here, lambda part: progress.update(task, completed=part))
     finally:
         core.close()
-    made.save(target)
-    _show(made, core.model_config, options.pipeline_parallel)
+    times.save(target)
+    _show(times, core.model_config, options.pipeline_parallel)
     Console(highlight=False).print(f"{target}: use it with `tidemill serve --pipeline-layers {target}`", soft_wrap=True)
 
 
-def _show(made: LayerTimes, model: ModelConfig, num_stages: int) -> None:
-    prompt, step = f"prompt of {made.prompt_len} tokens", f"step of {made.batch} that decode"
+def _show(times: LayerTimes, model: ModelConfig, num_stages: int) -> None:
+    prompt, step = f"prompt of {times.prompt_len} tokens", f"step of {times.batch} that decode"
     table = Table("ms", prompt, step, title="Measured", title_justify="left")
     kinds: dict[tuple[float, float], list[int]] = {}
-    for layer, one in enumerate(made.layers):
-        kinds.setdefault((one.prefill_s, one.decode_s), []).append(layer)
-    rows = [("embedding", made.embedding.prefill_s, made.embedding.decode_s)]
+    for layer, layer_times in enumerate(times.layers):
+        kinds.setdefault((layer_times.prefill_s, layer_times.decode_s), []).append(layer)
+    rows = [("embedding", times.embedding.prefill_s, times.embedding.decode_s)]
     rows += [(f"each of {len(layers)} layers (first: {layers[0]})", *times) for times, layers in kinds.items()]
-    for name, prefill_s, decode_s in (*rows, ("head", made.head.prefill_s, made.head.decode_s)):
+    for name, prefill_s, decode_s in (*rows, ("head", times.head.prefill_s, times.head.decode_s)):
         table.add_row(name, f"{1e3 * prefill_s:.3f}", f"{1e3 * decode_s:.3f}")
     Console(highlight=False).print(table)
-    for what, ends in (("measured", made.divide(num_stages)), ("computed", computed_ends(model, num_stages))):
+    for what, ends in (("measured", times.divide(num_stages)), ("computed", computed_ends(model, num_stages))):
         layers = " + ".join(map(str, counts_of(ends)))
-        slowest = max(stage_ms(made, ends))
+        slowest = max(stage_ms(times, ends))
         Console(highlight=False).print(f"{what}: {layers} layers, the slowest stage {slowest:.1f} ms for a prompt and its output")

@@ -34,14 +34,14 @@ def measure_neurons(
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown:
-        made = measure_neurons(options, shown)
-    used = sum(float(often.mean()) for often in made) / len(made)
+        counts = measure_neurons(options, shown)
+    used = sum(float(often.mean()) for often in counts) / len(counts)
     hottest = sum(
-        float(often.sort(descending=True).values[: len(often) // 4].sum() / often.sum().clamp(min=1e-9)) for often in made
+        float(often.sort(descending=True).values[: len(often) // 4].sum() / often.sum().clamp(min=1e-9)) for often in counts
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{out}: a token uses {used:.1%} of the neurons; {hottest / len(made):.0%} of those are of the hottest quarter."
+        f"{out}: a token uses {used:.1%} of the neurons; {hottest / len(counts):.0%} of those are of the hottest quarter."
     )
     console.print(
         f"Serve it with: tidemill serve {settings['model']} --device cuda --weight-memory SIZE --hot-neurons {out}", markup=False

@@ -101,36 +101,36 @@ class Option:
             return "on" if value else "off"
         return fmt_bytes(value) if self.kind == "size" else f"{value:g}" if self.kind == "number" else str(value)
 
-    def read(self, given: object, source: str) -> Any:
+    def read(self, value: object, source: str) -> Any:
         """The value of what a flag, a variable (both text) or a config file (TOML types) gives. `source` is named in errors."""
         if self.is_list:
-            parts = given if isinstance(given, (list, tuple)) else [given]
+            parts = value if isinstance(value, (list, tuple)) else [value]
             return tuple(self._read_one(part, source) for part in parts)
-        return self._read_one(given, source)
+        return self._read_one(value, source)
 
-    def _read_one(self, given: object, source: str) -> Any:
+    def _read_one(self, raw: object, source: str) -> Any:
         value: Any = None
         with suppress(ValueError, ConfigError):
-            value = self._convert(given)
+            value = self._convert(raw)
         in_range = value is not None and (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
         if in_range and (not self.choices or value in self.choices):
             return value
-        shown = "not what it must be" if self.is_secret else repr(given)
-        raise ConfigError(f"{source} is {shown}.", fix=self._allowed + _service_link(given), param=self.key)
+        shown = "not what it must be" if self.is_secret else repr(raw)
+        raise ConfigError(f"{source} is {shown}.", fix=self._allowed + _service_link(raw), param=self.key)
 
-    def _convert(self, given: object) -> Any:
+    def _convert(self, value: object) -> Any:
         """None or ValueError: of another kind."""
-        text = given.strip() if isinstance(given, str) else None
-        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        text = value.strip() if isinstance(value, str) else None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if self.kind == "text":
             return dict(self.spellings).get(text or "", text) or None
         if self.kind == "switch":
-            return given if isinstance(given, bool) else _SWITCH.get((text or "").lower())
+            return value if isinstance(value, bool) else _SWITCH.get((text or "").lower())
         if self.kind == "size":
-            return parse_bytes(text) if text else given if isinstance(given, int) and is_number and given >= 0 else None
+            return parse_bytes(text) if text else value if isinstance(value, int) and is_number and value >= 0 else None
         if self.kind == "number":
-            return float(text) if text else float(str(given)) if is_number else None
-        return int(text) if text else given if isinstance(given, int) and is_number else None
+            return float(text) if text else float(str(value)) if is_number else None
+        return int(text) if text else value if isinstance(value, int) and is_number else None
 
     @property
     def _allowed(self) -> str:
@@ -142,8 +142,8 @@ class Option:
         return f"It must be {words}."
 
 
-def _service_link(given: object) -> str:
-    if isinstance(given, str) and given.startswith("tcp://"):
+def _service_link(value: object) -> str:
+    if isinstance(value, str) and value.startswith("tcp://"):
         return " Kubernetes sets this variable for a service named tidemill: set enableServiceLinks to false."
     return ""
 

@@ -97,13 +97,13 @@ def plan(
     rates = _rates(wanted, rate)
     jobs = _trace(trace, rates, requests, speed, seed) if trace else _random(rates, requests, *lengths, limits, seed)
     moved = with_link(hardware, None if link is None else float(parse_bytes(link)))
-    costs = Costs({one.name: one.config for one in wanted}, moved, profile)
+    costs = Costs({model.name: model.config for model in wanted}, moved, profile)
     most = math.inf if budget is None else budget
     case = Case(costs.models, jobs, limits, moved, num_devices, most, costs=costs)
     source = costs.source
     console = Console(stderr=True, highlight=False)
     found = search(case, replace(space, unbuilt=unbuilt), how, lambda text: console.print(text, style="dim", markup=False))
-    names = {one.name: NAMES.get(one.given, one.given) for one in wanted}
+    names = {model.name: NAMES.get(model.given, model.given) for model in wanted}
     lines = commands(found.winner.plan, names, moved, max(case.longest.values()))
     if as_json:
         print(json.dumps(as_dict(case, found, lines, source), indent=1))
@@ -124,40 +124,40 @@ class _Wanted:
 
 
 def _wanted(text: str) -> _Wanted:
-    given, rate = text, None
+    name, rate = text, None
     head, colon, tail = text.rpartition(":")
     if colon:
         try:
-            given, rate = head, float(tail)
+            name, rate = head, float(tail)
         except ValueError:
-            given = text
-    return _Wanted(given.rstrip("/").rsplit("/", 1)[-1], given, rate, _config(given))
+            name = text
+    return _Wanted(name.rstrip("/").rsplit("/", 1)[-1], name, rate, _config(name))
 
 
-def _config(given: str) -> ModelConfig:
-    if given in SHAPES:
-        return SHAPES[given]
+def _config(name: str) -> ModelConfig:
+    if name in SHAPES:
+        return SHAPES[name]
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
     from tidemill.weights.locate import locate
 
     try:
-        checkpoint = open_checkpoint(locate(given))
+        checkpoint = open_checkpoint(locate(name))
     except ModelNotFound as error:
         raise ModelNotFound(error.message, fix=f"Give a shape ({', '.join(SHAPES)}) or a model as serve takes it.") from error
     config = model_class(checkpoint).read_config(checkpoint)
     if config.pooler is not None:
-        raise ConfigError(f"{given} is an encoder: it generates no text.", fix="Plan for models that do.")
+        raise ConfigError(f"{name} is an encoder: it generates no text.", fix="Plan for models that do.")
     return config
 
 
 def _check(
     wanted: Sequence[_Wanted], rate: float | None, trace: Path | None, speed: float, requests: int | None, budget: float | None
 ) -> None:
-    names = [one.name for one in wanted]
+    names = [model.name for model in wanted]
     if len(set(names)) < len(names):
         raise ConfigError(f"--model {', '.join(names)}: a name is given twice.")
-    own = [one.rate for one in wanted if one.rate is not None]
+    own = [model.rate for model in wanted if model.rate is not None]
     if own and len(own) < len(wanted):
         raise ConfigError("Some models have a rate of their own, and some have none.", fix="Write --model NAME:RATE for each.")
     if (rate is not None) + bool(own) + (trace is not None and not own) != 1:
@@ -186,7 +186,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 def _rates(wanted: Sequence[_Wanted], rate: float | None) -> list[tuple[str, float]]:
     """The rate of each model; for a trace, its shares."""
-    return [(one.name, one.rate or (rate or 1.0) / len(wanted)) for one in wanted]
+    return [(model.name, model.rate or (rate or 1.0) / len(wanted)) for model in wanted]
 
 
 def _random(
@@ -236,21 +236,21 @@ def _table(found: Found) -> Table:
     )
     table = Table(*heads, title="simulated; tokens and good requests are per second and device", title_justify="left")
     best: dict[str, Result] = {}
-    for one in [*filter(None, (found.winner, found.runner_up)), *sorted(found.results, key=lambda one: one.strain)]:
-        best.setdefault(one.plan.name, one)  # of each plan, the best limits
-    for one in list(best.values())[:_SHOWN]:
-        limits = one.plan.pools[-1].limits
+    for result in [*filter(None, (found.winner, found.runner_up)), *sorted(found.results, key=lambda result: result.strain)]:
+        best.setdefault(result.plan.name, result)  # of each plan, the best limits
+    for result in list(best.values())[:_SHOWN]:
+        limits = result.plan.pools[-1].limits
         table.add_row(
-            one.plan.name,
+            result.plan.name,
             f"{limits.policy} {limits.token_budget}/{limits.max_requests}",
-            str(one.plan.num_devices),
-            f"{one.attainment:.1%}",
-            f"{one.strain:.2f}",
-            "/".join(f"{1000 * value:.0f}" for value in one.ttft_s),
-            "/".join(f"{1000 * value:.1f}" for value in one.tpot_s),
-            f"{one.throughput:,.0f}",
-            f"{one.goodput:.2f}",
-            f"{one.gpu_hours:.2f}",
-            style="bold" if one is found.winner else None,
+            str(result.plan.num_devices),
+            f"{result.attainment:.1%}",
+            f"{result.strain:.2f}",
+            "/".join(f"{1000 * value:.0f}" for value in result.ttft_s),
+            "/".join(f"{1000 * value:.1f}" for value in result.tpot_s),
+            f"{result.throughput:,.0f}",
+            f"{result.goodput:.2f}",
+            f"{result.gpu_hours:.2f}",
+            style="bold" if result is found.winner else None,
         )
     return table

@@ -59,10 +59,10 @@ def save(
     body: dict[str, Any] = {"name": name, "ttl": ttl} | _content(prompt, messages)
     if fork is None:
         body |= {} if model is None else {"model": model}
-        made = _call(url, api_key, "POST", "", body)
+        cache = _call(url, api_key, "POST", "", body)
     else:
-        made = _call(url, api_key, "POST", f"/{_quoted(fork)}/fork", body)
-    print(f"{name}: {made['pinned_tokens']} of {made['tokens']} tokens are pinned for {made['expires_in']} s.")
+        cache = _call(url, api_key, "POST", f"/{_quoted(fork)}/fork", body)
+    print(f"{name}: {cache['pinned_tokens']} of {cache['tokens']} tokens are pinned for {cache['expires_in']} s.")
 
 
 @app.command(cls=Command)
@@ -77,9 +77,9 @@ def load(
     """Give what was saved in a folder to a running server. If the folder is its --kv-disk, it reads the pages; else it computes
     them."""
     body = {"name": name, "ttl": ttl} | prompt_folder.read(folder, name).body() | ({} if model is None else {"model": model})
-    made = _call(url, api_key, "POST", "", body)
-    num_found = made["usage"]["prompt_tokens_details"]["cached_tokens"]
-    print(f"{name}: {made['pinned_tokens']} of {made['tokens']} tokens are pinned; {num_found} were found and not computed.")
+    cache = _call(url, api_key, "POST", "", body)
+    num_found = cache["usage"]["prompt_tokens_details"]["cached_tokens"]
+    print(f"{name}: {cache['pinned_tokens']} of {cache['tokens']} tokens are pinned; {num_found} were found and not computed.")
 
 
 @app.command("list", cls=Command)
@@ -93,17 +93,17 @@ def list_(folder: Folder = None, url: Url = DEFAULT_URL, api_key: ApiKey = "") -
         Console().print(table)
         return
     table = Table("name", "model", "kind", "tokens", "pinned", "expires in", "uses")
-    for one in _call(url, api_key, "GET", "")["data"]:
-        counts = (one["tokens"], one["pinned_tokens"], f"{one['expires_in']} s", one["uses"])
-        table.add_row(one["name"], one["model"], one["kind"], *map(str, counts))
+    for cache in _call(url, api_key, "GET", "")["data"]:
+        counts = (cache["tokens"], cache["pinned_tokens"], f"{cache['expires_in']} s", cache["uses"])
+        table.add_row(cache["name"], cache["model"], cache["kind"], *map(str, counts))
     Console().print(table)
 
 
 @app.command(cls=Command)
 def extend(name: Name, ttl: Ttl = 3600, url: Url = DEFAULT_URL, api_key: ApiKey = "") -> None:
     """Keep it for so many seconds from now on."""
-    made = _call(url, api_key, "POST", f"/{_quoted(name)}", {"ttl": ttl})
-    print(f"{name} expires in {made['expires_in']} s.")
+    cache = _call(url, api_key, "POST", f"/{_quoted(name)}", {"ttl": ttl})
+    print(f"{name} expires in {cache['expires_in']} s.")
 
 
 @app.command(cls=Command)
@@ -129,15 +129,15 @@ def _content(prompt: str | None, messages: Path | None) -> dict[str, Any]:
         return {"prompt": sys.stdin.read() if prompt == "-" else prompt}
     assert messages is not None
     try:
-        given = json.loads(messages.read_text())
+        content = json.loads(messages.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{messages} cannot be read: {error}.", param="messages") from error
-    if isinstance(given, list):
-        return {"messages": given}
-    if not isinstance(given, dict) or not given.keys() <= {"messages", "tools"}:
+    if isinstance(content, list):
+        return {"messages": content}
+    if not isinstance(content, dict) or not content.keys() <= {"messages", "tools"}:
         fix = "Write a list of messages, or an object with messages and tools."
         raise ConfigError(f"{messages} holds something else.", fix=fix, param="messages")
-    return given
+    return content
 
 
 def _quoted(name: str) -> str:

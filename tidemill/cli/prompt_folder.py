@@ -49,18 +49,18 @@ def save(folder: Path, name: str, model: str | None, content: dict[str, Any], si
     folder.mkdir(parents=True, exist_ok=True)  # an engine goes on without a folder that it cannot write to
     from tidemill.engine.llm import LLM  # brings torch
 
-    given = Settings.read(ENGINE_NAMES, {"model": model}).engine | {"kv_disk": f"{folder.resolve()}:{size}"}
-    llm = LLM(**given, progress=False)
+    options = Settings.read(ENGINE_NAMES, {"model": model}).engine | {"kv_disk": f"{folder.resolve()}:{size}"}
+    llm = LLM(**options, progress=False)
     params = SamplingParams(max_tokens=1, temperature=0.0, kv_policy=KVPolicy("full"))  # whatever requests with it keep
     try:
         if "messages" in content:
-            how: Any = {"tools": content.get("tools"), "add_generation_prompt": False}
-            (output,) = llm.chat(content["messages"], params, progress=False, **how)
+            template_options: Any = {"tools": content.get("tools"), "add_generation_prompt": False}
+            (output,) = llm.chat(content["messages"], params, progress=False, **template_options)
         else:
             (output,) = llm.generate(content["prompt"], params, progress=False)
     finally:
         llm.close()  # what was computed goes to disk
-    saved = Saved(name, given["model"], list(output.prompt_token_ids), content)
+    saved = Saved(name, options["model"], list(output.prompt_token_ids), content)
     inner = asdict(saved)
     text = json.dumps({"kind": _KIND, "version": _VERSION, "sha256": _digest(inner), "cache": inner})
     new = path.with_suffix(".new")
@@ -110,11 +110,11 @@ def _read(path: Path) -> Saved:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise TidemillError(f"{path} is larger than {_MAX_BYTES} bytes.")
-        given = json.loads(path.read_text())
-        if given["kind"] != _KIND or given["version"] != _VERSION:
+        stored = json.loads(path.read_text())
+        if stored["kind"] != _KIND or stored["version"] != _VERSION:
             raise TidemillError(f"{path} is not a prompt cache of this version.", fix="Save it again.")
-        if given["sha256"] != _digest(given["cache"]):
+        if stored["sha256"] != _digest(stored["cache"]):
             raise TidemillError(f"{path} was changed after it was saved.", fix="Save it again.")
-        return Saved(**given["cache"])
+        return Saved(**stored["cache"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TidemillError(f"{path} cannot be read: {type(error).__name__}.", fix="Save it again.") from error

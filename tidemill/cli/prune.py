@@ -56,10 +56,10 @@ def prune(
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown:
-        made = prune(options, shown)
+        result = prune(options, shown)
     console = Console(highlight=False, soft_wrap=True)
-    share = made["zeros"] / made["values"]
+    share = result["zeros"] / result["values"]
     console.print(
-        f"{out}: {made['bytes']:,} bytes, {made['layers']} layers; {share:.1%} of the matrices' values are 0.", markup=False
+        f"{out}: {result['bytes']:,} bytes, {result['layers']} layers; {share:.1%} of the matrices' values are 0.", markup=False
     )
     console.print(f"Compare it with: tidemill evaluate {out} --against {settings['model']}", markup=False)

@@ -108,7 +108,7 @@ def quantize(
     from tidemill.compress.quantize import QuantizeOptions, quantize
     from tidemill.compress.summary import check_plot, summarize
 
-    given: dict[str, Any] = {
+    method_options: dict[str, Any] = {
         "bits": bits, "group": group, "weights": weights, "symmetric": symmetric, "activations": activations, "static": static,
         "act_order": act_order, "damping": damping, "clip": clip, "alpha": alpha, "threshold": threshold, "steps": steps,
         "rate": rate, "double": double,
@@ -117,7 +117,7 @@ def quantize(
     options = QuantizeOptions(
         model=settings["model"], out=out.expanduser(), method=method, layout=layout, kind=kind, dtype=out_dtype,
         budget=of_budget, kv_scales=kv_scales,
-        options={name: value for name, value in given.items() if value is not None}, device=device,
+        options={name: value for name, value in method_options.items() if value is not None}, device=device,
         calibration=texts.Calibration(**text_of(calibration, samples, seq_len, seed)),
     )  # fmt: skip
     if evaluate < 0:
@@ -127,24 +127,24 @@ def quantize(
     raise_on_interrupt()
     console = Console(highlight=False, soft_wrap=True)
     with Stages(Console(stderr=True, highlight=False)) as shown:
-        made = quantize(options, shown)
+        result = quantize(options, shown)
         console.print(
-            f"{made.out} ({made.layout}): {made.bytes_after:,} bytes instead of {made.bytes_before:,}; "
-            f"{made.bits_per_weight:.2f} bits for each of {made.num_values:,} quantized weights.",
+            f"{result.out} ({result.layout}): {result.bytes_after:,} bytes instead of {result.bytes_before:,}; "
+            f"{result.bits_per_weight:.2f} bits for each of {result.num_values:,} quantized weights.",
             markup=False,
         )
-        if made.bytes_after >= made.bytes_before:
-            console.print(_not_smaller(made), style="yellow", markup=False)
-        if made.smaller_group is not None:
-            console.print(f"Scales are of {made.smaller_group} columns: larger groups do not fit the matrices.", markup=False)
+        if result.bytes_after >= result.bytes_before:
+            console.print(_not_smaller(result), style="yellow", markup=False)
+        if result.smaller_group is not None:
+            console.print(f"Scales are of {result.smaller_group} columns: larger groups do not fit the matrices.", markup=False)
         if evaluate:
-            console.print(summarize(settings["model"], made, evaluate, text, plot, shown))
+            console.print(summarize(settings["model"], result, evaluate, text, plot, shown))
 
 
-def _not_smaller(made: Result) -> str:
-    matrices, rest = fmt_bytes(made.num_matrix_bytes), fmt_bytes(made.bytes_after - made.num_matrix_bytes)
+def _not_smaller(result: Result) -> str:
+    matrices, rest = fmt_bytes(result.num_matrix_bytes), fmt_bytes(result.bytes_after - result.num_matrix_bytes)
     return (
-        f"warning: this is no smaller than the original, whose weights take {fmt_bytes(made.bytes_before)}: "
+        f"warning: this is no smaller than the original, whose weights take {fmt_bytes(result.bytes_before)}: "
         f"the quantized matrices take {matrices}, and embeddings, norms and the like, which stay floats, {rest}. "
         "Quantize the original weights, in 16 bits; of a GGUF file, an --out that ends in .gguf keeps what is "
         "not quantized as it is."
@@ -153,6 +153,6 @@ def _not_smaller(made: Result) -> str:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(one) for one in text.split(","))
+        return tuple(int(number) for number in text.split(","))
     except ValueError:
         raise ConfigError(f"--choices is {text!r}.", fix="Give numbers like 3,4,8.", param="choices") from None

@@ -67,8 +67,8 @@ def serve(
     log = RequestLog(_path(settings["log-file"]), settings["log-format"]) if settings["request-log"] else None
     tracing = make_tracing(settings["otlp-endpoint"])
     served = _served(settings)
-    for one in served:
-        locate(one.engine.model, fetch=True)
+    for model in served:
+        locate(model.engine.model, fetch=True)
     trace_path = _path(settings["record-trace"])
     trace_file = _trace_file(trace_path) if trace_path else None
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
@@ -85,8 +85,8 @@ def serve(
         if trace_path:
             console.print(f"The load is recorded in {trace_path}: lengths, times, shared prefixes, no text.", style="dim")
         if settings["disaggregate"] == "auto" and not served[0].engine.has_roles:
-            told = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
-            console.print(f"Disaggregation: {told}.", style="dim")
+            layout = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
+            console.print(f"Disaggregation: {layout}.", style="dim")
 
     raise_on_interrupt()
     cluster, fleet = _on_ray(settings, served)
@@ -201,17 +201,17 @@ def _served(settings: Settings) -> list[Served]:
 
     if settings.models and settings.tables:
         raise ConfigError("There are models on the command line and in the config file.", fix="Give them in one place.")
-    given = [_named(text) for text in settings.models or ([] if settings.tables else [settings["model"]])]
-    if len(given) + len(settings.tables) > 1 and settings["served-name"]:
+    models = [_named(text) for text in settings.models or ([] if settings.tables else [settings["model"]])]
+    if len(models) + len(settings.tables) > 1 and settings["served-name"]:
         fix = "Name each model: NAME=MODEL on the command line, or name in its [[models]] table."
         raise ConfigError("--served-name is for a single model.", fix=fix, param="served_name")
-    if len(given) + len(settings.tables) > 1 and settings["lora"]:
+    if len(models) + len(settings.tables) > 1 and settings["lora"]:
         fix = "Give each model its own in its [[models]] table: lora = ['NAME=PATH']."
         raise ConfigError("--lora is for a single model.", fix=fix, param="loras")
     served, own_names = [], [name.strip() for name in (settings["served-name"] or "").split(",") if name.strip()]
     if settings["served-name"] and not own_names:
         raise ConfigError("--served-name has no name.", fix="Give one, or several with commas.", param="served_name")
-    for names, model in given:
+    for names, model in models:
         names = names or own_names
         own = {"model": model} | ({"served_name": names[0]} if names else {})
         served.append(Served(settings.engine_options(**own), tuple(names[1:])))
@@ -237,7 +237,7 @@ def print_ready(models: Models, listen: Listen, port: int, needs_key: bool, has_
     for service in models:
         console.print(budget_table(service.model_name, service.ready))
         if isinstance(service.client, Replicas):
-            kinds = Counter(one.get("role", "alike") for one in service.client.described())
+            kinds = Counter(engine.get("role", "alike") for engine in service.client.described())
             console.print(f"Engines, each as above: {', '.join(f'{num} {kind}' for kind, num in kinds.items())}")
     if len(models.names) > 1:
         states = ", ".join(f"{name} ({state})" for name, state in models.states().items())

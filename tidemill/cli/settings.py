@@ -53,18 +53,18 @@ class Settings:
         for option in (BY_NAME[name] for name in names):
             name = option.name
             if flags.get(name) not in (None, []):
-                given, source = flags[name], f"--{name}"
+                raw, source = flags[name], f"--{name}"
             elif text := environ.get(option.variable):
-                given, source = text.split() if option.is_list else text, option.variable
+                raw, source = text.split() if option.is_list else text, option.variable
             elif option.key in file:
-                given, source = file[option.key], f"{name} in {path}"
+                raw, source = file[option.key], f"{name} in {path}"
             else:
                 default = (defaults or {}).get(name, option.default)
-                given, source = None if default in (None, ()) else default, ""
+                raw, source = None if default in (None, ()) else default, ""
                 values[name] = default
             sources[name] = source
-            if given is not None:
-                values[name] = option.read(given, source)
+            if raw is not None:
+                values[name] = option.read(raw, source)
         return Settings(values, sources, [ModelTable.read(table, path or "") for table in file.get(_MODELS, ())])
 
     def __getitem__(self, name: str) -> Any:
@@ -112,13 +112,13 @@ class ModelTable:
         known = {option.key: option for option in OPTIONS if option.field} | {"name": BY_NAME["served-name"], "aliases": ALIASES}
         engine: dict[str, Any] = {}
         aliases: tuple[str, ...] = ()
-        for name, given in table.items():
+        for name, raw in table.items():
             option = known.get(name.replace("-", "_"))
             if option is None:
-                names = {one.name for one in known.values()}
+                names = {model.name for model in known.values()}
                 fix = _instead(name, names)
                 raise ConfigError(f"A [[models]] table of {path} sets {name!r}, which is not an option of a model.", fix=fix)
-            value = option.read(given, f"{name} in [[models]] of {path}")
+            value = option.read(raw, f"{name} in [[models]] of {path}")
             if option is ALIASES:
                 aliases = value
             else:
@@ -148,7 +148,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"The config file {path} is not TOML: {error}.", fix=fix, param=CONFIG.key) from error
     known = {option.key: option.name for option in OPTIONS}
     models = table.pop(_MODELS, [])
-    if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+    if not isinstance(models, list) or not all(isinstance(table, dict) for table in models):
         raise ConfigError(f"models in {path} is not a list of tables.", fix="Write [[models]] before each model.", param=_MODELS)
     found: dict[str, Any] = {_MODELS: models}
     for name, value in table.items():
@@ -188,30 +188,30 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
             for parameter in inspect.signature(function, eval_str=True).parameters.values()
             if parameter.name != "settings"
         ]
-        made = [_parameter(option, model, own_defaults) for option in (*options, CONFIG)]
+        from_options = [_parameter(option, model, own_defaults) for option in (*options, CONFIG)]
         if model == "several":
             info = typer.Option("--model", "-m", help="The same as MODEL.", metavar="TEXT")
             kind = Annotated[list[str] | None, info]
-            made.append(inspect.Parameter("more_models", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
-        is_first = model == "argument" and made[0].name == "model"  # before arguments of the command's own
-        parameters = [made[0], *own, *made[1:]] if is_first else own + made
+            from_options.append(inspect.Parameter("more_models", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+        is_first = model == "argument" and from_options[0].name == "model"  # before arguments of the command's own
+        parameters = [from_options[0], *own, *from_options[1:]] if is_first else own + from_options
         is_long = len(parameters) > SHORT_ENOUGH
         if is_long:
             parameters.append(help_all(len(parameters)))
 
-        def run(**given: Any) -> None:
-            given.pop("help_all", None)
-            flags = {option.name: given.pop(option.key) for option in options}
+        def run(**arguments: Any) -> None:
+            arguments.pop("help_all", None)
+            flags = {option.name: arguments.pop(option.key) for option in options}
             models: list[str] = []
             if model == "several":
-                models = [*(flags["model"] or ()), *(given.pop("more_models") or ())]
+                models = [*(flags["model"] or ()), *(arguments.pop("more_models") or ())]
                 flags["model"] = models[0] if models else None
-            settings = Settings.read(names, flags, config=given.pop(CONFIG.key), defaults=own_defaults)
+            settings = Settings.read(names, flags, config=arguments.pop(CONFIG.key), defaults=own_defaults)
             settings.models = models
             for line in misspelled(os.environ):
                 print(f"warning: {line}", file=sys.stderr)
             try:
-                function(settings=settings, **given)
+                function(settings=settings, **arguments)
             except ConfigError as error:
                 raise settings.explained(error) from error.__cause__
 

@@ -66,17 +66,17 @@ def simulate(
     cost = Profile.load(profile)
     config = engine_of(settings, cost)
     if acceptance_rate is not None:
-        how = Speculation(acceptance_rate, settings["max-drafts"] or 8, draft_ms / 1000, settings["adaptive-drafts"])
-        config = replace(config, speculation=how)
+        speculation = Speculation(acceptance_rate, settings["max-drafts"] or 8, draft_ms / 1000, settings["adaptive-drafts"])
+        config = replace(config, speculation=speculation)
     if settings["kv-host-memory"]:
         page_bytes = cost.engine.page_bytes or config.page_size * cost.model.kv_bytes_per_token
         config = replace(config, tiers=SimTiers(settings["kv-host-memory"] // page_bytes, page_bytes, 0, host_rate * 1e9))
     rows = read_rows(trace, requests)
     lengths: dict[str, Any] = {"length_scale": length_scale, "max_context": config.max_context}
     begin = time.perf_counter()
-    engine, made = run(coming(rows, time_scale=time_scale, **lengths), config, cost)
+    engine, arrivals = run(coming(rows, time_scale=time_scale, **lengths), config, cost)
     took = time.perf_counter() - begin
-    records = records_of(made, engine)
+    records = records_of(arrivals, engine)
     limits = zip(("slo_ttft_s", "slo_tpot_s"), (slo_ttft_ms, slo_tpot_ms), strict=True)
     slos = {name: None if ms is None else ms / 1000 for name, ms in limits}
     figures = summarize(records, **slos)
@@ -142,26 +142,26 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
     )
 
 
-def run(given: Iterable[Arrival], config: SimConfig, cost: Profile) -> tuple[SimEngine, list[Arrival]]:
+def run(arrivals: Iterable[Arrival], config: SimConfig, cost: Profile) -> tuple[SimEngine, list[Arrival]]:
     """Also returns what was given, without the prompts."""
-    engine, made = SimEngine(config, cost, keeps_events=False), []
-    for arrival in given:
+    engine, simulated = SimEngine(config, cost, keeps_events=False), []
+    for arrival in arrivals:
         engine.run_until(arrival.arrival_s)
         engine.submit(arrival)
-        made.append(replace(arrival, prompt_ids=()))
+        simulated.append(replace(arrival, prompt_ids=()))
     engine.run_until(math.inf)
-    return engine, made
+    return engine, simulated
 
 
-def records_of(made: list[Arrival], engine: SimEngine) -> list[Record]:
+def records_of(arrivals: list[Arrival], engine: SimEngine) -> list[Record]:
     """The record of each sample. One that was aborted before its first token is not among them."""
     records = []
-    for one in made:
-        for name in [f"{one.request_id}:{i}" for i in range(one.n)] if one.n > 1 else [one.request_id]:
+    for arrival in arrivals:
+        for name in [f"{arrival.request_id}:{i}" for i in range(arrival.n)] if arrival.n > 1 else [arrival.request_id]:
             times = engine.token_times_s[name]
             if times:
-                at = one.arrival_s
-                records.append(Record(at, at, None, times, times[-1], one.num_prompt, 0, len(times)))
+                at = arrival.arrival_s
+                records.append(Record(at, at, None, times, times[-1], arrival.num_prompt, 0, len(times)))
     return records
 
 
@@ -197,16 +197,16 @@ def _show(figures: dict[str, Any], profile: Profile, config: SimConfig, trace: P
     columns = [f"{config.policy}, {config.num_rows} slots", "as recorded"][: len(both)]
     table = Table("", *columns, title=f"{trace.name}: {what}", title_justify="left")
     table.caption = "p50 / p90 / p99 of: TTFT time to first token, TPOT time per output token after it, ITL gap between tokens"
-    table.add_row("requests", *(f"{one['requests']:,}" for one in both))
+    table.add_row("requests", *(f"{report['requests']:,}" for report in both))
     if num := figures["cut_requests"]:
         table.add_row("cut to the context", f"{num:,} requests, to {config.max_context:,} tokens")
-    table.add_row("duration", *(f"{one['duration_s']:,.1f} s" for one in both))
-    table.add_row("output tokens/s", *(f"{one['output_tokens_per_s']:,.1f}" for one in both))
-    table.add_row("input tokens/s", *(f"{one['input_tokens_per_s']:,.1f}" for one in both))
+    table.add_row("duration", *(f"{report['duration_s']:,.1f} s" for report in both))
+    table.add_row("output tokens/s", *(f"{report['output_tokens_per_s']:,.1f}" for report in both))
+    table.add_row("input tokens/s", *(f"{report['input_tokens_per_s']:,.1f}" for report in both))
     for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("end to end", "e2e_s")):
-        table.add_row(label, *(_percentiles(one[key]) for one in both))
+        table.add_row(label, *(_percentiles(report[key]) for report in both))
     if "slo_met" in figures:
-        goodput = (f"{one['goodput_requests_per_s']:.2f} ({one['slo_met']:.0%} within SLO)" for one in both)
+        goodput = (f"{report['goodput_requests_per_s']:.2f} ({report['slo_met']:.0%} within SLO)" for report in both)
         table.add_row("goodput, requests/s", *goodput)
     table.add_row("prefix hits", f"{figures['prefix_hit_rate']:.1%} of prompt tokens")
     table.add_row("preemptions", f"{figures['preemptions']:,}")

@@ -41,9 +41,9 @@ def train_predictors(
     )  # fmt: skip
     raise_on_interrupt()
     with Stages(Console(stderr=True, highlight=False)) as shown:
-        made = train_predictors(options, shown)
+        figures_by_kind = train_predictors(options, shown)
     console = Console(highlight=False, soft_wrap=True)
-    for kind, figures in made.items():
+    for kind, figures in figures_by_kind.items():
         share, kept = (sum(figures[name]) / len(figures[name]) for name in ("share", "kept"))
         console.print(f"{out}: {share:.1%} of the {kind} are computed, and keep {kept:.1%} of what all add.", markup=False)
     console.print(f"Serve it with: tidemill serve {settings['model']} --contextual-sparsity {out}", markup=False)

@@ -134,13 +134,13 @@ class ChatTemplate:
                 content = [{"type": "text", "text": _joined(content)}]
         elif content and not self._probe.takes(role, parts=False) and self._probe.takes(role, parts=True):
             content = [{"type": "text", "text": content}]
-        made = {**message, "content": content or ""}
+        adapted = {**message, "content": content or ""}
         if calls:
-            made["tool_calls"] = [_read_arguments(call, self._probe.takes_arguments_as_text) for call in calls]
-            made["content"] = content or (None if self._probe.takes_null else "")
+            adapted["tool_calls"] = [_read_arguments(call, self._probe.takes_arguments_as_text) for call in calls]
+            adapted["content"] = content or (None if self._probe.takes_null else "")
         if "reasoning_content" in message:  # gpt-oss reads it by the other name
-            made.setdefault("thinking", message["reasoning_content"])
-        return made
+            adapted.setdefault("thinking", message["reasoning_content"])
+        return adapted
 
     def _with_tools(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Tools described in the system message, or in the first one."""
@@ -152,8 +152,8 @@ class ChatTemplate:
             system = messages[at]
             joined = {**system, "content": f"{_joined(system['content'])}\n\n{text}"}
             return [*messages[:at], joined, *messages[at + 1 :]]
-        made = [{"role": "system", "content": text}, *messages]
-        return _without_system(made) if self._probe.refuses_system else made
+        turns = [{"role": "system", "content": text}, *messages]
+        return _without_system(turns) if self._probe.refuses_system else turns
 
     def _loses_calls(self, messages: Sequence[dict[str, Any]]) -> bool:
         """There are calls, or results of them, that would not be part of the prompt."""
@@ -212,17 +212,17 @@ def _prefixed(content: Any, text: str) -> Any:
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages without system messages. Their text becomes the beginning of the first message of the user."""
     texts = [_joined(message["content"]) for message in messages if message.get("role") == "system"]
-    made = [message for message in messages if message.get("role") != "system"]
-    first = next((i for i, message in enumerate(made) if message.get("role") == "user"), None)
+    turns = [message for message in messages if message.get("role") != "system"]
+    first = next((i for i, message in enumerate(turns) if message.get("role") == "user"), None)
     if first is None:
-        return [{"role": "user", "content": "\n\n".join(texts)}, *made]
-    made[first] = {**made[first], "content": _prefixed(made[first]["content"], "\n\n".join([*texts, ""]))}
-    return made
+        return [{"role": "user", "content": "\n\n".join(texts)}, *turns]
+    turns[first] = {**turns[first], "content": _prefixed(turns[first]["content"], "\n\n".join([*texts, ""]))}
+    return turns
 
 
 def _as_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls and their results as turns of assistant and user, which every template knows, and which must alternate for some."""
-    made: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     follows_result = False
     for message in messages:
         is_result = message.get("role") == "tool"
@@ -233,11 +233,11 @@ def _as_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             message = {"role": "assistant", "content": f"{_joined(message['content'])}{calls}"}
         elif is_result:
             message = {"role": "user", "content": f"<tool_response>{_joined(message['content'])}</tool_response>"}
-        if message.get("role") == "user" and made and made[-1].get("role") == "user" and (is_result or follows_result):
-            message = {**message, "content": f"{_joined(made.pop()['content'])}\n{_joined(message['content'])}"}
-        made.append(message)
+        if message.get("role") == "user" and turns and turns[-1].get("role") == "user" and (is_result or follows_result):
+            message = {**message, "content": f"{_joined(turns.pop()['content'])}\n{_joined(message['content'])}"}
+        turns.append(message)
         follows_result = is_result
-    return made
+    return turns
 
 
 def joined_templates(by_name: Mapping[Any, Any]) -> str | None:

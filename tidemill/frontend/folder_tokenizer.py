@@ -181,7 +181,7 @@ def _added(folder: Path, settings: Settings) -> dict[int, AddedToken]:
 def _add_tokens(backend: Tokenizer, folder: Path, settings: Settings) -> None:
     named = [text for name in _NAMED if (text := _text(settings.get(name)))]
     more = settings.get("additional_special_tokens")
-    named += [text for one in (more if isinstance(more, list) else ()) if (text := _text(one))]
+    named += [text for token in (more if isinstance(more, list) else ()) if (text := _text(token))]
     for number, token in _added(folder, settings).items():
         token.special = token.special or token.content in named
         size = backend.get_vocab_size(with_added_tokens=True)
@@ -207,8 +207,8 @@ def _write_around(backend: Tokenizer, settings: Settings, adds_bos: bool) -> Non
         pair = f"{single} $B:1 {last}:1" if around is _AROUND["Bert"] else f"{single} {last}:0 $B:0 {last}:0"
         texts = [first, last]
     else:
-        given = settings.get("add_bos_token")
-        bos = _text(settings.get("bos_token")) or "<s>" if (adds_bos if given is None else given) else None
+        own = settings.get("add_bos_token")
+        bos = _text(settings.get("bos_token")) or "<s>" if (adds_bos if own is None else own) else None
         eos = _text(settings.get("eos_token")) or "</s>" if settings.get("add_eos_token") else None
         texts = [text for text in (bos, eos) if text]
         single = f"{f'{bos}:0 ' if bos else ''}$A:0{f' {eos}:0' if eos else ''}"

@@ -46,8 +46,8 @@ class InfillTokens:
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens that end the output, besides the tokenizer's own."""
-        given = (self.prefix, self.suffix, self.middle, self.repository, self.file, *self.padding)
-        return tuple(sorted({token for token in given if token is not None}))
+        tokens = (self.prefix, self.suffix, self.middle, self.repository, self.file, *self.padding)
+        return tuple(sorted({token for token in tokens if token is not None}))
 
 
 _known: WeakKeyDictionary[Tokenizer, InfillTokens | None] = WeakKeyDictionary()
@@ -76,8 +76,8 @@ def _by_key(tokenizer: Tokenizer) -> InfillTokens | None:
     metadata = GGUFFile(tokenizer.path).metadata
 
     def token(*names: str) -> int | None:
-        given: list[Any] = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names if name]
-        return next((one for one in given if type(one) is int and 0 <= one < tokenizer.vocab_size), None)
+        ids: list[Any] = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names if name]
+        return next((token_id for token_id in ids if type(token_id) is int and 0 <= token_id < tokenizer.vocab_size), None)
 
     prefix, suffix, middle, repository, file = (token(*names) for names in _GGUF_KEYS)
     if prefix is None or suffix is None or middle is None:
@@ -108,19 +108,19 @@ def infill_prompt(
         return tokenizer.encode(text, add_special=False, max_tokens=max_tokens) if text else []
 
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer.encode("")[:1] else []
-    made = [token for token in begin if token is not None]
+    prompt = [token for token in begin if token is not None]
     if files:
-        made += _files(tokens, files, ids)
+        prompt += _files(tokens, files, ids)
     if tokens.middle is None:
-        return [*made, tokens.suffix, *ids(suffix), tokens.prefix, *ids(prefix), *ids(begun)]
-    return [*made, tokens.prefix, *ids(prefix), tokens.suffix, *ids(suffix), tokens.middle, *ids(begun)]
+        return [*prompt, tokens.suffix, *ids(suffix), tokens.prefix, *ids(prefix), *ids(begun)]
+    return [*prompt, tokens.prefix, *ids(prefix), tokens.suffix, *ids(suffix), tokens.middle, *ids(begun)]
 
 
 def _files(tokens: InfillTokens, files: Sequence[tuple[str, str]], ids: Callable[[str], list[int]]) -> list[int]:
     """Before the file that is filled in. Without a token for files, they are set apart by a line."""
     if tokens.file is None:
         return [token for name, text in files for token in ids(f"\n\n--- {name} ---\n\n{text}")]
-    made = [] if tokens.repository is None else [tokens.repository, *ids("repository\n")]
+    prompt = [] if tokens.repository is None else [tokens.repository, *ids("repository\n")]
     for name, text in files:
-        made += [tokens.file, *ids(f"{name}\n{text}\n")]
-    return [*made, tokens.file, *ids("filename\n")]
+        prompt += [tokens.file, *ids(f"{name}\n{text}\n")]
+    return [*prompt, tokens.file, *ids("filename\n")]

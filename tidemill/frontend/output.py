@@ -111,14 +111,14 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> TextDelta:
         """`finish_reason`: from the engine, with the last tokens."""
-        made = self._push(token_ids, finish_reason)
+        delta = self._push(token_ids, finish_reason)
         if self._counter is None:
-            return made
+            return delta
         before = self._counter.num_tokens
-        for token_id in token_ids[: made.num_tokens]:
-            if token_id != made.stop:
+        for token_id in token_ids[: delta.num_tokens]:
+            if token_id != delta.stop:
                 self._counter.push(self._token_bytes(token_id))
-        return replace(made, num_reasoning=self._counter.num_tokens - before)
+        return replace(delta, num_reasoning=self._counter.num_tokens - before)
 
     def _push(self, token_ids: Sequence[int], finish_reason: str | None) -> TextDelta:
         pieces: list[str] = []
@@ -146,5 +146,5 @@ class TextStream:
 
     def _searched(self, text: str, stop: str | None) -> tuple[str, str | None]:
         """A pattern that matches before the stop string ends the text there."""
-        made, pattern = self._regexes.push(text)
-        return made, stop if pattern is None else pattern
+        safe, pattern = self._regexes.push(text)
+        return safe, stop if pattern is None else pattern

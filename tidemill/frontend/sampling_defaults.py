@@ -73,16 +73,16 @@ class SamplingDefaults:
 def sampling_defaults(path: Path, num_parameters: int, source: str = "model", limit: int | None = None) -> SamplingDefaults:
     """The sampling defaults of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the
     context."""
-    source, given = read_source(source)
+    source, values = read_source(source)
     if limit is not None and limit < 0:
         raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")
     read = SamplingDefaults(source="--sampling-defaults neutral") if source == "neutral" else _of_model(path)
-    if given:
-        source = f"{', '.join(_API_NAMES.get(name, name) for name in given)} by --sampling-defaults; {read.source}"
-        seed = given.pop("seed", None)
-        own = read.for_sampling - given.keys()
+    if values:
+        source = f"{', '.join(_API_NAMES.get(name, name) for name in values)} by --sampling-defaults; {read.source}"
+        seed = values.pop("seed", None)
+        own = read.for_sampling - values.keys()
         seed = None if seed is None else int(seed)
-        read = replace(read, values=read.values | given, seed=seed, for_sampling=own, source=source)
+        read = replace(read, values=read.values | values, seed=seed, for_sampling=own, source=source)
     if limit is None:
         limit = read.limit or (_SMALL_LIMIT if num_parameters < _SMALL_PARAMETERS else _LIMIT)
     return replace(read, limit=limit or None)
@@ -95,24 +95,24 @@ def read_source(text: str) -> tuple[str, dict[str, float]]:
         return text, {}
     fix = 'Choose model or neutral, or give a JSON object like {"temperature": 0.7, "top_p": 0.9}.'
     try:
-        given = msgspec.json.decode(text)
+        fields = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise ConfigError(f"There are no sampling defaults {text[:100]!r}.", fix=fix, param="sampling_defaults")
-    given = {name: value for name, value in given.items() if value is not None}
-    if (base := given.pop("base", SOURCES[0])) not in SOURCES:
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if (base := fields.pop("base", SOURCES[0])) not in SOURCES:
         raise ConfigError(f"Sampling defaults have the base {base!r}.", fix="Choose model or neutral.", param="sampling_defaults")
     names = {_API_NAMES.get(name, name): name for name in (*NEUTRAL, "seed")}
-    if unknown := sorted(given.keys() - names.keys()):
+    if unknown := sorted(fields.keys() - names.keys()):
         fix = f"Possible are {', '.join(names)}."
         raise ConfigError(f"Sampling defaults cannot have {unknown[0]!r}.", fix=fix, param="sampling_defaults")
-    made = {names[name]: value for name, value in given.items()}
+    params = {names[name]: value for name, value in fields.items()}
     try:
-        checked = SamplingParams(**made)
+        checked = SamplingParams(**params)
     except InvalidRequest as error:
         raise ConfigError(f"Sampling defaults: {error.message}", fix=error.fix, param="sampling_defaults") from error
-    return base, {name: getattr(checked, name) for name in made}
+    return base, {name: getattr(checked, name) for name in params}
 
 
 def _of_model(path: Path) -> SamplingDefaults:
@@ -128,32 +128,32 @@ def _of_model(path: Path) -> SamplingDefaults:
 
 def _of_generation_config(config: dict[str, Any]) -> SamplingDefaults:
     """do_sample: false means greedy, as in Transformers. Where it is absent the values count, as in vLLM."""
-    given = {name: config[name] for name in NEUTRAL.keys() - _API_NAMES.keys() if config.get(name) is not None}
+    params = {name: config[name] for name in NEUTRAL.keys() - _API_NAMES.keys() if config.get(name) is not None}
     if config.get("do_sample") is False:
-        given["temperature"] = 0.0
+        params["temperature"] = 0.0
     limit = config.get("max_new_tokens")
     is_limit = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
-    return _checked(given, "generation_config.json", limit if is_limit else None)
+    return _checked(params, "generation_config.json", limit if is_limit else None)
 
 
 def _of_gguf(metadata: dict[str, Any]) -> SamplingDefaults:
     prefix = "general.sampling."
-    given = {name: metadata[prefix + key] for key, name in _GGUF_NAMES.items() if prefix + key in metadata}
-    if isinstance(given.get("penalty_window"), int):
-        given["penalty_window"] = max(given["penalty_window"], -1)  # llama.cpp: anything below 0 is the context
-    if isinstance(given.get("temperature"), float) and given["temperature"] < GREEDY_BELOW:
-        given["temperature"] = 0.0
-    made = _checked(given, "general.sampling of the GGUF file")
+    params = {name: metadata[prefix + key] for key, name in _GGUF_NAMES.items() if prefix + key in metadata}
+    if isinstance(params.get("penalty_window"), int):
+        params["penalty_window"] = max(params["penalty_window"], -1)  # llama.cpp: anything below 0 is the context
+    if isinstance(params.get("temperature"), float) and params["temperature"] < GREEDY_BELOW:
+        params["temperature"] = 0.0
+    defaults = _checked(params, "general.sampling of the GGUF file")
     others = sorted(key for key in metadata if key.startswith(prefix) and key.removeprefix(prefix) not in _GGUF_NAMES)
     notes = (f"{', '.join(others)} of the GGUF file have no effect",) if others else ()
-    return replace(made, notes=made.notes + notes)
+    return replace(defaults, notes=defaults.notes + notes)
 
 
-def _checked(given: dict[str, Any], source: str, limit: int | None = None) -> SamplingDefaults:
+def _checked(params: dict[str, Any], source: str, limit: int | None = None) -> SamplingDefaults:
     """A value that no request could have is left out, and noted: the model itself may be fine."""
     values: dict[str, float] = dict(NEUTRAL)
     notes = []
-    for name, value in given.items():
+    for name, value in params.items():
         try:
             checked = SamplingParams(**{name: value})
         except InvalidRequest as error:
@@ -161,4 +161,4 @@ def _checked(given: dict[str, Any], source: str, limit: int | None = None) -> Sa
         else:
             number = getattr(checked, name)
             values[name] = round(number, 6) if isinstance(number, float) else number  # GGUF has 32-bit floats
-    return SamplingDefaults(values=values, limit=limit, source=source if given else f"{source} has none", notes=tuple(notes))
+    return SamplingDefaults(values=values, limit=limit, source=source if params else f"{source} has none", notes=tuple(notes))

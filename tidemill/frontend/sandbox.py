@@ -188,12 +188,12 @@ _MAKERS: dict[str, tuple[Callable[..., Callable[..., Any]], float]] = {
 def _work() -> None:
     """Reads what kind of worker to be, then tasks until the stream ends."""
     tasks, replies = sys.stdin.buffer, sys.stdout.buffer
-    kind, *how = _read(tasks)
+    kind, *arguments = _read(tasks)
     os.nice(5)  # below the server and the engine
     with contextlib.suppress(ValueError, OSError):  # not every system can
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind], _MEMORY_BYTES[kind]))
     make, seconds = _MAKERS[kind]
-    do = make(*how)
+    do = make(*arguments)
     _write(replies, {})
     while (task := _read(tasks)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -46,7 +46,7 @@ def read_pieces(data: bytes, source: str) -> Pieces:
                 scores.append(float(piece[_SCORE]))
                 types.append(int(piece[_TYPE]))
             elif number == _TRAINER:
-                settings |= {key: one for key, one in _fields(value) if key in settings}
+                settings |= {key: field for key, field in _fields(value) if key in settings}
             elif number == _NORMALIZER:
                 normalizer = dict(_fields(value))
                 charsmap, dummy_prefix = normalizer.get(_CHARSMAP, b""), bool(normalizer.get(_DUMMY_PREFIX, True))
@@ -97,8 +97,8 @@ def build(pieces: Pieces, settings: dict[str, Any], source: str) -> Tokenizer:
         what = f"{source}: SentencePiece models of type {pieces.kind} are not supported."
         raise CheckpointError(what, fix="unigram and BPE are.")
     is_gemma = str(settings.get("tokenizer_class", "")).startswith("Gemma")
-    given = settings.get("add_prefix_space")
-    prefix = (pieces.dummy_prefix if given is None else bool(given)) and not is_gemma
+    adds_prefix = settings.get("add_prefix_space")
+    prefix = (pieces.dummy_prefix if adds_prefix is None else bool(adds_prefix)) and not is_gemma
     scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
     if pieces.kind == "BPE":
         backend = sentencepiece_bpe(pieces.texts, pieces.types, pieces.scores, source)

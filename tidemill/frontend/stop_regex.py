@@ -99,20 +99,20 @@ class StopRegex:
         taken = [4 * at + bit for bit in range(4) if int(digit, 16) >> bit & 1]
         moved = [then for number in taken for then in self._states[number].nexts]
         is_matched = bool(self._reached(moved, {"", "end"}) >> self._goal & 1)
-        made = self._led_to[at, digit] = self._reached(moved, {""}), is_matched
-        return made
+        lead = self._led_to[at, digit] = self._reached(moved, {""}), is_matched
+        return lead
 
     def _reached(self, begun: Iterable[int], allowed: set[str]) -> States:
         """All states that these lead to without a character."""
         seen, left = set(), list(begun)
         while left:
-            one = left.pop()
-            state = self._states[one]
-            if one in seen or state.at not in allowed:
+            number = left.pop()
+            state = self._states[number]
+            if number in seen or state.at not in allowed:
                 continue
-            seen.add(one)
+            seen.add(number)
             left += state.nexts if state.test is None else []
-        return sum(1 << one for one in seen)
+        return sum(1 << number for number in seen)
 
     # ---- from the parsed pattern to states, from its end to its start
 
@@ -123,24 +123,24 @@ class StopRegex:
         return len(self._states) - 1
 
     def _sequence(self, parts: Any, then: int) -> int:
-        for kind, given in reversed(list(parts)):
-            then = self._part(kind, given, then)
+        for kind, argument in reversed(list(parts)):
+            then = self._part(kind, argument, then)
         return then
 
-    def _part(self, kind: Any, given: Any, then: int) -> int:
+    def _part(self, kind: Any, argument: Any, then: int) -> int:
         if kind is sre.BRANCH:
-            return self._add(nexts=[self._sequence(one, then) for one in given[1]])
-        if kind is sre.SUBPATTERN and not given[1] and not given[2]:
-            return self._sequence(given[3], then)
+            return self._add(nexts=[self._sequence(branch, then) for branch in argument[1]])
+        if kind is sre.SUBPATTERN and not argument[1] and not argument[2]:
+            return self._sequence(argument[3], then)
         if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            least, most, part = given
+            least, most, part = argument
             return self._repeated(least, most, part, then)
-        if kind is sre.AT and given in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
+        if kind is sre.AT and argument in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
             return self._add(nexts=[then], at="start")
-        if kind is sre.AT and given in (sre.AT_END, sre.AT_END_STRING):
+        if kind is sre.AT and argument in (sre.AT_END, sre.AT_END_STRING):
             return self._add(nexts=[then], at="end")
         if kind in (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN):
-            return self._add(self._folded(self._test(kind, given)), [then])
+            return self._add(self._folded(self._test(kind, argument)), [then])
         raise _refused(self.pattern, f"uses {str(kind).lower()}, which is not supported")
 
     def _repeated(self, least: int, most: Any, part: Any, then: int) -> int:
@@ -160,19 +160,19 @@ class StopRegex:
                 break  # it takes no character: once is as often as any
         return then
 
-    def _test(self, kind: Any, given: Any) -> Test:
+    def _test(self, kind: Any, argument: Any) -> Test:
         if kind is sre.LITERAL:
-            return lambda char: ord(char) == given
+            return lambda char: ord(char) == argument
         if kind is sre.NOT_LITERAL:
-            return lambda char: ord(char) != given
+            return lambda char: ord(char) != argument
         if kind is sre.ANY:
             return lambda char: self._dot_is_all or char != "\n"
         if kind is sre.RANGE:
-            return lambda char: given[0] <= ord(char) <= given[1]
+            return lambda char: argument[0] <= ord(char) <= argument[1]
         if kind is sre.CATEGORY:
-            return _CATEGORIES[given]
-        is_negated = given[0][0] is sre.NEGATE
-        tests = [self._test(*one) for one in given[is_negated:]]
+            return _CATEGORIES[argument]
+        is_negated = argument[0][0] is sre.NEGATE
+        tests = [self._test(*item) for item in argument[is_negated:]]
         return lambda char: any(test(char) for test in tests) != is_negated
 
     def _folded(self, test: Test) -> Test:
@@ -192,7 +192,7 @@ class RegexFinder:
     """Finds where the first match of one of some patterns ends, in a stream of text."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._regexes = [compiled(one) for one in patterns]
+        self._regexes = [compiled(pattern) for pattern in patterns]
         self._states = [regex.start for regex in self._regexes]
 
     def push(self, text: str) -> tuple[str, str | None]:

@@ -19,11 +19,11 @@ def lark_of(tag: Any) -> str:
     else:  # as it was first written: tags in free text
         tags = [
             {
-                "begin": one.get("begin"),
-                "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
-                "end": one.get("end"),
+                "begin": structure.get("begin"),
+                "content": {"type": "json_schema", "json_schema": structure.get("schema", True)},
+                "end": structure.get("end"),
             }
-            for one in _objects(tag, "structures")
+            for structure in _objects(tag, "structures")
         ]
         start = writer.rule({"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags})
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules, ""])
@@ -73,7 +73,7 @@ class _Writer:
 
     def _triggered(self, part: dict[str, Any]) -> str:
         triggers, tags = part.get("triggers"), _objects(part, "tags")
-        if not isinstance(triggers, list) or not triggers or not all(isinstance(one, str) and one for one in triggers):
+        if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
             raise ValueError("triggers is a list of texts")
         options = []
         for trigger in triggers:
@@ -84,14 +84,14 @@ class _Writer:
             options.append(f"{self._named(f'{_TEXT} {_quoted(trigger)}', '[lazy]')} ({' | '.join(after)})")
         if missing := [tag for tag in tags if not any(_text(tag, "begin").startswith(trigger) for trigger in triggers)]:
             raise ValueError(f"the tag {_text(missing[0], 'begin')[:40]!r} begins with no trigger")
-        one = self._named(" | ".join(options))
+        tag_rule = self._named(" | ".join(options))
         if part.get("stop_after_first"):
-            return one if part.get("at_least_one") else f"{one} | {_TEXT}"
-        return f"{one}{'+' if part.get('at_least_one') else '*'} {_TEXT}"
+            return tag_rule if part.get("at_least_one") else f"{tag_rule} | {_TEXT}"
+        return f"{tag_rule}{'+' if part.get('at_least_one') else '*'} {_TEXT}"
 
     def _separated(self, part: dict[str, Any]) -> str:
-        one = self._named(" | ".join(self._tag(tag) for tag in _objects(part, "tags")))
-        several = one if part.get("stop_after_first") else f"{one} ({_quoted(_text(part, 'separator'))} {one})*"
+        tag_rule = self._named(" | ".join(self._tag(tag) for tag in _objects(part, "tags")))
+        several = tag_rule if part.get("stop_after_first") else f"{tag_rule} ({_quoted(_text(part, 'separator'))} {tag_rule})*"
         return several if part.get("at_least_one") else f"({several})?"
 
 
@@ -112,6 +112,6 @@ def _text(part: dict[str, Any], name: str) -> str:
 
 def _objects(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
     value = part.get(name)
-    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"{name} must be a list of objects")
     return value

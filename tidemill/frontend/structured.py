@@ -77,8 +77,8 @@ class Grammars(ABC):
 
     @staticmethod
     def of(backend: str, tokenizer: Tokenizer, num_tokens: int) -> Grammars:
-        made: Grammars = importlib.import_module(f"tidemill.frontend.structured_{backend}").Backend(tokenizer, num_tokens)
-        return made
+        grammars: Grammars = importlib.import_module(f"tidemill.frontend.structured_{backend}").Backend(tokenizer, num_tokens)
+        return grammars
 
     @abstractmethod
     def _make(self, kind: str, text: str) -> Matcher:
@@ -89,22 +89,22 @@ class Grammars(ABC):
         began = time.monotonic()
         try:
             _check(grammar)
-            made = self._make(grammar.kind, grammar.text)
+            matcher = self._make(grammar.kind, grammar.text)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"The {grammar.kind} cannot be read: {str(error)[:300]}.", param=grammar.kind) from None
-        made.compiled_s = time.monotonic() - began
-        trial = made.copy()
+        matcher.compiled_s = time.monotonic() - began
+        trial = matcher.copy()
         trial.mask()  # some grammars exceed a limit only here
         if trial.error:
             raise InvalidRequest(f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}", param=grammar.kind)
-        return made
+        return matcher
 
     def __contains__(self, grammar: Grammar) -> bool:
         return grammar in self._kept
 
-    def matcher(self, grammar: Grammar, made: Matcher | None = None) -> Matcher:
-        """A fresh copy of the cached matcher. `made`: one that has just been compiled."""
-        kept = self._kept.pop(grammar, None) or made or self.compile(grammar)
+    def matcher(self, grammar: Grammar, compiled: Matcher | None = None) -> Matcher:
+        """A fresh copy of the cached matcher. `compiled`: one that has just been compiled."""
+        kept = self._kept.pop(grammar, None) or compiled or self.compile(grammar)
         if kept.compiled_s < self.kept_below_s:
             self._kept[grammar] = kept
         while len(self._kept) > _NUM_KEPT:
@@ -128,6 +128,6 @@ def _check(grammar: Grammar) -> None:
             param=grammar.kind,
         )
     if grammar.kind == "choice" and not (
-        isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
+        isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
     ):
         raise InvalidRequest("The choice cannot be used: it must be a non-empty list of non-empty strings.", param=grammar.kind)

@@ -87,7 +87,7 @@ class Backend(Grammars):
                 raise ValueError("a repetition count is too large")
             return self._compiler.compile_regex(text)
         if kind == "choice":
-            quoted = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+            quoted = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
             return self._compiler.compile_grammar(f"root ::= {' | '.join(quoted)}")
         if "::=" in text:
             return self._compiler.compile_grammar(text)

@@ -84,13 +84,14 @@ class Tokenizer:
         """From a checkpoint: a GGUF file or a Hugging Face folder. `chat_template`: a file or the text of another one;
         `chat_template_kwargs`: its variables, as JSON."""
         with _typed_errors(f"The tokenizer of {path}"):
-            made = _from_folder(path) if path.is_dir() else _from_gguf(path)
-        made.path = path
+            tokenizer = _from_folder(path) if path.is_dir() else _from_gguf(path)
+        tokenizer.path = path
         if chat_template:
-            made.chat_template = ChatTemplate(_read_template(chat_template, bool(made._before)), made.control_texts())
+            template = _read_template(chat_template, bool(tokenizer._before))
+            tokenizer.chat_template = ChatTemplate(template, tokenizer.control_texts())
         if chat_template_kwargs:
-            made.variables = _read_variables(chat_template_kwargs)
-        return made
+            tokenizer.variables = _read_variables(chat_template_kwargs)
+        return tokenizer
 
     def encode(
         self,
@@ -106,10 +107,10 @@ class Tokenizer:
         `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None:
             self._check_length(text, max_tokens)
-        made = self._encoded(text, self._marked_backend if marked else self._backend)
-        if must_fit and max_tokens is not None and len(made) > max_tokens:
-            raise input_too_long(len(made), max_tokens)
-        ids: list[int] = made.ids
+        encoding = self._encoded(text, self._marked_backend if marked else self._backend)
+        if must_fit and max_tokens is not None and len(encoding) > max_tokens:
+            raise input_too_long(len(encoding), max_tokens)
+        ids: list[int] = encoding.ids
         return self.with_special(ids) if add_special else ids
 
     def with_special(self, ids: list[int]) -> list[int]:
@@ -151,18 +152,18 @@ class Tokenizer:
         before, between, after, has_types = self._pair
         if truncate:
             room = max(max_tokens - len(before) - len(between) - len(after), 2)
-            one, other = (self._encoded_cut(text, 4 * room).ids for text in (first, second))  # enough to tell the longer
+            first_ids, other = (self._encoded_cut(text, 4 * room).ids for text in (first, second))  # enough to tell the longer
             other = other[:max_second]
-            num, num_other = _fitted(len(one), len(other), room)
-            one, other = one[:num], other[:num_other]
+            num, num_other = _fitted(len(first_ids), len(other), room)
+            first_ids, other = first_ids[:num], other[:num_other]
         else:
-            one = self.encode(first, add_special=False, max_tokens=max_tokens, must_fit=True)
+            first_ids = self.encode(first, add_special=False, max_tokens=max_tokens, must_fit=True)
             if max_second is None:
                 other = self.encode(second, add_special=False, max_tokens=max_tokens, must_fit=True)
             else:
                 other = self._encoded_cut(second, max_second).ids[:max_second]
-        start = len(before) + len(one) + len(between)
-        return [*before, *one, *between, *other, *after], start if has_types else 0
+        start = len(before) + len(first_ids) + len(between)
+        return [*before, *first_ids, *between, *other, *after], start if has_types else 0
 
     @cached_property
     def _pair(self) -> tuple[list[int], list[int], list[int], bool]:
@@ -180,9 +181,9 @@ class Tokenizer:
         num_chars = 8 * room
         while num_chars < len(text):
             words = text[:num_chars].rsplit(None, 1) if side == "right" else text[-num_chars:].split(None, 1)
-            made = self._encoded(words[0 if side == "right" else -1] if words else "", self._backend)
-            if len(made.ids) >= room:
-                return made
+            encoding = self._encoded(words[0 if side == "right" else -1] if words else "", self._backend)
+            if len(encoding.ids) >= room:
+                return encoding
             num_chars *= 2
         return self._encoded(text, self._backend)
 
@@ -193,31 +194,35 @@ class Tokenizer:
 
     def with_template(self, template: Template) -> Tokenizer:
         """The same tokenizer, with another chat template."""
-        made = copy.copy(self)
-        made.use_template(template)
-        return made
+        tokenizer = copy.copy(self)
+        tokenizer.use_template(template)
+        return tokenizer
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **how: Any) -> list[int]:
-        """`how`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
-        text = self._render(messages, **how)
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **template_options: Any
+    ) -> list[int]:
+        """`template_options`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
+        text = self._render(messages, **template_options)
         is_marked = bool(self._marks) and self.chat_template is not None and self.chat_template.control.is_marked(text)
         ids = self.encode(text, add_special=False, max_tokens=max_tokens, marked=is_marked)
         return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not
 
     def apply_chat_template(
-        self, conversation: Sequence[dict[str, Any]], *, tokenize: bool = True, **how: Any
+        self, conversation: Sequence[dict[str, Any]], *, tokenize: bool = True, **template_options: Any
     ) -> str | list[int]:
         """Renders a conversation like Transformers' tokenizers: token ids, or with `tokenize=False` a text that `encode` turns
-        into them. `how`: tools, add_generation_prompt (here off), continue_final_message, and variables of the template."""
+        into them. `template_options`: tools, add_generation_prompt (here off), continue_final_message, and variables of the
+        template."""
         own = ("tools", "add_generation_prompt", "continue_final_message")
-        given: dict[str, Any] = {"add_generation_prompt": False} | {name: how.pop(name) for name in own if name in how}
+        options: dict[str, Any] = {"add_generation_prompt": False}
+        options |= {name: template_options.pop(name) for name in own if name in template_options}
         if tokenize:
-            return self.encode_chat(conversation, variables=how, **given)
-        return self.as_prompt(self.render_chat(conversation, variables=how, **given))
+            return self.encode_chat(conversation, variables=template_options, **options)
+        return self.as_prompt(self.render_chat(conversation, variables=template_options, **options))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
-        """The prompt that a conversation becomes, as text. `how`: as of `_render`."""
-        text = self._render(messages, **how)
+    def render_chat(self, messages: Sequence[dict[str, Any]], **template_options: Any) -> str:
+        """The prompt that a conversation becomes, as text. `template_options`: as of `_render`."""
+        text = self._render(messages, **template_options)
         return self.chat_template.control.unmark(text) if self._marks and self.chat_template is not None else text
 
     def as_prompt(self, rendered: str) -> str:
@@ -339,10 +344,10 @@ class Tokenizer:
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, list[int]]:
-        made: dict[bytes, list[int]] = {}
+        tokens: dict[bytes, list[int]] = {}
         for token, text in self._token_bytes.items():
-            made.setdefault(text, []).append(token)
-        return made
+            tokens.setdefault(text, []).append(token)
+        return tokens
 
     def special_but(self, texts: frozenset[str]) -> frozenset[int]:
         """Special tokens, without those of these texts."""
@@ -369,15 +374,15 @@ def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
 def _read_variables(text: str) -> dict[str, Any]:
     fix = """It must be a JSON object, such as '{"enable_thinking": false}'."""
     try:
-        made = json.loads(text)
+        variables = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"chat_template_kwargs is not JSON: {error}.", fix=fix, param="chat_template_kwargs") from error
-    if not isinstance(made, dict):
+    if not isinstance(variables, dict):
         raise ConfigError(f"chat_template_kwargs is {text[:100]!r}.", fix=fix, param="chat_template_kwargs")
-    if taken := _OWN_VARIABLES & made.keys():
+    if taken := _OWN_VARIABLES & variables.keys():
         what = f"chat_template_kwargs may not set {sorted(taken)[0]!r}, which every chat has its own of."
         raise ConfigError(what, fix="Leave it out.", param="chat_template_kwargs")
-    return made
+    return variables
 
 
 def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
@@ -468,18 +473,18 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
-def _read_template(given: str, adds_bos: bool) -> str:
+def _read_template(template: str, adds_bos: bool) -> str:
     """Reads a template that a user gave: a template has braces, a path has none; some templates have names. These begin with the
     first token only if the tokenizer puts it before texts (`adds_bos`)."""
-    if "{" in given:
-        return given
-    if given in NAMED and not Path(given).exists():
-        return NAMED[given] if adds_bos else NAMED[given].removeprefix("{{ bos_token }}")
+    if "{" in template:
+        return template
+    if template in NAMED and not Path(template).exists():
+        return NAMED[template] if adds_bos else NAMED[template].removeprefix("{{ bos_token }}")
     try:
-        return Path(given).expanduser().read_text()
+        return Path(template).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         fix = f"Give a file with a Jinja template, the template itself, or one of {', '.join(NAMED)}."
-        raise ConfigError(f"chat_template {given!r} cannot be read: {error}.", fix=fix, param="chat_template") from error
+        raise ConfigError(f"chat_template {template!r} cannot be read: {error}.", fix=fix, param="chat_template") from error
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -78,9 +78,9 @@ class Backend(ABC):
             self._adds_space = after[-len(alone) :] != alone
         if not self._adds_space:
             return await self.encode(texts)
-        anchor, *made = await self.encode([_ANCHOR, *(_ANCHOR + text for text in texts)])
-        return [one[len(anchor) :] if one[: len(anchor)] == anchor else (await self.encode([text]))[0]
-                for text, one in zip(texts, made, strict=True)]  # fmt: skip
+        anchor, *encoded = await self.encode([_ANCHOR, *(_ANCHOR + text for text in texts)])
+        return [ids[len(anchor) :] if ids[: len(anchor)] == anchor else (await self.encode([text]))[0]
+                for text, ids in zip(texts, encoded, strict=True)]  # fmt: skip
 
     @abstractmethod
     async def encode(self, texts: Sequence[str], at_start: bool = False) -> list[list[int]]:

@@ -39,30 +39,30 @@ class Sequence:
     async def generate(self, gen: Gen, on_text: OnText) -> Generated:
         (new,) = await self._encoded([self.tail])
         self.ids, self.tail = self.ids + new, ""
-        made = await self.backend.generate(self.ids, gen, self._salt(), on_text)
-        self.usage.add(len(self.ids), made.num_cached, len(made.token_ids))
-        kept, self.tail = await self._kept(made)
+        generated = await self.backend.generate(self.ids, gen, self._salt(), on_text)
+        self.usage.add(len(self.ids), generated.num_cached, len(generated.token_ids))
+        kept, self.tail = await self._kept(generated)
         self.ids += kept
-        return made
+        return generated
 
     async def select(self, select: Select) -> Choice:
         """Each choice is tokenized together with the text before it. All are scored from the first token that any of them
         changes."""
         before, *several = await self._encoded([self.tail, *(self.tail + choice for choice in select.choices)])
-        start = len(self.ids) + min(_num_common(before, one) for one in several)
+        start = len(self.ids) + min(_num_common(before, ids) for ids in several)
         if start == 0:  # the first token has no probability: the choices are tokenized apart
             if not before:
                 raise ProgramError("select() has no text before it.", fix="Append some first.")
-            several = [before + one for one in await self.backend.encode_after(select.choices)]
+            several = [before + ids for ids in await self.backend.encode_after(select.choices)]
             start = len(before)
-        prompts = [self.ids + one for one in several]
+        prompts = [self.ids + ids for ids in several]
         distinct = list(dict.fromkeys(map(tuple, prompts)))
-        scored = await self.backend.score([list(one) for one in distinct], start, [self._salt() for _ in distinct])
-        for prompt, one in zip(distinct, scored, strict=True):
-            self.usage.add(len(prompt), one.num_cached)
+        scored = await self.backend.score([list(ids) for ids in distinct], start, [self._salt() for _ in distinct])
+        for prompt, scored_prompt in zip(distinct, scored, strict=True):
+            self.usage.add(len(prompt), scored_prompt.num_cached)
         by_prompt = dict(zip(distinct, scored, strict=True))
         logprobs = [by_prompt[tuple(prompt)].logprobs for prompt in prompts]
-        scores = [sum(one) / len(one) for one in logprobs]
+        scores = [sum(values) / len(values) for values in logprobs]
         best = max(range(len(scores)), key=lambda i: scores[i])  # the first of equals
         self.ids, self.tail = prompts[best], ""
         return Choice(select.choices[best], dict(zip(select.choices, scores, strict=True)), logprobs)
@@ -77,7 +77,7 @@ class Sequence:
         mark = "20482"  # instead of replies; it ends with a digit, so that no token goes beyond it
         while any(mark in message["content"] for message in self.messages):
             mark += "7"
-        shown = [one | {"content": mark} if i in self.replies else one for i, one in enumerate(self.messages)]
+        shown = [message | {"content": mark} if i in self.replies else message for i, message in enumerate(self.messages)]
         tokens = await self.backend.encode_chat(shown)
         if self.replies:
             end = b"".join(token.data for token in tokens).rfind(mark.encode()) + len(mark)

@@ -56,7 +56,7 @@ class State:
         self._check_open()
         for part in parts:
             inner = part.parts if isinstance(part, Message) else (part,)
-            declared = {one.name: self._declare(one) for one in inner if isinstance(one, Gen | Select) and one.name}
+            declared = {part.name: self._declare(part) for part in inner if isinstance(part, Gen | Select) and part.name}
             self._push(partial(self._append, part, declared))
         return self
 
@@ -83,10 +83,10 @@ class State:
 
     def _declare(self, part: Gen | Select) -> Variable:
         assert part.name is not None
-        made = self._variables[part.name] = Variable(self._run.future())
+        variable = self._variables[part.name] = Variable(self._run.future())
         with self._run.changed:
             self._run.changed.notify_all()
-        return made
+        return variable
 
     def _push(self, op: Callable[[], Awaitable[None]]) -> None:
         if self._run.error is not None:
@@ -115,14 +115,14 @@ class State:
             await self._append_part(part, declared)
             return
         sequence, content = self._sequence, ""
-        if all(isinstance(one, Text) for one in part.parts):
+        if all(isinstance(inner, Text) for inner in part.parts):
             if not sequence.messages and (sequence.ids or sequence.tail):
                 raise ProgramError("A conversation begins after text without a role.", fix="Use system() or user() for it.")
-            content = "".join(one.text for one in part.parts if isinstance(one, Text))
+            content = "".join(inner.text for inner in part.parts if isinstance(inner, Text))
         else:
             self._note(None, await sequence.open_reply())
-            for one in part.parts:
-                content += await self._append_part(one, declared)
+            for inner in part.parts:
+                content += await self._append_part(inner, declared)
             sequence.replies.add(len(sequence.messages))
         sequence.messages.append({"role": part.role, "content": content})
 
@@ -134,8 +134,8 @@ class State:
             return part.text
         variable = declared.get(part.name) if part.name else None
         if isinstance(part, Gen):
-            made = await self._sequence.generate(part, partial(self._note, part.name))
-            text, meta = made.text, asdict(made)
+            generated = await self._sequence.generate(part, partial(self._note, part.name))
+            text, meta = generated.text, asdict(generated)
             self._note(part.name, "", is_last=True)
         else:
             chosen = await self._sequence.select(part)
@@ -208,7 +208,7 @@ class State:
 
     def messages(self) -> list[dict[str, str]]:
         self.wait()
-        return [dict(one) for one in self._sequence.messages]
+        return [dict(message) for message in self._sequence.messages]
 
     def token_ids(self) -> list[int]:
         """The ids of all tokens that are computed; text after the last generation has none yet."""
@@ -287,7 +287,7 @@ class Branches(list[State]):
     def each(self, work: Callable[[State, int], Any]) -> list[Any]:
         """`work(branch, index)` for all at once, each in a thread of its own, for branches that read what they generate."""
 
-        def one(i: int) -> Any:
+        def work_on(i: int) -> Any:
             try:
                 return work(self[i], i)
             except BaseException as error:
@@ -295,7 +295,7 @@ class Branches(list[State]):
                 raise
 
         with ThreadPoolExecutor(len(self)) as pool:
-            futures = [pool.submit(one, i) for i in range(len(self))]
+            futures = [pool.submit(work_on, i) for i in range(len(self))]
             try:
                 return [future.result() for future in futures]
             except BaseException as error:  # Ctrl-C, too

@@ -34,15 +34,15 @@ def models_of(body: bytes) -> dict[str, msgspec.Raw]:
     """A response of /v1/models, or of Ollama's lists: its entries by name."""
     try:
         listed = _decode_models(body)
-        named = ((_decode_model(one), one) for one in listed.data or listed.models or ())
-        return {of.id or of.name or "": one for of, one in named}
+        named = ((_decode_model(card), card) for card in listed.data or listed.models or ())
+        return {of.id or of.name or "": card for of, card in named}
     except msgspec.DecodeError:
         return {}
 
 
 def names_of(models: dict[str, msgspec.Raw]) -> frozenset[str]:
     """By which they may be asked for."""
-    return frozenset(models).union(*(_decode_model(one).aliases or () for one in models.values()))
+    return frozenset(models).union(*(_decode_model(card).aliases or () for card in models.values()))
 
 
 class Checks:

@@ -43,16 +43,16 @@ class Owners:
     async def find(self, tenant: bytes, kind: str, name: str, upstreams: Iterable[Upstream], headers: Headers) -> Upstream | None:
         """None: no server has it. Raises NoUpstream if one that cannot be asked may have it. `headers`: with the key of whoever
         asks."""
-        asked = list(upstreams)
+        candidates = list(upstreams)
         known = self._found.get((tenant, kind, name))
-        for upstream in asked:
+        for upstream in candidates:
             if upstream.url == known:
                 return upstream
         if not _ID.fullmatch(name):
             return None
         target = f"/v1/{kind}/{name}" + ("/explain" if kind == "requests" else "")
-        answers = await asyncio.gather(*(_has(upstream, target.encode(), headers) for upstream in asked))
-        found = next((upstream for upstream, has in zip(asked, answers, strict=True) if has), None)
+        answers = await asyncio.gather(*(_has(upstream, target.encode(), headers) for upstream in candidates))
+        found = next((upstream for upstream, has in zip(candidates, answers, strict=True) if has), None)
         if found is not None:
             self._found[tenant, kind, name] = found.url
             while len(self._found) > MAX_OWNED:

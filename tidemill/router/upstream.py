@@ -113,12 +113,12 @@ class Upstream:
         try:
             async with asyncio.timeout(CONNECT_WITHIN_S):
                 if self._unix:
-                    _, made = await loop.create_unix_connection(lambda: Connection(self), self._unix)
+                    _, connection = await loop.create_unix_connection(lambda: Connection(self), self._unix)
                 else:
-                    _, made = await loop.create_connection(lambda: Connection(self), *self._address, ssl=self._tls)
+                    _, connection = await loop.create_connection(lambda: Connection(self), *self._address, ssl=self._tls)
         except TimeoutError as error:
             raise OSError(f"no connection in {CONNECT_WITHIN_S:g} s") from error
-        return made
+        return connection
 
     def give_back(self, connection: Connection) -> None:
         if len(self._idle) < MAX_IDLE and not self.is_leaving:
@@ -142,12 +142,12 @@ def _not_an_address(url: str) -> ConfigError:
     return ConfigError(f"The upstream is {url!r}.", fix="Write it like http://HOST:PORT, or unix:PATH for a socket.", param="url")
 
 
-def _keep_alive(made: socket.socket) -> None:
+def _keep_alive(connected: socket.socket) -> None:
     """Sets TCP keepalive, so that the loss of a host is noticed though nothing is to be sent to it."""
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Connection(asyncio.Protocol):
@@ -202,9 +202,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop has classes of its own
-        made = transport.get_extra_info("socket")
-        if made is not None and made.family != socket.AF_UNIX:
-            _keep_alive(made)
+        connected = transport.get_extra_info("socket")
+        if connected is not None and connected.family != socket.AF_UNIX:
+            _keep_alive(connected)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False

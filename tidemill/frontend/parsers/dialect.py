@@ -60,7 +60,7 @@ class Dialect:
             elif markers.starts_open and not is_off:
                 is_open = True
         is_expected = self.is_expected and (is_open or not is_off)  # else nothing waits for it
-        tools = {one["name"]: one.get("parameters") or {} for one in functions}
+        tools = {function["name"]: function.get("parameters") or {} for function in functions}
         return Reading(self.family, markers, is_open, is_expected, tools, only_calls, self.budget)
 
 

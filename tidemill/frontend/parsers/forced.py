@@ -32,15 +32,15 @@ def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -
         raise InvalidRequest(what, fix="Send the tool in tools, or another tool_choice.", param="tool_choice")
     definitions, calls = {}, []
     for i, tool in enumerate(chosen):
-        given = tool.get("parameters")
-        parameters = closed(deepcopy({"type": "object", "properties": {}} if given is None else given or {"type": "object"}))
+        own = tool.get("parameters")
+        parameters = closed(deepcopy({"type": "object", "properties": {}} if own is None else own or {"type": "object"}))
         definitions[str(i)] = _relocated(parameters, f"#/$defs/{i}")
         call = {"name": {"const": tool["name"]}, "arguments": {"$ref": f"#/$defs/{i}"}}
         calls.append(
             {"type": "object", "properties": call, "required": ["name", "arguments"], "additionalProperties": False},
         )
-    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    schema = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_FORCED_CALLS} if several else one
+    call_schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema = {"type": "array", "items": call_schema, "minItems": 1, "maxItems": MAX_FORCED_CALLS} if several else call_schema
     return Grammar("json_schema", json.dumps({"$defs": definitions, **schema}))
 
 
@@ -59,17 +59,17 @@ def _relocated(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
     def schemas(value: Any) -> Any:
         if isinstance(value, list):
-            return [schemas(one) for one in value]
+            return [schemas(item) for item in value]
         if not isinstance(value, dict) or "$id" in value:  # a document of its own
             return value
-        made: dict[str, Any] = {}
+        relocated: dict[str, Any] = {}
         for key, inner in value.items():
             if key == "$ref" and isinstance(inner, str):
-                made[key] = reference(inner)
+                relocated[key] = reference(inner)
             elif key in _NAMED_SCHEMAS and isinstance(inner, dict):
-                made[key] = {name: schemas(one) for name, one in inner.items()}
+                relocated[key] = {name: schemas(child) for name, child in inner.items()}
             else:
-                made[key] = inner if key in _VALUES else schemas(inner)
-        return made
+                relocated[key] = inner if key in _VALUES else schemas(inner)
+        return relocated
 
     return schemas({key: value for key, value in schema.items() if key not in ("$id", "$schema")})

@@ -87,15 +87,15 @@ def _overlap(text: str, mark: str) -> int:
 
 def joined(pieces: list[Piece]) -> list[Piece]:
     """Without empty pieces; adjacent pieces of the same kind are merged."""
-    made: list[Piece] = []
+    joined_pieces: list[Piece] = []
     for piece in pieces:
-        last = made[-1] if made else None
+        last = joined_pieces[-1] if joined_pieces else None
         if not isinstance(piece, CallStart) and not piece.text:
             continue
         if isinstance(piece, TextPiece) and isinstance(last, TextPiece) and last.is_reasoning == piece.is_reasoning:
-            made[-1] = TextPiece(last.text + piece.text, piece.is_reasoning)
+            joined_pieces[-1] = TextPiece(last.text + piece.text, piece.is_reasoning)
         elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index:
-            made[-1] = CallArguments(piece.index, last.text + piece.text)
+            joined_pieces[-1] = CallArguments(piece.index, last.text + piece.text)
         else:
-            made.append(piece)
-    return made
+            joined_pieces.append(piece)
+    return joined_pieces

@@ -81,12 +81,12 @@ class PythonReader(CallReader):
         properties = list(self.functions[self.name].get("properties") or {})
         if len(call.args) > len(properties):
             raise ValueError("more values than parameters")
-        made = {name: _value(node) for name, node in zip(properties, call.args, strict=False)}
+        arguments = {name: _value(node) for name, node in zip(properties, call.args, strict=False)}
         for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in made:
+            if keyword.arg is None or keyword.arg in arguments:
                 raise ValueError("not a name of its own")
-            made[keyword.arg] = _value(keyword.value)
-        return made
+            arguments[keyword.arg] = _value(keyword.value)
+        return arguments
 
 
 def _value(node: ast.expr) -> Any:
@@ -94,7 +94,7 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(one) for one in node.elts]
+        return [_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         keys = [ast.literal_eval(key) if key is not None else None for key in node.keys]
         if not all(isinstance(key, str) for key in keys):

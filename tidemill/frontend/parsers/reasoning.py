@@ -43,7 +43,7 @@ REASONING_PARSERS = {name: markers for markers in MARKERS for name in (markers.n
 
 def markers_of(template: str) -> Markers | None:
     """By the marks in a chat template."""
-    return next((one for one in MARKERS if one.opening in template or (one.ending in template and not one.is_repeated)), None)
+    return next((m for m in MARKERS if m.opening in template or (m.ending in template and not m.is_repeated)), None)
 
 
 class _State(Enum):
@@ -83,7 +83,7 @@ class ReasoningCounter:
                 self._starts.popleft()
             return
         ended = self._position - len(self._tail) + at
-        self.num_tokens -= sum(1 for one in self._starts if one >= ended)
+        self.num_tokens -= sum(1 for start in self._starts if start >= ended)
         self._starts.clear()
         self._tail = self._tail[at + len(self._ending) :]
         self._state = _State.BEFORE if self._is_repeated else _State.OVER

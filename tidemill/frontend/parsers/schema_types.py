@@ -30,14 +30,14 @@ def _kinds(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
     if not isinstance(schema, dict) or depth > _MAX_REFERENCES:
         return set()
     kinds: set[str] = set()
-    given = schema.get("type")
-    kinds.update([given] if isinstance(given, str) else [one for one in given if isinstance(one, str)] if given else [])
+    kind = schema.get("type")
+    kinds.update([kind] if isinstance(kind, str) else [name for name in kind if isinstance(name, str)] if kind else [])
     values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     if not kinds:
         kinds.update(_kind_of(value) for value in values or [])
     for word in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(word) or []:
-            kinds |= _kinds(one, root, depth + 1)
+        for part in schema.get(word) or []:
+            kinds |= _kinds(part, root, depth + 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target: Any = root

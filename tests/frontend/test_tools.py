@@ -18,7 +18,7 @@ from tidemill.frontend.parsers import (
     REASONING_PARSERS,
     CallArguments,
     CallStart,
-    Dialect,
+    ModelFormat,
     ReasoningCounter,
     TextPiece,
     call_grammar,
@@ -165,7 +165,7 @@ CASES = [("json", text, expected) for text, expected in JSON_CASES] + [
 
 def parser(name, prompt_end="", reasoning="auto", **how):
     template = "<|channel|>analysis<|message|>" if name == "harmony" else ""
-    return Dialect.of(template, name, reasoning).reading(prompt_end, FUNCTIONS, **how).parser()
+    return ModelFormat.of(template, name, reasoning).output_format(prompt_end, FUNCTIONS, **how).parser()
 
 
 def read(parser, parts):
@@ -292,18 +292,18 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES)
 def test_parsers_are_chosen_from_the_template(template, tools, reasoning):
-    made = Dialect.of(template)
+    made = ModelFormat.of(template)
     assert made.family.name == tools
     assert (made.markers.name if made.is_expected else None) == reasoning
 
 
 def test_parsers_are_chosen_by_name():
-    made = Dialect.of("<tool_call> <think>", "llama4_pythonic", "none")
+    made = ModelFormat.of("<tool_call> <think>", "llama4_pythonic", "none")
     assert (made.family.name, made.markers) == ("pythonic", None)
-    assert Dialect.of("", "none").family is None
-    assert Dialect.of("", "auto", "deepseek_r1").markers.starts_open
+    assert ModelFormat.of("", "none").family is None
+    assert ModelFormat.of("", "auto", "deepseek_r1").markers.starts_open
     with pytest.raises(ConfigError, match="tool-parser 'other'") as caught:
-        Dialect.of("", "other")
+        ModelFormat.of("", "other")
     assert "hermes" in caught.value.fix
 
 
@@ -311,11 +311,12 @@ def test_parsers_are_chosen_by_name():
 def test_reasoning_that_a_request_turns_off_is_not_waited_for(switch):
     asked = SamplingParams(grammar=Grammar(kind="json_schema", text="{}"))
     for name in ("qwen3", "deepseek_r1"):  # by name, with a template that knows no switch
-        made = Dialect.of("plain", "auto", name)
-        assert made.reading("assistant\n", variables={switch: True}).gated(asked).reasoning is not None
-        off = made.reading("assistant\n", variables={switch: False})
+        made = ModelFormat.of("plain", "auto", name)
+        assert made.output_format("assistant\n", variables={switch: True}).gated(asked).reasoning is not None
+        off = made.output_format("assistant\n", variables={switch: False})
         assert (off.gated(asked), off.is_open, off.takes_budget) == (asked, False, False)
-        assert made.reading("<think>\n", variables={switch: False}).gated(asked).reasoning is not None  # the template opens it
+        opened = made.output_format("<think>\n", variables={switch: False})  # the template opens it
+        assert opened.gated(asked).reasoning is not None
 
 
 @pytest.mark.parametrize(
@@ -375,8 +376,8 @@ def test_special_tokens_that_a_parser_needs_are_shown(tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode("[THINK]hm[/THINK][TOOL_CALLS]f[ARGS]{}<|end|>", add_special=False)
-    reading = Dialect.of("[TOOL_CALLS] [THINK]").reading("", FUNCTIONS)
-    stream, made = TextStream(tokenizer, SamplingParams(), reading), reading.parser()
+    output_format = ModelFormat.of("[TOOL_CALLS] [THINK]").output_format("", FUNCTIONS)
+    stream, made = TextStream(tokenizer, SamplingParams(), output_format), output_format.parser()
     deltas = [stream.push([token], "length" if token is ids[-1] else None) for token in ids]
     assert read(made, [delta.text for delta in deltas]) == [("thought", "hm"), ("f", "{}")]
     assert sum(delta.num_reasoning for delta in deltas) == 2

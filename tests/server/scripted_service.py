@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.parsers import Dialect
+from tidemill.frontend.parsers import ModelFormat
 from tidemill.server.generation.service import ResponseDefaults
 from tidemill.server.http.access import Caller
 from tidemill.server.http.context import RequestContext
@@ -41,8 +41,8 @@ class ScriptedService:
     async def check_grammar(self, params, of_tools=False):
         pass
 
-    def reading(self, prompt_ids, functions=(), must_call=False, continued="", variables=None):
-        return Dialect.of(self._template).reading("", functions, must_call)
+    def output_format(self, prompt_ids, functions=(), must_call=False, continued="", variables=None):
+        return ModelFormat.of(self._template).output_format("", functions, must_call)
 
     async def stream(self, *_, **__):
         for delta, text in self._outputs:

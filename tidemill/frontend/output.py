@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tidemill.frontend.parsers import Reading
+from tidemill.frontend.parsers import OutputFormat
 from tidemill.frontend.stop_regex import RegexFinder
 from tidemill.frontend.stop_strings import compiled_stops
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
@@ -94,12 +94,13 @@ class TextDelta:
 
 
 class TextStream:
-    """One sample's text. `reading`: special tokens that its parser needs are not skipped, and tokens of reasoning are counted."""
+    """One sample's text. `output_format`: special tokens that its parser needs are not skipped, and tokens of reasoning
+    are counted."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, reading: Reading | None = None) -> None:
-        marks = reading.marks if reading is not None else frozenset()
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, output_format: OutputFormat | None = None) -> None:
+        marks = output_format.marks if output_format is not None else frozenset()
         self._decoder = StreamDecoder(tokenizer, params.skip_special_tokens, marks)
-        self._counter = reading.counter() if reading is not None else None
+        self._counter = output_format.counter() if output_format is not None else None
         self._token_bytes = tokenizer.token_bytes
         self._finder = StopFinder(params.stop, params.include_stop_str_in_output)
         self._regexes = RegexFinder(params.stop_regex)

@@ -4,9 +4,9 @@ A family of models is a line in a table (families.py, reasoning.py) and, where i
 One parser serves streamed and whole responses, so the streamed pieces add up to the whole response.
 """
 
-from tidemill.frontend.parsers.dialect import Dialect, Reading
 from tidemill.frontend.parsers.families import TOOL_PARSERS
 from tidemill.frontend.parsers.forced import call_grammar
+from tidemill.frontend.parsers.model_format import ModelFormat, OutputFormat
 from tidemill.frontend.parsers.pieces import CallArguments, CallStart, OutputParser, Piece, TextPiece
 from tidemill.frontend.parsers.reasoning import REASONING_PARSERS, ReasoningCounter
 
@@ -15,10 +15,10 @@ __all__ = [
     "TOOL_PARSERS",
     "CallArguments",
     "CallStart",
-    "Dialect",
+    "ModelFormat",
+    "OutputFormat",
     "OutputParser",
     "Piece",
-    "Reading",
     "ReasoningCounter",
     "TextPiece",
     "call_grammar",

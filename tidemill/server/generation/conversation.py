@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from tidemill.frontend.parsers.dialect import SWITCHES
+from tidemill.frontend.parsers.model_format import SWITCHES
 from tidemill.server.http.context import RequestContext
 
 MAX_MESSAGES = 2**14

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from tidemill.errors import TidemillError
-from tidemill.frontend.parsers import Reading
+from tidemill.frontend.parsers import OutputFormat
 from tidemill.sampling import SamplingParams
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.request import Generation, Output
@@ -119,7 +119,7 @@ class Codec(Endpoint):
 
     def with_budget(
         self,
-        reading: Reading,
+        output_format: OutputFormat,
         params: SamplingParams,
         budget: int | None,
         name: str,
@@ -128,11 +128,11 @@ class Codec(Endpoint):
         """The parameters with a grammar after the reasoning, which ends after `budget` tokens. One
         that cannot be kept is without effect, or refused if it must apply. `name`: of the field
         that has it."""
-        is_lost = reading.drops_budget(params) or not (must_apply or reading.can_end)
+        is_lost = output_format.drops_budget(params) or not (must_apply or output_format.can_end)
         if budget is not None and budget >= 0 and is_lost:
             self.caller.call.ignored.add(name)
             budget = None
-        return reading.gated(params, budget)
+        return output_format.gated(params, budget)
 
     @final
     async def begin(self) -> Outputs:
@@ -159,7 +159,7 @@ class Codec(Endpoint):
                 generation.priority,
                 prompt.salt,
                 generation.timeout_s,
-                prompt.reading,
+                prompt.output_format,
                 one_by_one=generation.one_by_one,
                 tells_progress=generation.tells_progress,
                 holds=prompt.holds,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.parsers import Reading
+from tidemill.frontend.parsers import OutputFormat
 from tidemill.sampling import SamplingParams
 from tidemill.server.generation.figures import Figures
 from tidemill.server.generation.logprobs import check_size
@@ -89,7 +89,7 @@ class Prompt:
 
     ids: list[int]
     params: SamplingParams
-    reading: Reading | None = None  # None: the output is plain text
+    output_format: OutputFormat | None = None  # None: the output is plain text
     holds: Sequence[Hold] = ()
     salt: str = ""
     number: int = 0
@@ -142,7 +142,7 @@ class Generation:
             prompt.params = self.service.with_defaults(prompt.params, prompt.ids)
             for _ in range(prompt.params.n):
                 reader = None
-                if prompt.reading is not None:
-                    reader = MessageReader(prompt.reading.parser(), self.one_call)
+                if prompt.output_format is not None:
+                    reader = MessageReader(prompt.output_format.parser(), self.one_call)
                 prompt.choices.append(Choice(number, prompt, reader))
                 number += 1

@@ -34,7 +34,7 @@ from tidemill.frontend.output import (
     in_pieces,
     num_cells,
 )
-from tidemill.frontend.parsers import Dialect, Reading
+from tidemill.frontend.parsers import ModelFormat, OutputFormat
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.sandbox import GrammarChecker, Renderer
 from tidemill.frontend.tokenizer import Tokenizer
@@ -135,7 +135,9 @@ class Service:
             )
             tokenizer.use_template(self._renderer)
         template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
-        self._dialect = Dialect.of(template, tool_parser, reasoning_parser, thinking_budget)
+        self._model_format = ModelFormat.of(
+            template, tool_parser, reasoning_parser, thinking_budget
+        )
         # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[RequestContext, set[str]]] = {}
         self._labelled: OrderedDict[tuple[str, str], list[str]] = (
@@ -298,19 +300,19 @@ class Service:
         finally:
             renderer.close()
 
-    def reading(
+    def output_format(
         self,
         prompt_ids: list[int],
         functions: Iterable[dict[str, Any]] = (),
         must_call: bool = False,
         continued: str = "",
         variables: dict[str, Any] | None = None,
-    ) -> Reading:
-        """Tells how the output of a chat is read. `functions`: what the model may call;
+    ) -> OutputFormat:
+        """The format of the output of a chat. `functions`: what the model may call;
         `continued`: the text that its output goes on with, if it does; `variables`: of the
         template."""
         prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
-        return self._dialect.reading(
+        return self._model_format.output_format(
             prompt_end,
             functions,
             must_call,
@@ -423,7 +425,7 @@ class Service:
         priority: int | None = None,
         salt: str = "",
         timeout_s: float | None = None,
-        reading: Reading | None = None,
+        output_format: OutputFormat | None = None,
         one_by_one: bool = False,
         tells_progress: bool = False,
         holds: Sequence[Hold] = (),
@@ -440,7 +442,7 @@ class Service:
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
         params = self.with_defaults(params, prompt_ids)
-        texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
+        texts = [TextStream(self.tokenizer, params, output_format) for _ in range(params.n)]
         ended: set[int] = set()
         per_token = cells_per_token(params)
         num_done = 0  # cells since the event loop last had a turn
@@ -454,7 +456,7 @@ class Service:
         ends = list(self.tokenizer.eos_token_ids)
         session_s = (
             self.ready.config.session_retention_s
-            if reading and reading.functions and params.n == 1
+            if output_format and output_format.functions and params.n == 1
             else 0.0
         )
         if session_s:
@@ -507,9 +509,9 @@ class Service:
                         _record(call, delta, text)
                         yield delta, text
                     if len(ended) == params.n:
-                        if session_s and reading is not None:
+                        if session_s and output_format is not None:
                             self._decide_session(
-                                request_id, session_s if reading.has_called else 0.0
+                                request_id, session_s if output_format.has_called else 0.0
                             )
                         return
         except TidemillError as error:

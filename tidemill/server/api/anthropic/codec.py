@@ -53,10 +53,12 @@ class MessagesCodec(Codec):
         holds = await mark_holds(service, self.caller.tenant, ids, body.marks(), options, salt)
         functions = body.functions() if body.looks_for_calls else ()
         switches = {"thinking": False} if body.thinks is False else options["variables"]
-        reading = service.reading(ids, functions, body.must_call, body.continued(), switches)
+        output_format = service.output_format(
+            ids, functions, body.must_call, body.continued(), switches
+        )
         is_enabled = body.thinking is not None and body.thinking.type == "enabled"
         budget = body.thinking.budget_tokens if body.thinking and is_enabled else None
-        params = self.with_budget(reading, params, budget, "budget_tokens")
+        params = self.with_budget(output_format, params, budget, "budget_tokens")
         self._message_id = own_id(self.caller.call, "msg")
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         # Clients ask for the most their model can write, whatever the prompt.
@@ -67,7 +69,7 @@ class MessagesCodec(Codec):
         return Generation(
             service,
             self.caller,
-            [Prompt(ids, params, reading, holds, salt)],
+            [Prompt(ids, params, output_format, holds, salt)],
             one_call=choice is not None and choice.disable_parallel_tool_use,
             must_call=body.must_call,
             ends_with_context=True,

@@ -49,13 +49,15 @@ class GenerateContentCodec(Codec):
     async def read(self) -> Generation:
         body, config, service = self.body, self.body.generation_config, self.service
         ids, variables = await prompt_of(service, body, self.caller.call)
-        reading = service.reading(ids, body.functions(), body.must_call, variables=variables)
+        output_format = service.output_format(
+            ids, body.functions(), body.must_call, variables=variables
+        )
         budget = config.thinking_config.thinking_budget or None
-        params = self.with_budget(reading, body.params(), budget, "thinking_budget")
+        params = self.with_budget(output_format, body.params(), budget, "thinking_budget")
         return Generation(
             service,
             self.caller,
-            [Prompt(ids, params, reading)],
+            [Prompt(ids, params, output_format)],
             must_call=body.must_call,
             ends_with_context=True,
             keeps_logprobs=config.response_logprobs and not body.stream,

@@ -92,8 +92,8 @@ class LinesCodec(Codec):
         ids = await service.encode_chat(
             messages, tools=template_tools(functions), variables=variables or None
         )
-        reading = service.reading(ids, functions, variables=variables)
-        return Prompt(ids, reading.gated(params), reading)
+        output_format = service.output_format(ids, functions, variables=variables)
+        return Prompt(ids, output_format.gated(params), output_format)
 
     def params(self, stops: tuple[int, ...] = ()) -> SamplingParams:
         body = self.body

@@ -49,13 +49,15 @@ class ChatCodec(OpenAICodec):
         num, side = body.truncate_prompt_tokens, body.truncation_side
         ids = truncated(service, [ids], num, params.max_tokens, side)[0]
         functions = body.called()
-        reading = service.reading(ids, functions, body.must_call, body.continued, body.variables())
+        output_format = service.output_format(
+            ids, functions, body.must_call, body.continued, body.variables()
+        )
         budget, name = body.reasoning_budget, "thinking_token_budget"
-        params = self.with_budget(reading, params, budget, name, must_apply=True)
+        params = self.with_budget(output_format, params, budget, name, must_apply=True)
         salt, marks = body.cache_salt or "", body.marks(before)
         holds = self.holds(ids, number, cache)
         holds += await mark_holds(service, self.caller.tenant, ids, marks, options, salt)
-        return Prompt(ids, params, reading, holds, salt)
+        return Prompt(ids, params, output_format, holds, salt)
 
     async def _generation(self, prompts: list[Prompt]) -> Generation:
         body = self.body

@@ -93,8 +93,8 @@ class ResponseCodec(Codec):
         functions = [callee.function() for callee in self._callable_tools.values()]
         is_off = body.reasoning is not None and body.reasoning.effort == "none"
         switches = {"thinking": not is_off} | (body.chat_template_kwargs or {})
-        reading = service.reading(ids, functions, body.must_call, variables=switches)
-        params = self.with_budget(reading, params, None, "")
+        output_format = service.output_format(ids, functions, body.must_call, variables=switches)
+        params = self.with_budget(output_format, params, None, "")
         salt, key = body.cache_salt or "", (body.prompt_cache_key, body.prompt_cache_retention)
         holds = key_holds(service, caller.tenant, *key, ids, salt=salt)
         self.before = before
@@ -105,7 +105,7 @@ class ResponseCodec(Codec):
         return Generation(
             service,
             caller,
-            [Prompt(ids, params, reading, holds, salt)],
+            [Prompt(ids, params, output_format, holds, salt)],
             one_call=body.parallel_tool_calls is False,
             must_call=body.must_call,
             one_by_one=body.wants_logprobs,

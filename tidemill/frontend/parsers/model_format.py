@@ -21,7 +21,7 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM;
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ModelFormat:
     """The form of a model's tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name.
     `budget`: reasoning is ended after so many tokens if a request does not say."""
 
@@ -31,22 +31,22 @@ class Dialect:
     budget: int | None = None
 
     @staticmethod
-    def of(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO, budget: int | None = None) -> Dialect:
+    def of(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO, budget: int | None = None) -> ModelFormat:
         family = family_of(template) if tool_parser == AUTO else _named(TOOL_PARSERS, tool_parser, "tool-parser")
         if reasoning_parser != AUTO:
             markers = _named(REASONING_PARSERS, reasoning_parser, "reasoning-parser")
-            return Dialect(family, markers, markers is not None, budget)
+            return ModelFormat(family, markers, markers is not None, budget)
         found = markers_of(template)
-        return Dialect(family, found or THINK, found is not None, budget)
+        return ModelFormat(family, found or THINK, found is not None, budget)
 
-    def reading(
+    def output_format(
         self,
         prompt_end: str,
         functions: Iterable[Mapping[str, Any]] = (),
         only_calls: bool = False,
         continued: str = "",
         variables: Mapping[str, Any] | None = None,
-    ) -> Reading:
+    ) -> OutputFormat:
         """The output format of one request. `prompt_end`: how its prompt ends; `continued`: the message that the output
         continues, if it does; `functions`: what it may call; `only_calls`: it must; `variables`: of its template, which may turn
         reasoning off."""
@@ -61,11 +61,11 @@ class Dialect:
                 is_open = True
         is_expected = self.is_expected and (is_open or not is_off)  # else nothing waits for it
         tools = {function["name"]: function.get("parameters") or {} for function in functions}
-        return Reading(self.family, markers, is_open, is_expected, tools, only_calls, self.budget)
+        return OutputFormat(self.family, markers, is_open, is_expected, tools, only_calls, self.budget)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class OutputFormat:
     """The format of one request's output, and how it is read."""
 
     family: Family | None

@@ -122,7 +122,7 @@ async def routed(*stubs: Stub, **options) -> AsyncIterator[tuple[Router, int]]:
         await stub.start()
     router = Router([stub.url for stub in stubs], **{"check_every_s": 0.05} | options)
     await router.start()
-    server = await asyncio.get_running_loop().create_server(router.fronts.make, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(router.clients.make, "127.0.0.1", 0)
     try:
         yield router, server.sockets[0].getsockname()[1]
     finally:

@@ -329,7 +329,7 @@ async def test_servers_are_added_and_removed_while_requests_are_under_way():
 
 async def test_requests_over_a_unix_socket_leave_their_limit(tmp_path):
     async with routed(Stub("a"), limits=Limits(1)) as (router, _):
-        server = await asyncio.get_running_loop().create_unix_server(router.fronts.make, tmp_path / "s")
+        server = await asyncio.get_running_loop().create_unix_server(router.clients.make, tmp_path / "s")
         client = Client(*await asyncio.open_unix_connection(tmp_path / "s"))
         for _ in range(3):
             client.send(post({}, "/flush_cache"))

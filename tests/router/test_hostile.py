@@ -11,7 +11,7 @@ import pytest
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
 from tests.router.test_forward import ask
 from tests.waiting import until_async
-from tidemill.router import front, upstream
+from tidemill.router import client_connection, upstream
 from tidemill.router.limits import Limits
 from tidemill.router.upstream import Upstream
 from tidemill.server.http.access import Access, Caller
@@ -53,7 +53,7 @@ async def test_what_is_not_clearly_one_request_is_refused_whole(data):
         if answer:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
         assert not stub.sent
-        assert router.fronts.num_buffered == 0
+        assert router.clients.num_buffered == 0
         assert (await ask(port, post()))[0] == 200
 
 
@@ -75,10 +75,10 @@ async def test_bodies_in_chunks_and_pipelined_requests_are_answered_in_order():
         assert [sent.header("content-length") for sent in stub.sent] == ["8", "6", "5"]
         client.send(post() * 40)  # without waiting for any answer
         answers = await client.rest()
-        assert 1 <= answers.count(b"HTTP/1.1 200") <= front.MAX_PIPELINED + 2
+        assert 1 <= answers.count(b"HTTP/1.1 200") <= client_connection.MAX_PIPELINED + 2
         client.close()
-        await until_async(lambda: not router.fronts.all)
-        assert router.fronts.num_buffered == 0
+        await until_async(lambda: not router.clients.all)
+        assert router.clients.num_buffered == 0
 
 
 async def test_a_head_that_comes_again_is_read_as_the_first_time():
@@ -103,7 +103,7 @@ async def test_a_head_that_comes_again_is_read_as_the_first_time():
         assert [sent.body for sent in stub.sent[4:]] == [b"whole", b"whole", b"other", b""]
         client.send(post(b"1", "/v1/completions", key.replace("a" * 16, "b" * 16)))
         assert (await client.answer())[0] == 401
-        assert router.fronts.num_buffered == 0
+        assert router.clients.num_buffered == 0
         client = await Client.open(port)
         for number in ("1", "2\x01", "3"):  # a header of each request's own
             client.send(post(number.encode(), "/v1/completions", key, f"x-id: {number}", "connection: keep-alive"))
@@ -149,7 +149,7 @@ def taken(*pieces: bytes) -> list[tuple]:
         found.append((request.method, request.target, request.headers, request.first, request.head_for(b"u", b""), request.body))
         made.answer(200, b"")
 
-    made = front.Fronts(lambda request: Caller(), handle, 10).make()
+    made = client_connection.ClientConnections(lambda request: Caller(), handle, 10).make()
     made.connection_made(Wire())
     for piece in pieces:
         made.data_received(piece)
@@ -183,7 +183,7 @@ async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():
 
 
 async def test_a_body_that_grows_beyond_the_limit_is_refused(monkeypatch):
-    monkeypatch.setattr(front, "MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr(client_connection, "MAX_BODY_BYTES", 10_000)
     stub = Stub("a")
     async with routed(stub) as (router, port):
         client = await Client.open(port)
@@ -191,16 +191,16 @@ async def test_a_body_that_grows_beyond_the_limit_is_refused(monkeypatch):
         for _ in range(12):
             client.send(b"400\r\n" + b"a" * 1024 + b"\r\n")
         assert (await client.answer())[0] == 413
-        monkeypatch.setattr(front, "MAX_BUFFERED_BYTES", 5_000)
+        monkeypatch.setattr(client_connection, "MAX_BUFFERED_BYTES", 5_000)
         assert (await ask(port, post(b"a" * 9_000)))[0] == 429  # of all requests together
-        assert router.fronts.num_buffered == 0
+        assert router.clients.num_buffered == 0
         assert not stub.sent
 
 
 async def test_slow_clients_are_closed(monkeypatch):
-    monkeypatch.setattr(front, "_SWEEP_EVERY_S", 0.02)
-    monkeypatch.setattr(front, "HEADERS_WITHIN_S", 0.2)
-    monkeypatch.setattr(front, "PART_WITHIN_S", 0.2)
+    monkeypatch.setattr(client_connection, "_SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(client_connection, "HEADERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(client_connection, "PART_WITHIN_S", 0.2)
     async with routed(Stub("a")) as (router, port):
         silent, in_head, in_body = [await Client.open(port) for _ in range(3)]
         in_head.send(b"POST / HTTP/1.1\r\nhost: ")
@@ -210,12 +210,12 @@ async def test_slow_clients_are_closed(monkeypatch):
         assert (await in_body.answer())[0] == 408
         in_head.close()
         in_body.close()
-        await until_async(lambda: not router.fronts.all)
+        await until_async(lambda: not router.clients.all)
 
 
 async def test_a_client_that_does_not_read_holds_back_its_server_and_is_closed(monkeypatch):
-    monkeypatch.setattr(front, "_SWEEP_EVERY_S", 0.02)
-    monkeypatch.setattr(front, "READ_WITHIN_S", 0.3)
+    monkeypatch.setattr(client_connection, "_SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(client_connection, "READ_WITHIN_S", 0.3)
     written = 0
 
     async def endless(sent: Sent, writer) -> None:
@@ -380,10 +380,10 @@ async def test_bodies_of_clients_that_leave_are_given_back():
     async with routed(stub) as (router, port):
         client = await Client.open(port)
         client.send(post() + post())
-        await until_async(lambda: stub.sent and router.fronts.num_buffered > len(stub.sent[0].body))
+        await until_async(lambda: stub.sent and router.clients.num_buffered > len(stub.sent[0].body))
         client.close()
-        await until_async(lambda: not router.fronts.all)
-        assert router.fronts.num_buffered == 0
+        await until_async(lambda: not router.clients.all)
+        assert router.clients.num_buffered == 0
 
 
 async def test_a_key_is_checked_before_the_body_is_taken():
@@ -396,12 +396,12 @@ async def test_a_key_is_checked_before_the_body_is_taken():
         client.close()
         client = await Client.open(port)
         client.send(HEAD + b"x-api-key: key-of-the-first-user\r\ntransfer-encoding: chunked\r\n\r\n" + b"2\r\n[]\r\n" * 100)
-        await until_async(lambda: router.fronts.num_buffered == 200)
-        (held,) = (one for one in router.fronts.all if one._body)
+        await until_async(lambda: router.clients.num_buffered == 200)
+        (held,) = (one for one in router.clients.all if one._body)
         assert bytes(held._body) == b"[]" * 100  # and not an object for each piece
         client.close()
-        await until_async(lambda: not router.fronts.all)
-        assert router.fronts.num_buffered == 0
+        await until_async(lambda: not router.clients.all)
+        assert router.clients.num_buffered == 0
 
 
 @pytest.mark.parametrize("path", ["/health", "/"])
@@ -416,18 +416,18 @@ async def test_without_a_key_little_is_held(path):
         client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" % path.encode())
         client.send(b"2000\r\n" + b"a" * 0x2000 + b"\r\n")
         assert (await client.answer())[0] == 413
-        assert router.fronts.num_buffered == 0
+        assert router.clients.num_buffered == 0
 
 
 async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch):
-    monkeypatch.setattr(front, "REST_WITHIN_S", 60.0)
+    monkeypatch.setattr(client_connection, "REST_WITHIN_S", 60.0)
     async with routed(Stub("a"), max_connections=1) as (router, port):
         kept = await Client.open(port)
         kept.send(post())
         assert (await kept.answer())[0] == 200
         refused = await Client.open(port)
         assert (await refused.answer())[0] == 503
-        await until_async(lambda: len(router.fronts.all) == 1)  # though the client has not closed its side
+        await until_async(lambda: len(router.clients.all) == 1)  # though the client has not closed its side
         refused.close()
         kept.send(post())
         assert (await kept.answer())[0] == 200

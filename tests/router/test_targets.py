@@ -59,7 +59,7 @@ async def served(root_path: str, is_routed: bool) -> AsyncIterator[tuple[int, li
         if is_routed:
             router = Router([f"http://127.0.0.1:{port}"], ACCESS, upstream_key=ADMIN, check_every_s=60)
             await router.start()
-            server = await asyncio.get_running_loop().create_server(router.fronts.make, "127.0.0.1", 0)
+            server = await asyncio.get_running_loop().create_server(router.clients.make, "127.0.0.1", 0)
             stack.callback(router.close)
             stack.callback(server.close)
             port = server.sockets[0].getsockname()[1]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemill.errors import NoUpstream, TidemillError, UpstreamFailed
-from tidemill.router.front import Front
+from tidemill.router.client_connection import ClientConnection
 from tidemill.router.keys import Prompt
 from tidemill.router.request import Request
 from tidemill.router.upstream import Connection, Headers, Upstream
@@ -31,10 +31,17 @@ class Exchange:
     """A `Job` of the client's connection and the `Sink` of the upstream's."""
 
     def __init__(
-        self, router: Router, front: Front, request: Request, prompt: Prompt, tenant: str, repeats: bool, owner: Upstream | None
+        self,
+        router: Router,
+        client: ClientConnection,
+        request: Request,
+        prompt: Prompt,
+        tenant: str,
+        repeats: bool,
+        owner: Upstream | None,
     ) -> None:
         """`repeats`: it may be sent again though an upstream may have seen it. `owner`: the only upstream that can answer it."""
-        self._router, self._front, self._request, self._prompt, self._tenant = router, front, request, prompt, tenant
+        self._router, self._client, self._request, self._prompt, self._tenant = router, client, request, prompt, tenant
         self.repeats, self._owner = repeats, owner
         self._tried: list[Upstream] = []
         self._num_attempts = 0
@@ -113,7 +120,7 @@ class Exchange:
     def _fail(self, why: TidemillError) -> None:
         self._finish()
         self._router.num_failed += 1
-        self._front.answer_error(why)
+        self._client.answer_error(why)
 
     def _leave_upstream(self) -> None:
         connecting, self._connecting = self._connecting, None
@@ -172,21 +179,21 @@ class Exchange:
         self._has_begun = True
         self._is_stream = length is None and any(n == b"content-type" and b"event-stream" in value for n, value in headers)
         self._router.answered(status, time.monotonic() - self._begun_s)
-        self._out = self._front.begin_response(status, headers, length)
+        self._out = self._client.begin_response(status, headers, length)
 
     def body(self, data: bytes) -> None:
-        self._out.append(self._front.framed(data))
+        self._out.append(self._client.framed(data))
 
     def flush(self) -> None:
         if self._out:
             out, self._out = self._out, []
-            self._front.write(out)
+            self._client.write(out)
 
     def ended(self) -> None:
         self._connection = None  # it is given back already
         self._leave_upstream()
         self._finish()
-        self._front.end_response(self._out)
+        self._client.end_response(self._out)
 
     def broken(self, why: str) -> None:
         upstream, connection, self._connection = self.upstream, self._connection, None
@@ -202,12 +209,12 @@ class Exchange:
         self._finish()
         self._router.num_failed += 1
         if not self._is_stream:
-            self._front.break_off()
+            self._client.break_off()
             return
         # Clients of an event stream read an error as its last event.
         error = UpstreamFailed("The server ended in the middle of the response.", fix="Try again.")
         event = b"\n\ndata: " + msgspec.json.encode(format_error(self._request.path, error_body(error), error.status)) + b"\n\n"
-        self._front.end_response([*self._out, self._front.framed(event)])
+        self._client.end_response([*self._out, self._client.framed(event)])
 
 
 def _seconds(value: bytes) -> float:

@@ -7,7 +7,7 @@ import re
 from tidemill.router.upstream import HOP_BY_HOP, Headers
 from tidemill.server.http.access import KEY_HEADERS, Caller
 
-MAX_REPEATED_BYTES = 2048  # of a head that is kept
+MAX_CACHED_HEAD_BYTES = 2048  # of a head that is kept
 _MAX_DIGITS = 10
 _VALUE = re.compile(rb"[!-~](?:[\t -~]*[!-~])?")  # of a header, without spaces around it
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-forwarded-for"}  # the latter are written anew
@@ -62,7 +62,7 @@ def _forwarded(request: Request, key: bytes) -> list[bytes]:
     return [*lines, own + (b"x-forwarded-for: %b\r\n" % request.address.encode() if request.address else b"")]
 
 
-class Repeated:
+class CachedHead:
     """A head that was parsed. The same lines need not be parsed again, also if the length or plain headers have other values."""
 
     __slots__ = ("_after", "_before", "_length_at", "_like", "_lines", "_prefixes", "max_body")
@@ -74,7 +74,7 @@ class Repeated:
         self._after = b"\r\n".join([b"", *lines[length_at + 1 :], b"", b""])
 
     @staticmethod
-    def of(head: bytes, request: Request, max_body: int) -> Repeated | None:
+    def of(head: bytes, request: Request, max_body: int) -> CachedHead | None:
         """`head`: the bytes that were parsed as `request`. None: it has no plain length, or an effect beyond its request."""
         lines, names = head.removesuffix(b"\r\n\r\n").split(b"\r\n"), [name for name, _ in request.headers]
         is_plain = request.keeps_alive and not request.is_http10 and request.caller is not None and len(lines) == len(names) + 1
@@ -88,7 +88,7 @@ class Repeated:
             may_differ = line.startswith(prefix) and names.count(name) == 1 and (name not in _FIXED or name == b"content-length")
             prefixes.append(prefix if may_differ else b"")
         length_at = names.index(b"content-length") + 1
-        return Repeated(lines, prefixes, length_at, request, max_body) if prefixes[length_at] else None
+        return CachedHead(lines, prefixes, length_at, request, max_body) if prefixes[length_at] else None
 
     def read(self, data: bytes) -> Request | None:
         """The request, if `data` is one with such a head, whole."""
@@ -99,7 +99,7 @@ class Repeated:
         if end > 0 and data.startswith(self._before) and data.startswith(self._after, end):  # nothing but the length differs
             length, end = data[begin:end], end + len(self._after) - 4
         else:
-            end = data.find(b"\r\n\r\n", 0, MAX_REPEATED_BYTES)
+            end = data.find(b"\r\n\r\n", 0, MAX_CACHED_HEAD_BYTES)
             lines = data[:end].split(b"\r\n") if end > 0 else []
             if len(lines) != len(self._lines) or not self._differs_plainly(request, lines):
                 return None

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from tidemill.errors import ConfigError, Draining, InvalidRequest, NoUpstream, TidemillError
+from tidemill.router.client_connection import ClientConnection, ClientConnections, Job
 from tidemill.router.exchange import Exchange
 from tidemill.router.fetch import Fetched, fetch
-from tidemill.router.front import Front, Fronts, Job
 from tidemill.router.health import Checks, models_of
 from tidemill.router.keys import Prompt, read_prompt
 from tidemill.router.limits import Limits
@@ -58,7 +58,7 @@ class Router:
         own: Headers = [(b"authorization", b"Bearer " + self.upstream_key)] if upstream_key else []
         self.checks = Checks(check_every_s, own, self._recovered, self._lost, check_within_s)
         has_keys = bool(self.access.keys or self.access.admin_keys)
-        self.fronts = Fronts(self.admit, self.handle, max_connections, has_keys)
+        self.clients = ClientConnections(self.admit, self.handle, max_connections, has_keys)
         self._anybody = None if has_keys else Caller(is_admin=True)  # who sends a request, where there are no keys
         self.upstreams: dict[str, Upstream] = {}
         self._owners = Owners()
@@ -81,7 +81,7 @@ class Router:
 
     async def start(self) -> None:
         """Returns when every upstream has been checked once."""
-        self.fronts.sweep()
+        self.clients.sweep()
         await asyncio.gather(*map(self.checks.begin, self.upstreams.values()))
 
     @property
@@ -90,14 +90,14 @@ class Router:
 
     async def drain(self, seconds: float) -> None:
         """New requests are refused, and those under way may end."""
-        self.fronts.drain()
+        self.clients.drain()
         end_s = asyncio.get_running_loop().time() + seconds
         while self._exchanges and asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(0.02)
 
     def close(self) -> None:
         self.checks.close()
-        self.fronts.close()
+        self.clients.close()
         for upstream in self.upstreams.values():
             upstream.close()
 
@@ -145,45 +145,45 @@ class Router:
             return self._anybody
         return self.access.caller(request.path, {name: value.decode("latin-1") for name, value in request.headers})
 
-    def handle(self, front: Front, request: Request) -> Job | None:
-        if self.fronts.is_draining:
+    def handle(self, client: ClientConnection, request: Request) -> Job | None:
+        if self.clients.is_draining:
             request.keeps_alive = False
             raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
         caller = request.caller or self.admit(request)
         own = self._own.get(request.path)
         if own is not None and request.method != b"OPTIONS":
-            return own(self, front, request, caller)
+            return own(self, client, request, caller)
         tenant = caller.tenant or request.address
         self.limits.enter(tenant)
         try:
-            return self._forward(front, request, tenant)
+            return self._forward(client, request, tenant)
         except BaseException:
             self.limits.leave(tenant)
             raise
 
-    def _forward(self, front: Front, request: Request, tenant: str) -> Job:
+    def _forward(self, client: ClientConnection, request: Request, tenant: str) -> Job:
         if request.method == b"OPTIONS":
-            return self._exchange(front, request, Prompt(), tenant, True, None)
+            return self._exchange(client, request, Prompt(), tenant, True, None)
         key = b"" if self.upstream_key else next(filter(None, map(request.get, sorted(KEYS))), b"")
         is_json = request.method == b"POST" and request.path != "/v1/files"
         model = model_in(request.path)
         prompt = read_prompt(request.body, key, request.get(b"x-session-id"), model) if is_json else Prompt(model)
         repeats, owner = True, None
         if request.path in EVERYWHERE:
-            return self._later(front, self._send_everywhere(front, request), tenant)
+            return self._forward_in_background(client, self._send_everywhere(client, request), tenant)
         reference = referred(request.path) or prompt.refers_to
         if reference is not None and len(self.upstreams) > 1:
-            return self._later(front, self._send_to_owner(front, request, prompt, key, reference, tenant), None)
+            return self._forward_in_background(client, self._send_to_owner(client, request, prompt, key, reference, tenant), None)
         if request.path in HOMES:
             repeats, owner = request.method == b"GET", self._home(key or tenant.encode())
             if owner is None:
                 raise NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
-        return self._exchange(front, request, prompt, tenant, repeats, owner)
+        return self._exchange(client, request, prompt, tenant, repeats, owner)
 
     def _exchange(
-        self, front: Front, request: Request, prompt: Prompt, tenant: str, repeats: bool, owner: Upstream | None
+        self, client: ClientConnection, request: Request, prompt: Prompt, tenant: str, repeats: bool, owner: Upstream | None
     ) -> Exchange:
-        exchange = Exchange(self, front, request, prompt, tenant, repeats, owner)
+        exchange = Exchange(self, client, request, prompt, tenant, repeats, owner)
         exchange.start()
         self._exchanges.add(exchange)
         return exchange
@@ -199,21 +199,21 @@ class Router:
 
     # ---- requests to one owner, and to all
 
-    def _later(self, front: Front, work: Coroutine[Any, Any, None], tenant: str | None) -> Job:
+    def _forward_in_background(self, client: ClientConnection, work: Coroutine[Any, Any, None], tenant: str | None) -> Job:
         """`tenant`: whose limit counts it until it is done; None: nobody's."""
-        job = _Task(asyncio.get_running_loop().create_task(self._answer_errors(front, work)))
+        job = _Task(asyncio.get_running_loop().create_task(self._answer_errors(client, work)))
         if tenant is not None:
             job.task.add_done_callback(lambda _: self.limits.leave(tenant))
         return job
 
-    async def _answer_errors(self, front: Front, work: Coroutine[Any, Any, None]) -> None:
+    async def _answer_errors(self, client: ClientConnection, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except TidemillError as error:
-            front.answer_error(error)
+            client.answer_error(error)
         except Exception:
             _log.exception("a request could not be answered")
-            front.break_off()
+            client.break_off()
 
     def _own_headers(self, request: Request) -> Headers:
         """The headers of requests that the router makes for a client."""
@@ -222,7 +222,7 @@ class Router:
         return [(name, value) for name, value in request.headers if name in KEYS]
 
     async def _send_to_owner(
-        self, front: Front, request: Request, prompt: Prompt, key: bytes, reference: tuple[str, str], tenant: str
+        self, client: ClientConnection, request: Request, prompt: Prompt, key: bytes, reference: tuple[str, str], tenant: str
     ) -> None:
         is_begun = False
         try:
@@ -230,13 +230,13 @@ class Router:
             owner = await self._owners.find(key, *reference, upstreams, self._own_headers(request))
             # If none has it, any of them says so.
             repeats = request.method in (b"GET", b"HEAD") or owner is None or request.path not in HOMES
-            front.take_over(self._exchange(front, request, prompt, tenant, repeats, owner))
+            client.take_over(self._exchange(client, request, prompt, tenant, repeats, owner))
             is_begun = True
         finally:
             if not is_begun:
                 self.limits.leave(tenant)
 
-    async def _send_everywhere(self, front: Front, request: Request) -> None:
+    async def _send_everywhere(self, client: ClientConnection, request: Request) -> None:
         """The first refusal is the answer, or else what the first of them said."""
         headers = [*self._own_headers(request), (b"content-type", request.get(b"content-type") or b"application/json")]
         usable = [one for one in self.upstreams.values() if one.is_healthy]
@@ -245,22 +245,22 @@ class Router:
         answers = await asyncio.gather(*(_ask(one, request, headers, CHANGE_WITHIN_S) for one in usable))
         chosen = next((one for one in answers if one.status >= 400), answers[0])
         kept = [(name, value) for name, value in chosen.headers if name == b"content-type"]
-        front.answer(chosen.status, chosen.body, kept[0][1] if kept else b"text/plain")
+        client.answer(chosen.status, chosen.body, kept[0][1] if kept else b"text/plain")
 
     # ---- what the router answers itself
 
-    def _health(self, front: Front, request: Request, caller: Caller) -> None:
+    def _health(self, client: ClientConnection, request: Request, caller: Caller) -> None:
         num = sum(one.is_healthy for one in self.upstreams.values())
         body = {"status": "ok" if num else "no upstream is healthy", "healthy": num, "upstreams": len(self.upstreams)}
-        front.answer_json(body, 200 if num else 503)
+        client.answer_json(body, 200 if num else 503)
 
-    def _load(self, front: Front, request: Request, caller: Caller) -> None:
-        front.answer_json({"server_load": len(self._exchanges)})
+    def _load(self, client: ClientConnection, request: Request, caller: Caller) -> None:
+        client.answer_json({"server_load": len(self._exchanges)})
 
-    def _models(self, front: Front, request: Request, caller: Caller) -> Job:
-        return self._later(front, self._merge_models(front, request), None)
+    def _models(self, client: ClientConnection, request: Request, caller: Caller) -> Job:
+        return self._forward_in_background(client, self._merge_models(client, request), None)
 
-    async def _merge_models(self, front: Front, request: Request) -> None:
+    async def _merge_models(self, client: ClientConnection, request: Request) -> None:
         """The models that each upstream lists for this client; the first that lists a name describes it."""
         usable = [one for one in self.upstreams.values() if one.is_healthy]
         if not usable:
@@ -268,20 +268,20 @@ class Router:
         answers = await asyncio.gather(*(_ask(one, request, self._own_headers(request)) for one in usable))
         good = [models_of(one.body) for one in answers if one.status == 200]
         if not good:
-            front.answer(answers[0].status, answers[0].body)
+            client.answer(answers[0].status, answers[0].body)
             return
         merged: dict[str, msgspec.Raw] = {}
         for listed in reversed(good):
             merged = listed | {name: one for name, one in merged.items() if name not in listed}
         models = list(merged.values())
         is_openai = request.path in ("/v1/models", "/models")
-        front.answer_json({"object": "list", "data": models} if is_openai else {"models": models})
+        client.answer_json({"object": "list", "data": models} if is_openai else {"models": models})
 
-    def _manage(self, front: Front, request: Request, caller: Caller) -> Job | None:
+    def _manage(self, client: ClientConnection, request: Request, caller: Caller) -> Job | None:
         """Upstreams are listed, added and removed."""
         self.access.check_may_see_all(caller)
         if request.method == b"GET":
-            front.answer_json({"upstreams": [_described(one) for one in self.upstreams.values()]})
+            client.answer_json({"upstreams": [_described(one) for one in self.upstreams.values()]})
             return None
         try:
             url = msgspec.json.decode(request.body, type=_Added).url
@@ -299,11 +299,11 @@ class Router:
             self.placement.forget(upstream.url)
         else:
             raise InvalidRequest("Upstreams are listed by GET, added by POST and removed by DELETE.")
-        front.answer_json(_described(upstream))
+        client.answer_json(_described(upstream))
         return None
 
-    def _metrics(self, front: Front, request: Request, caller: Caller) -> None:
-        front.answer(200, "\n".join(self._metric_lines()).encode() + b"\n", b"text/plain; version=0.0.4; charset=utf-8")
+    def _metrics(self, client: ClientConnection, request: Request, caller: Caller) -> None:
+        client.answer(200, "\n".join(self._metric_lines()).encode() + b"\n", b"text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_lines(self) -> list[str]:
         name, lines = "tidemill_router", []
@@ -319,7 +319,7 @@ class Router:
         put("retries_total", "counter", "Requests that were sent to another upstream", [("", self.num_retries)])
         put("failed_total", "counter", "Requests that no upstream answered in full", [("", self.num_failed)])
         put("limited_total", "counter", "Requests refused by the limits of their key", [("", self.limits.num_refused)])
-        put("connections", "gauge", "Connections of clients", [("", len(self.fronts.all))])
+        put("connections", "gauge", "Connections of clients", [("", len(self.clients.all))])
         put("prefix_keys", "gauge", "Blocks of prompts whose upstream is remembered", [("", len(self.placement))])
         put("upstream_healthy", "gauge", "1 if an upstream is sent requests", [(at, one.is_usable) for at, one in by_url])
         put("upstream_load", "gauge", "Requests under way", [(at, one.load) for at, one in by_url])
@@ -333,7 +333,7 @@ class Router:
         ])  # fmt: skip
         return lines
 
-    _own: dict[str, Callable[[Router, Front, Request, Caller], Job | None]] = {
+    _own: dict[str, Callable[[Router, ClientConnection, Request, Caller], Job | None]] = {
         "/health": _health,
         "/ready": _health,
         "/ping": _health,

@@ -64,7 +64,7 @@ async def _serve(router: Router, listen: Listen, listening: socket.socket) -> as
             context.verify_mode = ssl.CERT_REQUIRED
     within_s = TLS_WITHIN_S if context is not None else None
     return await asyncio.get_running_loop().create_server(
-        router.fronts.make,
+        router.clients.make,
         sock=listening,
         ssl=context,
         backlog=2048,

@@ -17,7 +17,7 @@ import httptools
 import msgspec
 
 from tidemill.errors import Draining, InvalidRequest, QueueFull, RequestTooLarge, TidemillError
-from tidemill.router.request import MAX_REPEATED_BYTES, Repeated, Request
+from tidemill.router.request import MAX_CACHED_HEAD_BYTES, CachedHead, Request
 from tidemill.router.upstream import Headers
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
@@ -62,13 +62,13 @@ class Job(Protocol):
     def resume(self) -> None: ...
 
 
-class Fronts:
+class ClientConnections:
     """All connections of clients."""
 
     def __init__(
         self,
         admit: Callable[[Request], Caller],
-        handle: Callable[[Front, Request], Job | None],
+        handle: Callable[[ClientConnection, Request], Job | None],
         max_connections: int,
         has_keys: bool = False,
     ) -> None:
@@ -77,37 +77,37 @@ class Fronts:
         use some paths only."""
         self.admit, self.handle, self.max_connections, self.has_keys = admit, handle, max_connections, has_keys
         self.max_idle = max(max_connections // 2, 1)  # of one address
-        self.all: set[Front] = set()
+        self.all: set[ClientConnection] = set()
         self.num_idle: Counter[str] = Counter()  # by address: without a request under way
         self.num_buffered = 0  # bytes
         self.is_draining = False
         self._sweeping: asyncio.TimerHandle | None = None
 
-    def make(self) -> Front:
-        return Front(self)
+    def make(self) -> ClientConnection:
+        return ClientConnection(self)
 
     def sweep(self) -> None:
         """Close what is too slow; again every second. One timer for all costs less than one for each request."""
         now = time.monotonic()
-        for front in [one for one in self.all if one.deadline_s <= now]:
-            front.too_slow()
+        for client in [one for one in self.all if one.deadline_s <= now]:
+            client.too_slow()
         self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_EVERY_S, self.sweep)
 
     def drain(self) -> None:
         self.is_draining = True
-        for front in list(self.all):
-            front.close_if_idle()
+        for client in list(self.all):
+            client.close_if_idle()
 
     def close(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
-        for front in list(self.all):
-            front.abort()
+        for client in list(self.all):
+            client.abort()
 
 
-class Front(asyncio.Protocol):
-    def __init__(self, fronts: Fronts) -> None:
-        self._fronts = fronts
+class ClientConnection(asyncio.Protocol):
+    def __init__(self, clients: ClientConnections) -> None:
+        self._clients = clients
         self._parser = httptools.HttpRequestParser(self)
         self._job: Job | None = None  # the request that is being answered
         self._is_busy = False
@@ -117,7 +117,7 @@ class Front(asyncio.Protocol):
         self._is_closed = False
         self._is_paused = False
         self._unread = 0
-        self._repeated: Repeated | None = None  # the head of a request that this connection has had
+        self._cached_head: CachedHead | None = None  # the head of a request that this connection has had
         self._head = b""  # of the request that is being parsed, if it came in one piece
         self.deadline_s = float("inf")
         self._expect_head()
@@ -135,11 +135,11 @@ class Front(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
-        fronts = self._fronts
-        fronts.all.add(self)
-        if len(fronts.all) > fronts.max_connections:
+        clients = self._clients
+        clients.all.add(self)
+        if len(clients.all) > clients.max_connections:
             self._turn_away(Draining("There are too many connections.", fix="Try again in a moment."))
-        elif fronts.num_idle[self.address] >= fronts.max_idle:
+        elif clients.num_idle[self.address] >= clients.max_idle:
             self._turn_away(QueueFull("This address has too many idle connections.", fix="Use the ones there are."))
         else:
             self._set_idle(True)
@@ -148,8 +148,8 @@ class Front(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closed = True
         self._set_idle(False)
-        self._fronts.all.discard(self)
-        self._fronts.num_buffered -= self._num_body + sum(len(one.body) for one in self._queue)
+        self._clients.all.discard(self)
+        self._clients.num_buffered -= self._num_body + sum(len(one.body) for one in self._queue)
         self._queue.clear()
         if self._is_busy:
             self._give_body_back()
@@ -165,9 +165,9 @@ class Front(asyncio.Protocol):
             return
         if self._in_head:
             if not self._num_head and self._request is None:
-                if self._take_repeated(data):
+                if self._take_with_cached_head(data):
                     return
-                self._head = data[: data.find(b"\r\n\r\n", 0, MAX_REPEATED_BYTES) + 4]
+                self._head = data[: data.find(b"\r\n\r\n", 0, MAX_CACHED_HEAD_BYTES) + 4]
             if not self._num_head and not self._is_busy:
                 self._expect_by(time.monotonic() + HEADERS_WITHIN_S)
             self._num_head += len(data)
@@ -188,14 +188,14 @@ class Front(asyncio.Protocol):
             if self._in_head and self._num_head > MAX_HEADER_BYTES:
                 self._refuse(HeadersTooLarge(f"The headers may have {MAX_HEADER_BYTES} bytes."))
 
-    def _take_repeated(self, data: bytes) -> bool:
+    def _take_with_cached_head(self, data: bytes) -> bool:
         """A whole request with a head that was parsed before."""
-        if self._repeated is None or self._is_busy or self._is_paused or (request := self._repeated.read(data)) is None:
+        if self._cached_head is None or self._is_busy or self._is_paused or (request := self._cached_head.read(data)) is None:
             return False
-        fronts, num_bytes = self._fronts, len(request.body)
-        if num_bytes > self._repeated.max_body or fronts.num_buffered + num_bytes > MAX_BUFFERED_BYTES:
+        clients, num_bytes = self._clients, len(request.body)
+        if num_bytes > self._cached_head.max_body or clients.num_buffered + num_bytes > MAX_BUFFERED_BYTES:
             return False  # the parser's path says why not
-        fronts.num_buffered += num_bytes
+        clients.num_buffered += num_bytes
         self.deadline_s = float("inf")
         self._set_idle(False)
         self._begin(request)
@@ -232,7 +232,7 @@ class Front(asyncio.Protocol):
 
     def _set_idle(self, is_idle: bool) -> None:
         if is_idle != self._is_idle:
-            self._is_idle, num_idle = is_idle, self._fronts.num_idle
+            self._is_idle, num_idle = is_idle, self._clients.num_idle
             num_idle[self.address] += 1 if is_idle else -1
             if not num_idle[self.address]:
                 del num_idle[self.address]
@@ -293,13 +293,13 @@ class Front(asyncio.Protocol):
             if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in request.headers):
                 raise InvalidRequest("The only transfer encoding that is taken is chunked.")
         if has_body:
-            request.caller = self._fronts.admit(request)
-            if self._fronts.has_keys and not request.caller.tenant:
+            request.caller = self._clients.admit(request)
+            if self._clients.has_keys and not request.caller.tenant:
                 self._max_body = min(self._max_body, MAX_OPEN_BODY_BYTES)
         if length > self._max_body:
             raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
         if len(head) > 4:
-            self._repeated = Repeated.of(head, request, self._max_body)
+            self._cached_head = CachedHead.of(head, request, self._max_body)
         now = time.monotonic()
         self._body_until_s = now + BODY_WITHIN_S
         self._expect_by(now + PART_WITHIN_S)
@@ -308,10 +308,10 @@ class Front(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_body += len(body)
-        self._fronts.num_buffered += len(body)
+        self._clients.num_buffered += len(body)
         if self._num_body > self._max_body:
             raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
-        if self._fronts.num_buffered > MAX_BUFFERED_BYTES:
+        if self._clients.num_buffered > MAX_BUFFERED_BYTES:
             raise QueueFull("The router holds too many bytes of requests.", fix="Try again in a moment.")
         self._body += body
 
@@ -334,7 +334,7 @@ class Front(asyncio.Protocol):
         self._framing = ""
         self._job = None
         try:
-            job = self._fronts.handle(self, request)
+            job = self._clients.handle(self, request)
         except TidemillError as error:
             self.answer_error(error)
         else:
@@ -360,7 +360,7 @@ class Front(asyncio.Protocol):
         else:
             self._framing = "chunked"
             out.append(b"transfer-encoding: chunked\r\n")
-        if self._fronts.is_draining or self._is_broken:
+        if self._clients.is_draining or self._is_broken:
             request.keeps_alive = False
         if not request.keeps_alive:
             out.append(b"connection: close\r\n")
@@ -435,7 +435,7 @@ class Front(asyncio.Protocol):
         self.abort()
 
     def _give_body_back(self) -> None:
-        self._fronts.num_buffered -= len(self._current.body)
+        self._clients.num_buffered -= len(self._current.body)
         self._current.body = b""
 
     def _turn_away(self, error: TidemillError) -> None:
@@ -446,12 +446,12 @@ class Front(asyncio.Protocol):
     def _refuse(self, error: TidemillError) -> None:
         """Refuses the rest of a connection: it is not read any more. Requests that are under way go on."""
         self._is_broken = True
-        self._fronts.num_buffered -= self._num_body
+        self._clients.num_buffered -= self._num_body
         path = self._request.path if self._request is not None else ""
         self._expect_head()
         if self._is_busy:
             self._current.keeps_alive = False
-            self._fronts.num_buffered -= sum(len(one.body) for one in self._queue)
+            self._clients.num_buffered -= sum(len(one.body) for one in self._queue)
             self._queue.clear()
             self._expect_by(float("inf"))
             return

@@ -38,8 +38,8 @@ def num_copied_pages(kv_dtype: str, context: int, num_kv_heads: int, page_size: 
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    kv_format.name: kv_format
+    for kv_format in (
         KVFormat("float32", 32),
         KVFormat("bfloat16", 16),
         KVFormat("float16", 16),

@@ -87,26 +87,26 @@ def _wrong(message: str, fix: str = "") -> InvalidRequest:
     return InvalidRequest(message, fix=fix, param="kv_policy")
 
 
-def read_policy(given: Any) -> KVPolicy | None:
+def read_policy(policy: Any) -> KVPolicy | None:
     """From a name, an object with the policy's fields (also as JSON), or a policy."""
-    if isinstance(given, str):
+    if isinstance(policy, str):
         try:
-            given = msgspec.json.decode(given) if given.lstrip().startswith("{") else {"kind": given}
+            policy = msgspec.json.decode(policy) if policy.lstrip().startswith("{") else {"kind": policy}
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
             raise _wrong(f"kv_policy is not JSON: {error}.") from None
-    if isinstance(given, dict):
+    if isinstance(policy, dict):
         known = KVPolicy.__struct_fields__
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in policy if name not in known]:
             raise _wrong(f"kv_policy has no field {unknown[0]!r}.", f"There are {', '.join(known)}.")
-        given = KVPolicy(**given)
-    if given is None:
+        policy = KVPolicy(**policy)
+    if policy is None:
         return None
-    if not isinstance(given, KVPolicy) or not isinstance(given.kind, str):
+    if not isinstance(policy, KVPolicy) or not isinstance(policy.kind, str):
         raise _wrong(
-            f"kv_policy is {given!r}.", 'Give a name or an object, such as {"kind": "streaming", "sinks": 4, "recent": 1020}.'
+            f"kv_policy is {policy!r}.", 'Give a name or an object, such as {"kind": "streaming", "sinks": 4, "recent": 1020}.'
         )
-    given.check()
-    return given
+    policy.check()
+    return policy
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -213,13 +213,13 @@ class CachePolicy(msgspec.Struct, frozen=True):
 
     def segments(self, start: int, count: int) -> list[Segment]:
         """Tokens start .. start + count - 1, cut where slots are given up."""
-        made, end = [], start + count
+        segments, end = [], start + count
         while start < end:
             stop = self.next_eviction(start)
             num = min(stop, end) - start
-            made.append(Segment(start, num, self.slot(start), stop <= end))
+            segments.append(Segment(start, num, self.slot(start), stop <= end))
             start += num
-        return made
+        return segments
 
     def written(self, start: int, end: int) -> list[tuple[int, int]]:
         """Ranges of slots that computing tokens start .. end - 1 writes."""
@@ -249,7 +249,7 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
         sinks = have.get("sinks", 0)
         capacity = sinks + have["recent"]
         kept = capacity - _interval(have["recent"])
-        made = CachePolicy(policy.kind, num_prompt, capacity, kept, kept - sinks, sinks)
+        cache_policy = CachePolicy(policy.kind, num_prompt, capacity, kept, kept - sinks, sinks)
     elif policy.kind in SPARSE:
         share = have["budget"] if have["budget"] <= 1 else 0.0
         dense = num_prompt if have["dense"] is None else min(have["dense"], num_prompt)
@@ -263,18 +263,18 @@ def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: 
         capacity = max(math.ceil(have["budget"] * base) if have["budget"] <= 1 else int(have["budget"]), 2)
         if policy.kind == "snapkv":
             observed = min(have["observed"], capacity, num_prompt)
-            made = CachePolicy("snapkv", num_prompt, capacity, capacity, observed, observed=observed)
+            cache_policy = CachePolicy("snapkv", num_prompt, capacity, capacity, observed, observed=observed)
         else:
             kept = capacity - _interval(capacity)
             recent = kept // 2 if have["recent"] is None else min(have["recent"], kept)
-            made = CachePolicy(policy.kind, num_prompt, capacity, kept, recent)
-    if made.capacity > context:
+            cache_policy = CachePolicy(policy.kind, num_prompt, capacity, kept, recent)
+    if cache_policy.capacity > context:
         raise _wrong(
-            f"kv_policy keeps {made.capacity} tokens, and the context is {context}.",
+            f"kv_policy keeps {cache_policy.capacity} tokens, and the context is {context}.",
             f"Keep at most {context}, or serve with a larger --max-context.",
         )
-    is_whole = made.capacity >= (num_prompt if policy.kind == "snapkv" else num_all)
-    return None if is_whole else made
+    is_whole = cache_policy.capacity >= (num_prompt if policy.kind == "snapkv" else num_all)
+    return None if is_whole else cache_policy
 
 
 def _interval(num_slots: int) -> int:

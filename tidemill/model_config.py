@@ -392,7 +392,7 @@ class ModelConfig:
     def has_long_factors(self, context: int) -> bool:
         """Tells if longrope's factors for long contexts are taken: keys depend on it."""
         scalings = [spec.rotation.scaling for spec in self.attention_layers if spec.rotation is not None]
-        return any(one is not None and one.kind == "longrope" and context > one.original_context for one in scalings)
+        return any(s is not None and s.kind == "longrope" and context > s.original_context for s in scalings)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """The bytes of a token's keys and values in one sequence. They follow from the KV heads, not from hidden_size, which

@@ -110,35 +110,35 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
     @staticmethod
-    def read(given: Any) -> Grammar:
+    def read(grammar: Any) -> Grammar:
         """From a JSON schema as a dict, or the text of a grammar."""
-        if isinstance(given, Grammar) and isinstance(given.kind, str) and isinstance(given.text, str):
-            return given
-        if isinstance(given, Mapping | str):
-            return _grammar("json_schema" if isinstance(given, Mapping) else "grammar", given, "grammar")
+        if isinstance(grammar, Grammar) and isinstance(grammar.kind, str) and isinstance(grammar.text, str):
+            return grammar
+        if isinstance(grammar, Mapping | str):
+            return _grammar("json_schema" if isinstance(grammar, Mapping) else "grammar", grammar, "grammar")
         raise InvalidRequest(
-            f"grammar is {str(given)[:100]!r} ({type(given).__name__}).",
+            f"grammar is {str(grammar)[:100]!r} ({type(grammar).__name__}).",
             fix='Give a Grammar("regex", "[0-9]+"), a JSON schema as a dict, or the text of a Lark or GBNF grammar.',
             param="grammar",
         )
 
     @staticmethod
-    def of_vllm(given: Any, name: str) -> Grammar:
+    def of_vllm(params: Any, name: str) -> Grammar:
         """From vLLM's StructuredOutputsParams or GuidedDecodingParams, or a dict with their fields: exactly one of them."""
-        fields = given if isinstance(given, Mapping) else getattr(given, "__dict__", None)
+        fields = params if isinstance(params, Mapping) else getattr(params, "__dict__", None)
         one_of = f"Give one of {', '.join(_KINDS)}."
         if not isinstance(fields, Mapping):
-            raise InvalidRequest(f"{name} is {str(given)[:100]!r}; it must be a dict.", fix=one_of, param=name)
-        asked = {field: value for field, value in fields.items() if value is not None and value is not False}
-        kinds = [field for field in asked if field in _KINDS]
-        others = [field for field in asked if field not in _KINDS and not str(field).startswith("_")]
+            raise InvalidRequest(f"{name} is {str(params)[:100]!r}; it must be a dict.", fix=one_of, param=name)
+        chosen = {field: value for field, value in fields.items() if value is not None and value is not False}
+        kinds = [field for field in chosen if field in _KINDS]
+        others = [field for field in chosen if field not in _KINDS and not str(field).startswith("_")]
         if unknown := [field for field in others if field not in _STRUCTURED_WITHOUT_EFFECT]:
             raise InvalidRequest(f"{name} has {unknown[0]!r}, which is not supported.", fix=one_of, param=name)
         if len(kinds) != 1:
             raise InvalidRequest(
                 f"{name} has {' and '.join(kinds) or 'nothing that the output must match'}.", fix=one_of, param=name
             )
-        value = {"type": "object"} if kinds[0] == "json_object" else asked[kinds[0]]
+        value = {"type": "object"} if kinds[0] == "json_object" else chosen[kinds[0]]
         return _grammar(_KINDS[kinds[0]], value, name)
 
 
@@ -161,13 +161,13 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
     @classmethod
-    def read(cls, given: Any) -> Self:
+    def read(cls, value: Any) -> Self:
         """Also from a name, a number, or vLLM's own."""
         for kind in cls:
-            if given is kind or getattr(given, "value", given) == kind.value or str(given).upper() == kind.name:
+            if value is kind or getattr(value, "value", value) == kind.value or str(value).upper() == kind.name:
                 return kind
         names = ", ".join(kind.name for kind in cls)
-        raise InvalidRequest(f"There is no output_kind {given!r}.", fix=f"Choose {names}.", param="output_kind")
+        raise InvalidRequest(f"There is no output_kind {value!r}.", fix=f"Choose {names}.", param="output_kind")
 
 
 class Beams(msgspec.Struct, frozen=True):
@@ -188,34 +188,34 @@ def closed(schema: Any) -> Any:
     found: dict[int, dict[str, Any]] = {}
     seen: set[tuple[int, bool]] = set()
     while left:
-        one, is_all = left.pop()
-        if not isinstance(one, dict) or (id(one), is_all) in seen:
+        part, is_all = left.pop()
+        if not isinstance(part, dict) or (id(part), is_all) in seen:
             continue
-        seen.add((id(one), is_all))
-        found[id(one)] = one
-        parts, target = _schemas_of(one, _IN_PLACE), _target(schema, one.get("$ref"))
-        num = len(parts) if one.keys() & _IN_PLACE not in ({"anyOf"}, {"oneOf"}) else 1  # of a choice, one counts
-        is_other = bool(one.keys() & (_OBJECT_KEYS | {"if", "then", "else", "not", "dependentSchemas"}))
-        is_only = is_all and not is_other and num + ("$ref" in one) == 1
-        left += [(value, True) for value in _schemas_of(one, _DEFINITIONS)]
-        left += [(value, is_all and not parts) for value in _schemas_of(one, _OF_VALUES)]
+        seen.add((id(part), is_all))
+        found[id(part)] = part
+        parts, target = _schemas_of(part, _IN_PLACE), _target(schema, part.get("$ref"))
+        num = len(parts) if part.keys() & _IN_PLACE not in ({"anyOf"}, {"oneOf"}) else 1  # of a choice, one counts
+        is_other = bool(part.keys() & (_OBJECT_KEYS | {"if", "then", "else", "not", "dependentSchemas"}))
+        is_only = is_all and not is_other and num + ("$ref" in part) == 1
+        left += [(value, True) for value in _schemas_of(part, _DEFINITIONS)]
+        left += [(value, is_all and not parts) for value in _schemas_of(part, _OF_VALUES)]
         left += [(part, is_only) for part in parts]
         left.append((target, is_only))
-    for number, one in found.items():
-        named, required = one.get("properties"), one.get("required", [])
+    for number, part in found.items():
+        named, required = part.get("properties"), part.get("required", [])
         is_whole = isinstance(named, dict) and isinstance(required, list) and all(str(name) in named for name in required)
-        if is_whole and (number, False) not in seen and not one.keys() & _OPEN:
-            one["additionalProperties"] = False
+        if is_whole and (number, False) not in seen and not part.keys() & _OPEN:
+            part["additionalProperties"] = False
     return schema
 
 
 def _schemas_of(schema: dict[str, Any], keywords: frozenset[str]) -> list[Any]:
-    made: list[Any] = []
+    parts: list[Any] = []
     for name in schema.keys() & keywords:
         value = schema[name]
         is_map = name in _NAMED_SCHEMAS and isinstance(value, dict)
-        made += value.values() if is_map else value if isinstance(value, list) else [value]
-    return made
+        parts += value.values() if is_map else value if isinstance(value, list) else [value]
+    return parts
 
 
 def _target(schema: Any, reference: Any) -> Any:
@@ -242,15 +242,15 @@ class _ByName(msgspec.StructMeta):
 
     if not TYPE_CHECKING:
 
-        def __call__(cls, **given: Any) -> Any:
+        def __call__(cls, **fields: Any) -> Any:
             known = cls.__struct_fields__
             kept = {}
             for name in _STRUCTURED if "grammar" in known else ():
-                if (value := given.pop(name, None)) is not None:
-                    if given.get("grammar") is not None:
+                if (value := fields.pop(name, None)) is not None:
+                    if fields.get("grammar") is not None:
                         raise InvalidRequest(f"{name} does not go with grammar.", fix="Give one of them.", param=name)
-                    given["grammar"] = Grammar.of_vllm(value, name)
-            for name, value in given.items():
+                    fields["grammar"] = Grammar.of_vllm(value, name)
+            for name, value in fields.items():
                 if name in known:
                     if value is not None or name in _MAY_BE_NONE:
                         kept[name] = value
@@ -358,7 +358,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
         if len(self.stop_regex) > MAX_STOP_REGEXES or not all(
-            isinstance(one, str) and 0 < len(one) <= MAX_STOP_REGEX_CHARS for one in self.stop_regex
+            isinstance(text, str) and 0 < len(text) <= MAX_STOP_REGEX_CHARS for text in self.stop_regex
         ):
             what = f"stop_regex may hold at most {MAX_STOP_REGEXES} patterns of 1 to {MAX_STOP_REGEX_CHARS} characters."
             raise InvalidRequest(what, param="stop_regex")

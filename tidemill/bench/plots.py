@@ -100,28 +100,29 @@ def plot_plans(case: Case, found: Found, path: Path) -> Path:
     """All simulated plans: how far from the SLOs by devices, and the two times at the 99th percentile."""
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(10, 3.8))
     for kind, color in _KINDS.items():
-        some = [one for one in found.results if _kind(one) == kind and one.strain < 1e6]
+        some = [result for result in found.results if _kind(result) == kind and result.strain < 1e6]
         if some:
             left.scatter(
-                [one.plan.num_devices for one in some], [one.strain for one in some], s=14, color=color, label=kind, alpha=0.7
+                [result.plan.num_devices for result in some], [result.strain for result in some],
+                s=14, color=color, label=kind, alpha=0.7
             )
-            times = [1000 * one.ttft_s[1] for one in some], [1000 * one.tpot_s[1] for one in some]
+            times = [1000 * result.ttft_s[1] for result in some], [1000 * result.tpot_s[1] for result in some]
             right.scatter(*times, s=14, color=color, alpha=0.7)
     left.axhline(1, color="#5a686a", linewidth=0.8, linestyle=":")
     left.set(xlabel=f"{case.hardware.name} devices", ylabel="strain (up to 1: SLOs kept)", yscale="log")
     right.axvline(1000 * case.slo.ttft_s, color="#5a686a", linewidth=0.8, linestyle=":")
     right.axhline(1000 * case.slo.tpot_s, color="#5a686a", linewidth=0.8, linestyle=":")
     right.set(xlabel="time to first token, p99 (ms)", ylabel="time per output token, p99 (ms)", xscale="log", yscale="log")
-    for one, mark in ((found.winner, "*"), (found.runner_up, "D")):
-        if one is not None and one.strain < 1e6:
-            name = f"{'winner' if mark == '*' else 'runner-up'}: {one.plan.name}"
+    for result, mark in ((found.winner, "*"), (found.runner_up, "D")):
+        if result is not None and result.strain < 1e6:
+            name = f"{'winner' if mark == '*' else 'runner-up'}: {result.plan.name}"
             left.scatter(
-                [one.plan.num_devices], [one.strain], s=110 if mark == "*" else 45, marker=mark, color="#b3261e", label=name
+                [result.plan.num_devices], [result.strain], s=110 if mark == "*" else 45, marker=mark, color="#b3261e", label=name
             )
             right.scatter(
-                [1000 * one.ttft_s[1]], [1000 * one.tpot_s[1]], s=110 if mark == "*" else 45, marker=mark, color="#b3261e"
+                [1000 * result.ttft_s[1]], [1000 * result.tpot_s[1]], s=110 if mark == "*" else 45, marker=mark, color="#b3261e"
             )
-    most = max(one.plan.num_devices for one in [found.winner, *found.results])
+    most = max(result.plan.num_devices for result in [found.winner, *found.results])
     left.set_xlim(0, most + 1)
     if most <= 16:
         left.set_xticks(range(1, most + 1))

@@ -64,7 +64,7 @@ def decide_kv_calibration(options: EngineOptions, kv_dtype: str) -> Decision[str
             param="kv_calibration",
         )
     if options.kv_calibration is not None and not FORMATS[kv_dtype].is_calibrated:
-        named = " or ".join(one.name for one in FORMATS.values() if one.is_calibrated)
+        named = " or ".join(kv_format.name for kv_format in FORMATS.values() if kv_format.is_calibrated)
         raise ConfigError(
             f"A calibration of the KV cache is given, but kv_dtype is {kv_dtype!r}.",
             fix=f"Use it with --kv-dtype {named}, or leave --kv-calibration out.",

@@ -24,38 +24,38 @@ MAX_LORA_RANK = 256
 
 
 def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
-    asked = options.device
-    if asked not in ("auto", *DTYPES):
-        raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
-    if asked == "cuda" and not machine.gpu:
+    device = options.device
+    if device not in ("auto", *DTYPES):
+        raise ConfigError(f"device {device!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
+    if device == "cuda" and not machine.gpu:
         raise ConfigError(
             "device cuda was requested, but torch sees no GPU.",
             fix="Use --device cpu, or install torch for CUDA.",
             param="device",
         )
-    if asked != "auto":
-        return asked, "given"
+    if device != "auto":
+        return device, "given"
     return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
 
 
 def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
-    asked, possible = options.dtype, DTYPES[device]
-    if asked not in ("auto", *possible):
+    dtype, possible = options.dtype, DTYPES[device]
+    if dtype not in ("auto", *possible):
         fix = f"Choose auto, {', '.join(possible)}."
-        raise ConfigError(f"dtype {asked!r} is not available on {device}.", fix=fix, param="dtype")
+        raise ConfigError(f"dtype {dtype!r} is not available on {device}.", fix=fix, param="dtype")
     if device == "cuda":
-        return "bfloat16", "given" if asked != "auto" else "the format of the tensor cores"
-    if asked == "quantized" and not machine.kernels:
+        return "bfloat16", "given" if dtype != "auto" else "the format of the tensor cores"
+    if dtype == "quantized" and not machine.kernels:
         raise ConfigError(
             f"dtype quantized needs the compiled kernels: {machine.no_kernels}.",
             fix="Install with a C compiler, or use --dtype float32.",
             param="dtype",
         )
-    if asked == "quantized" and not model.is_quantized:
+    if dtype == "quantized" and not model.is_quantized:
         fix = "Use --dtype float32."
         raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix=fix, param="dtype")
-    if asked != "auto":
-        return asked, "given"
+    if dtype != "auto":
+        return dtype, "given"
     if options.contextual_sparsity is not None:
         return "float32", "contextual sparsity takes weights as plain numbers"
     if not model.is_quantized:
@@ -67,26 +67,26 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
 
 def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelConfig) -> Decision[str]:
     """Decides how linears hold their weights, a scheme of `quant.METHODS`."""
-    asked = options.quantization
-    if asked not in ("auto", "none", *QUANTIZATIONS):
+    scheme = options.quantization
+    if scheme not in ("auto", "none", *QUANTIZATIONS):
         fix = f"Choose auto, none, {', '.join(QUANTIZATIONS)}."
-        raise ConfigError(f"quantization {asked!r} is not available.", fix=fix, param="quantization")
+        raise ConfigError(f"quantization {scheme!r} is not available.", fix=fix, param="quantization")
     if device != "cuda":
-        if asked not in ("auto", "none"):
+        if scheme not in ("auto", "none"):
             fix = "Use a quantized checkpoint, or make one: tidemill quantize."
-            raise ConfigError(f"quantization {asked} while loading is for GPUs.", fix=fix, param="quantization")
+            raise ConfigError(f"quantization {scheme} while loading is for GPUs.", fix=fix, param="quantization")
         return ("quantized" if dtype == "quantized" else "dense"), "as dtype says"
     experts = "; experts are held in bfloat16" if model.experts else ""
-    if asked == "none" or (asked == "auto" and not model.is_quantized):
-        return "dense", "given" if asked == "none" else "the checkpoint is not quantized"
-    if asked == "auto":
+    if scheme == "none" or (scheme == "auto" and not model.is_quantized):
+        return "dense", "given" if scheme == "none" else "the checkpoint is not quantized"
+    if scheme == "auto":
         return "quantized", f"as stored{experts}"
     if model.is_quantized:
         fix = "Leave --quantization out, or use the checkpoint it was made of."
         raise ConfigError(
-            f"quantization {asked} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
+            f"quantization {scheme} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
         )
-    return asked, f"given: linears {QUANTIZATIONS[asked]}{experts}"
+    return scheme, f"given: linears {QUANTIZATIONS[scheme]}{experts}"
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
@@ -199,10 +199,10 @@ def decide_fast_math(options: EngineOptions, device: str) -> Decision[bool]:
 
 
 def decide_nano_batching(options: EngineOptions, device: str) -> Decision[str]:
-    given = one_of("nano_batching", options.nano_batching, ("auto", "on", "off"))
-    if given == "on" and device != "cuda":
+    setting = one_of("nano_batching", options.nano_batching, ("auto", "on", "off"))
+    if setting == "on" and device != "cuda":
         raise ConfigError("nano_batching is for GPUs.", fix="Leave --nano-batching out.", param="nano_batching")
-    return (given if device == "cuda" else "off"), "steps in two halves that overlap, on a GPU"
+    return (setting if device == "cuda" else "off"), "steps in two halves that overlap, on a GPU"
 
 
 def decide_max_loras(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
@@ -223,13 +223,13 @@ def decide_max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int
 
 def decide_batch_window(options: EngineOptions) -> Decision[float]:
     """In seconds."""
-    given = options.batch_window_ms
+    window_ms = options.batch_window_ms
     if options.policy != "dynamic":
-        if given is not None:
+        if window_ms is not None:
             fix = "Leave --batch-window out, or use --policy dynamic."
             raise ConfigError(f"batch_window_ms is given with the policy {options.policy}.", fix=fix, param="batch_window_ms")
         return 0.0, "no batch is waited for"
-    if given is not None and not 0 <= given <= _MAX_WINDOW_MS:
+    if window_ms is not None and not 0 <= window_ms <= _MAX_WINDOW_MS:
         fix = f"It must be from 0 to {_MAX_WINDOW_MS}."
-        raise ConfigError(f"batch_window_ms is {given:g}.", fix=fix, param="batch_window_ms")
-    return (WINDOW_MS if given is None else given) / 1000, "until a batch that is not full starts"
+        raise ConfigError(f"batch_window_ms is {window_ms:g}.", fix=fix, param="batch_window_ms")
+    return (WINDOW_MS if window_ms is None else window_ms) / 1000, "until a batch that is not full starts"

@@ -72,9 +72,9 @@ def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str,
 
 
 def decide_acceptance(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[str]:
-    asked = one_of("acceptance", options.acceptance, ACCEPTANCE)
-    if asked == "exact":
-        return asked, "tokens are those without drafts"
+    acceptance = one_of("acceptance", options.acceptance, ACCEPTANCE)
+    if acceptance == "exact":
+        return acceptance, "tokens are those without drafts"
     if device == "cuda":
         raise ConfigError("acceptance rejection is for the CPU only.", fix="Use --acceptance exact.", param="acceptance")
     if not speculate:
@@ -83,4 +83,4 @@ def decide_acceptance(options: EngineOptions, device: str, speculate: tuple[str,
             fix="Use --acceptance exact, or a model and --speculate with a drafter.",
             param="acceptance",
         )
-    return asked, "sampled tokens are distributed as without drafts"
+    return acceptance, "sampled tokens are distributed as without drafts"

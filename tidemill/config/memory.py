@@ -125,11 +125,11 @@ def memory_notes(options: EngineOptions, device: str, memory: Memory, kv_bytes: 
 
 def decide_kv_bytes(options: EngineOptions, memory: Memory, wanted_pages: int) -> Decision[int]:
     """Memory for the KV cache, before it is rounded to pages."""
-    given, most = options.kv_memory_bytes, wanted_pages * memory.page_bytes
-    if given is not None and given > most:
-        return most, f"of the {fmt_bytes(given)} that were given: every slot at full context, which is all that can be used"
-    if given is not None:
-        return given, "given"
+    num_bytes, most = options.kv_memory_bytes, wanted_pages * memory.page_bytes
+    if num_bytes is not None and num_bytes > most:
+        return most, f"of the {fmt_bytes(num_bytes)} that were given: every slot at full context, which is all that can be used"
+    if num_bytes is not None:
+        return num_bytes, "given"
     room = memory.left_bytes - memory.spare_bytes
     room = room * memory.page_bytes // (memory.page_bytes + memory.beside_page_bytes)
     if room < memory.page_bytes:
@@ -138,7 +138,7 @@ def decide_kv_bytes(options: EngineOptions, memory: Memory, wanted_pages: int) -
         param = "gpu_memory_utilization" if options.memory_bytes is None else "memory_bytes"
         raise ConfigError(
             f"{memory.needs}{spare} and {fmt_bytes(memory.activation_bytes)} for activations; {memory.free}",
-            fix="\n".join(["What helps:", *(f"  {one};" for one in memory.remedies), f"  a smaller model, or {more}."]),
+            fix="\n".join(["What helps:", *(f"  {remedy};" for remedy in memory.remedies), f"  a smaller model, or {more}."]),
             param=param if memory.is_limited else None,
         )
     limits = [(most, "every slot at full context")]

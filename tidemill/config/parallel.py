@@ -56,7 +56,7 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
         "--kv-layout virtual": options.kv_layout != "paged",
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,
         "device cuda and --kv-disk": device == "cuda" and options.kv_disk is not None,
-        "--kv-export or --kv-import by nixl": any("nixl:" in (one or "") for one in (options.kv_export, options.kv_import)),
+        "--kv-export or --kv-import by nixl": any("nixl:" in (text or "") for text in (options.kv_export, options.kv_import)),
         "device cuda and KV pages of other engines": device == "cuda" and bool(options.kv_export or options.kv_import),
         "--kv-calibration": options.kv_calibration is not None,
         "device cuda and --lora": device == "cuda" and (bool(options.loras) or options.max_loras is not None),
@@ -113,16 +113,16 @@ def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, 
 
 def decide_collectives(options: EngineOptions, device: str) -> Decision[str]:
     """`auto` is settled where ranks know which hosts they are on (parallel/peers.py)."""
-    given = options.collectives
-    if given not in COLLECTIVES:
-        raise ConfigError(f"collectives is {given!r}.", fix=f"Choose one of {', '.join(COLLECTIVES)}.", param="collectives")
-    if given == "auto":
+    collectives = options.collectives
+    if collectives not in COLLECTIVES:
+        raise ConfigError(f"collectives is {collectives!r}.", fix=f"Choose one of {', '.join(COLLECTIVES)}.", param="collectives")
+    if collectives == "auto":
         is_used = device == "cuda" and options.tensor_parallel > 1
-        return given, "CUDA IPC on one host, NCCL between hosts" if is_used else "no GPUs that share layers"
+        return collectives, "CUDA IPC on one host, NCCL between hosts" if is_used else "no GPUs that share layers"
     if device != "cuda" or options.tensor_parallel == 1:
         fix = "Leave it out, or give --device cuda and --tensor-parallel."
-        raise ConfigError(f"collectives {given} is for GPUs that share layers.", fix=fix, param="collectives")
-    return given, "given"
+        raise ConfigError(f"collectives {collectives} is for GPUs that share layers.", fix=fix, param="collectives")
+    return collectives, "given"
 
 
 def _check_remote(options: EngineOptions) -> None:
@@ -143,13 +143,13 @@ def _check_remote(options: EngineOptions) -> None:
 
 def workers_address(options: EngineOptions) -> tuple[str, int] | None:
     """The address where workers of other hosts connect."""
-    given = options.workers_address
-    if not options.remote_workers or given is None:
+    address = options.workers_address
+    if not options.remote_workers or address is None:
         return None
-    host, _, port = given.rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or host == "0.0.0.0" or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
-            f"workers_address is {given!r}.",
+            f"workers_address is {address!r}.",
             fix="Give HOST:PORT, by which other hosts reach this one, like 10.0.0.1:29500.",
             param="workers_address",
         )

@@ -264,7 +264,7 @@ def resolve(
     memory = replace(
         memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft), beside_page_bytes=of_pages + of_rows
     )  # fmt: skip
-    held = max([layout.only(layers) for layers in stages] or [layout], key=lambda one: one.layers_per_page)
+    held = max([layout.only(layers) for layers in stages] or [layout], key=lambda part: part.layers_per_page)
     of_rank = replace(memory, page_bytes=bytes_of_page(model, kv_dtype, page_size, held))
     if options.kv_memory_bytes is not None:  # of each rank; what is left of a machine, its stages share
         memory = of_rank
@@ -380,7 +380,7 @@ def _draft(
         why = "generates nothing" if model.pooler is not None else "keeps states of constant size, which cannot be taken back"
         raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))
-    given = replace(
+    draft_options = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
         gpu_memory_utilization=None,
@@ -391,9 +391,9 @@ def _draft(
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
         tensor_layout="1d", pipeline_layers=None, remote_workers=0, collectives="auto",
     )  # fmt: skip
-    kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
+    kv_dtype = decide_kv_dtype(draft_options, decide_dtype(draft_options, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
-    return resolve(replace(given, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
+    return resolve(replace(draft_options, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
 
 
 def _draft_bytes(draft: EngineConfig | None) -> int:

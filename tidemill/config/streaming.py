@@ -21,8 +21,8 @@ def decide_weight_memory(
     options: EngineOptions, device: str, num_ranks: int, total: int, model: ModelConfig, machine: Machine
 ) -> Decision[int]:
     """Bytes of weights in memory while the others are streamed; 0: all are in memory. `total`: bytes of all."""
-    asked = options.weight_memory_bytes
-    if asked is None:
+    budget = options.weight_memory_bytes
+    if budget is None:
         return 0, "all weights are in memory"
     wrong = {
         "--kv-layout virtual on a GPU": device == "cuda" and options.kv_layout == "virtual",
@@ -41,18 +41,18 @@ def decide_weight_memory(
             fix="Install again with a C compiler, or leave --weight-memory out.",
             param="weight_memory_bytes",
         )
-    if asked >= total:
-        return 0, f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(asked)} of --weight-memory"
+    if budget >= total:
+        return 0, f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(budget)} of --weight-memory"
     least = least_weight_memory(model, total)
-    if model.stored and asked < _SURELY * least and options.hot_neurons is None:
+    if model.stored and budget < _SURELY * least and options.hot_neurons is None:
         raise ConfigError(
-            f"{fmt_bytes(asked)} of memory for weights are too few: tables and two layers, or a layer's experts, must be there.",
+            f"{fmt_bytes(budget)} of memory for weights are too few: tables and two layers, or a layer's experts, must be there.",
             fix=f"Give at least about {-(-least // MIB)}M with --weight-memory.",
             param="weight_memory_bytes",
         )
     if device == "cpu":
-        return asked, f"of {fmt_bytes(total)}; what does not fit is read from disk as it is needed"
-    there = total if options.hot_neurons is None else total - asked
+        return budget, f"of {fmt_bytes(total)}; what does not fit is read from disk as it is needed"
+    there = total if options.hot_neurons is None else total - budget
     needed = options.data_parallel * (there + (options.kv_host_memory_bytes or 0))
     if needed > machine.available_bytes:
         beside = " beside the KV cache's" if options.kv_host_memory_bytes else ""
@@ -63,8 +63,8 @@ def decide_weight_memory(
             param="weight_memory_bytes",
         )
     if options.hot_neurons is not None:
-        return asked, f"of {fmt_bytes(total)}; neurons that do not fit are in host memory"
-    return asked, f"of {fmt_bytes(total)}; what does not fit is copied from host memory as it is needed"
+        return budget, f"of {fmt_bytes(total)}; neurons that do not fit are in host memory"
+    return budget, f"of {fmt_bytes(total)}; what does not fit is copied from host memory as it is needed"
 
 
 def least_weight_memory(model: ModelConfig, total: int) -> int:

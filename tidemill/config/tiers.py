@@ -32,10 +32,10 @@ def decide_host_slots(
     options: EngineOptions, memory: Memory, kv_bytes: int, prefix_caching: bool, prefix_index: str, machine: Machine
 ) -> Decision[int]:
     """Pages of host memory behind the KV cache."""
-    asked = options.kv_host_memory_bytes
-    if not asked and options.kv_disk is None:
+    num_bytes = options.kv_host_memory_bytes
+    if not num_bytes and options.kv_disk is None:
         return 0, "no host memory behind the KV cache: --kv-host-memory is not given"
-    name, param = ("kv_host_memory", "kv_host_memory_bytes") if asked else ("kv_disk", "kv_disk")
+    name, param = ("kv_host_memory", "kv_host_memory_bytes") if num_bytes else ("kv_disk", "kv_disk")
     if not prefix_caching:
         raise ConfigError(
             f"{name} is given, but there is no prefix caching: no page could be found again.",
@@ -49,12 +49,12 @@ def decide_host_slots(
             param=param,
         )
     page_bytes, why = memory.page_bytes, "pages of host memory behind the KV cache"
-    if not asked:
+    if not num_bytes:
         why = "pages of host memory on the way to disk; more with --kv-host-memory"
-    num_slots = (asked or max(_STAGING, _MIN_SLOTS * page_bytes)) // page_bytes
+    num_slots = (num_bytes or max(_STAGING, _MIN_SLOTS * page_bytes)) // page_bytes
     if num_slots < _MIN_SLOTS:
         raise ConfigError(
-            f"{fmt_bytes(asked or 0)} of host memory hold {num_slots} pages of {fmt_bytes(page_bytes)}.",
+            f"{fmt_bytes(num_bytes or 0)} of host memory hold {num_slots} pages of {fmt_bytes(page_bytes)}.",
             fix=f"Give at least {fmt_bytes(_MIN_SLOTS * page_bytes)} with --kv-host-memory.",
             param=param,
         )

@@ -139,7 +139,7 @@ def _check(
             param="kv_key_file",
         )
     own = [parse_address(options.kv_export, "kv_export")] if name == "kv_import" and options.kv_export is not None else []
-    doors = sorted((one.name, one.port) for one in (*addresses, *own) if one.port)
+    doors = sorted((address.name, address.port) for address in (*addresses, *own) if address.port)
     for (host, port), following in pairwise([*doors, ("", 0)]):
         end = port + num_ranks  # each rank has a port
         if end > 65536 or (following[0] == host and following[1] < end):

@@ -85,9 +85,9 @@ def decide_virtual(
         if size > 0 and size & (size - 1) == 0 and size * num * layer_bytes % granule == 0
     ]
     if not pages:
-        asked = f"{_MOST_TOKENS}" if options.page_size is None else f"{options.page_size}"
+        page_size = f"{_MOST_TOKENS}" if options.page_size is None else f"{options.page_size}"
         raise ConfigError(
-            f"{asked} tokens of {num_layers * layer_bytes} bytes do not fill whole granules of {fmt_bytes(granule)}.",
+            f"{page_size} tokens of {num_layers * layer_bytes} bytes do not fill whole granules of {fmt_bytes(granule)}.",
             fix="Use --kv-layout paged." if options.page_size is None else "Leave --page-size out, or give another power of two.",
             param="kv_layout" if options.page_size is None else "page_size",
         )

@@ -99,21 +99,21 @@ def gen(
         )
     if regex is not None and json is not None:
         raise ProgramError("gen() has both regex and json.", fix="Give one.", param="json")
-    given: dict[str, Any] = {"max_tokens": max_tokens, "stop": [stop] if isinstance(stop, str) else list(stop)}
-    given |= {key: value for key, value in sampling.items() if value is not None}
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "stop": [stop] if isinstance(stop, str) else list(stop)}
+    fields |= {key: value for key, value in sampling.items() if value is not None}
     grammar = Grammar("regex", regex) if regex is not None else None if json is None else Grammar("json_schema", _schema(json))
-    params = SamplingParams(**given, grammar=grammar)
+    params = SamplingParams(**fields, grammar=grammar)
     if grammar is not None:
-        given["structured_outputs"] = {"regex" if regex is not None else "json": grammar.text}
-    if "logit_bias" in given:
-        given["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    return Gen(name, params, given)
+        fields["structured_outputs"] = {"regex" if regex is not None else "json": grammar.text}
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    return Gen(name, params, fields)
 
 
 def select(name: str | None = None, choices: Sequence[str] = ()) -> Select:
     """The likeliest of these texts: by the mean log-probability of its tokens."""
     _check_name(name, "select")
-    if isinstance(choices, str) or not isinstance(choices, Sequence) or not all(isinstance(one, str) for one in choices):
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or not all(isinstance(choice, str) for choice in choices):
         raise ProgramError(f"choices is a list of texts; got {str(choices)[:60]!r}.", param="choices")
     if not choices or not all(choices):
         fix = 'Give at least one text: select("name", choices=["yes", "no"]).'
@@ -152,15 +152,15 @@ def _check_name(name: Any, what: str) -> None:
         raise ProgramError(f"The name of a variable is a text; {what}() got {str(name)[:60]!r}.", param="name")
 
 
-def _schema(given: Any) -> str:
-    if given is True:
+def _schema(source: Any) -> str:
+    if source is True:
         return '{"type": "object"}'
-    if hasattr(given, "model_json_schema"):
-        given = given.model_json_schema()
+    if hasattr(source, "model_json_schema"):
+        source = source.model_json_schema()
     try:
-        schema = json_.loads(given) if isinstance(given, str) else given
+        schema = json_.loads(source) if isinstance(source, str) else source
         if isinstance(schema, dict):
             return json_.dumps(schema)
     except (TypeError, ValueError) as error:
         raise ProgramError(f"json is not a JSON schema: {error}.", param="json") from None
-    raise ProgramError(f"json is a JSON schema (a dict), a class that has one, or True; got {str(given)[:60]!r}.", param="json")
+    raise ProgramError(f"json is a JSON schema (a dict), a class that has one, or True; got {str(source)[:60]!r}.", param="json")

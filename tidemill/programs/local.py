@@ -64,7 +64,9 @@ class Local(Backend):
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._run(ids, params, salt, None)) for ids, salt in zip(prompts, salts, strict=True)]
         outputs = [task.result() for task in tasks]
-        return [Scored([entry.logprob for entry in one.prompt_logprobs or () if entry], one.num_cached) for one in outputs]
+        return [
+            Scored([entry.logprob for entry in output.prompt_logprobs or () if entry], output.num_cached) for output in outputs
+        ]
 
     async def _run(self, token_ids: list[int], params: SamplingParams, salt: str, on_text: OnText | None) -> RequestOutput:
         request_id, output = self._llm.submit(token_ids, params, salt=salt)

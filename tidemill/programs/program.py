@@ -31,20 +31,20 @@ def set_default_backend(backend: AnyBackend | None) -> None:
     _default = backend
 
 
-def resolve(given: AnyBackend | None) -> Backend:
+def resolve(backend: AnyBackend | None) -> Backend:
     """One for each engine and server, so that programs that run at the same time share batches."""
-    given = _default if given is None else given
-    if isinstance(given, Backend):
-        return given
+    backend = _default if backend is None else backend
+    if isinstance(backend, Backend):
+        return backend
     with _lock:
-        if isinstance(given, str) and given.startswith(("http://", "https://", "unix:")):
-            return _remotes.setdefault(given, _remotes.get(given) or Remote(given))
-        if hasattr(given, "core") and hasattr(given, "tokenizer"):
-            kept = vars(given)
-            kept["_programs"] = kept.get("_programs") or Local(cast("LLM", given))
-            made: Local = kept["_programs"]
-            return made
-    what = "A program needs a backend" if given is None else f"A program cannot run on {str(given)[:60]!r}"
+        if isinstance(backend, str) and backend.startswith(("http://", "https://", "unix:")):
+            return _remotes.setdefault(backend, _remotes.get(backend) or Remote(backend))
+        if hasattr(backend, "core") and hasattr(backend, "tokenizer"):
+            kept = vars(backend)
+            kept["_programs"] = kept.get("_programs") or Local(cast("LLM", backend))
+            local: Local = kept["_programs"]
+            return local
+    what = "A program needs a backend" if backend is None else f"A program cannot run on {str(backend)[:60]!r}"
     raise ProgramError(f"{what}.", fix='Give backend=LLM("smollm2") or backend="http://127.0.0.1:8000".', param="backend")
 
 
@@ -91,9 +91,9 @@ class Program:
     ) -> list[State]:
         """Run it with each of these arguments, given by name or by position. One that fails does so alone: reading its state
         raises the error."""
-        for one in batch:
-            if isinstance(one, str) or not isinstance(one, Mapping | Sequence):
-                raise ProgramError(f"run_batch() takes a list of dicts or tuples; got {str(one)[:60]!r} in it.", param="batch")
+        for each in batch:
+            if isinstance(each, str) or not isinstance(each, Mapping | Sequence):
+                raise ProgramError(f"run_batch() takes a list of dicts or tuples; got {str(each)[:60]!r} in it.", param="batch")
         if not batch:
             return []
         runs = [Run(resolve(backend or self._backend), share_prefix) for _ in batch]
@@ -101,8 +101,8 @@ class Program:
         stopped = threading.Event()
 
         def work(i: int) -> None:
-            one = batch[i]
-            arguments, named = ((), dict(one)) if isinstance(one, Mapping) else (tuple(one), {})
+            each = batch[i]
+            arguments, named = ((), dict(each)) if isinstance(each, Mapping) else (tuple(each), {})
             if not stopped.is_set():
                 _quietly(functools.partial(self._execute, runs[i], states[i], arguments, named))
 

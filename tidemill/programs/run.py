@@ -28,10 +28,10 @@ class Run:
         with self.changed:
             if self.error is not None:
                 raise self.error
-            made: Future[Any] = Future()
-            self._futures.add(made)
-        made.add_done_callback(self._forget)
-        return made
+            future: Future[Any] = Future()
+            self._futures.add(future)
+        future.add_done_callback(self._forget)
+        return future
 
     def _forget(self, done: Future[Any]) -> None:
         with self.changed:

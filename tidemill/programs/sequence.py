@@ -97,17 +97,17 @@ class Sequence:
             return await self.backend.encode_after(texts)
         return await self.backend.encode(texts, at_start=True)
 
-    async def _kept(self, made: Generated) -> tuple[list[int], str]:
+    async def _kept(self, generated: Generated) -> tuple[list[int], str]:
         """The tokens of a generation that are before the stop string or token, and the text of one that reaches into it."""
-        ids = made.token_ids
-        if isinstance(made.stop, int):
+        ids = generated.token_ids
+        if isinstance(generated.stop, int):
             return ids[:-1], ""
-        if made.stop is None:
+        if generated.stop is None:
             return ids, ""
         for num in range(len(ids), -1, -1):
             text = await self.backend.decode(ids[:num])
-            if made.text.startswith(text):
-                return ids[:num], made.text[len(text) :]
+            if generated.text.startswith(text):
+                return ids[:num], generated.text[len(text) :]
         raise AssertionError("no tokens have no text")
 
     def _salt(self) -> str:

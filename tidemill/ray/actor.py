@@ -175,8 +175,8 @@ class BatchActor:
     async def execute(self, requests: bytes) -> bytes:
         """The responses to requests, in their order."""
         assert self._local is not None
-        asked = msgspec.msgpack.decode(requests, type=list[Request])
-        return msgspec.msgpack.encode(await asyncio.gather(*map(self._local.respond, asked)))
+        batch = msgspec.msgpack.decode(requests, type=list[Request])
+        return msgspec.msgpack.encode(await asyncio.gather(*map(self._local.respond, batch)))
 
     async def close(self) -> None:
         if self._local is not None:

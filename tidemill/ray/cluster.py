@@ -63,10 +63,10 @@ class Cluster:
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             _check_somebody_listens(address)
-            how: dict[str, Any] = {} if address else {"include_dashboard": False}
+            options: dict[str, Any] = {} if address else {"include_dashboard": False}
             logging.getLogger("ray").setLevel(logging.ERROR)
             try:
-                ray.init(address=address or "local", logging_level=logging.ERROR, **how)
+                ray.init(address=address or "local", logging_level=logging.ERROR, **options)
             except Exception as error:  # of many types, also plain Exception
                 where = f"at {address}" if address else "on this machine"
                 fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`." if address else "See the messages above."
@@ -199,7 +199,7 @@ def _check_somebody_listens(address: str | None) -> None:
 async def _all_of(answers: list[asyncio.Task[Any]], within_s: float) -> list[Any] | None:
     """None: some do not come within that time. Raises what one of them fails with."""
     done, missing = await asyncio.wait(answers, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
-    found = [one.result() for one in done]
+    found = [task.result() for task in done]
     return None if missing else found
 
 

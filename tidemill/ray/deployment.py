@@ -103,8 +103,8 @@ def app(args: dict[str, Any]) -> serve.Application:
     except msgspec.ValidationError as error:
         raise ConfigError(f"An argument cannot be used: {error}.", fix="Give it as the option of that name takes it.") from None
     actor = {"num_cpus": own.get("num_cpus", options.threads or 1), "num_gpus": own.get("num_gpus", 0)}
-    made: Any = Tidemill
-    deployment = made.options(
+    deployed_class: Any = Tidemill
+    deployment = deployed_class.options(
         num_replicas=own.get("num_replicas", 1),
         max_ongoing_requests=own.get("max_ongoing_requests", _NUM_AT_ONCE),
         ray_actor_options=actor,

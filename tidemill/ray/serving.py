@@ -72,8 +72,8 @@ class RayFleet:
         on_pages: Callable[[Pages], None],
         start_s: float,
     ) -> RayReplicas:
-        how = self._cluster, self._options, self._needs, on_events, stall_s, on_pages, start_s
-        return RayReplicas(*how, routing=routing_of(self.engine))
+        client_options = self._cluster, self._options, self._needs, on_events, stall_s, on_pages, start_s
+        return RayReplicas(*client_options, routing=routing_of(self.engine))
 
 
 class RayReplicas(Replicas):
@@ -150,7 +150,7 @@ class RayReplicas(Replicas):
             self._placed = dict(enumerate(await self._cluster.place(EngineActor, self._needs, num)))
             return
         for role in dict.fromkeys(roles.names):
-            numbers = [at for at, one in enumerate(roles.names) if one == role]
+            numbers = [at for at, name in enumerate(roles.names) if name == role]
             group = self._groups[role] = await self._cluster.reserve(self._needs, len(numbers))
             actors = await self._cluster.place(EngineActor, self._needs, len(numbers), group)
             self._placed.update(zip(numbers, actors, strict=True))
@@ -212,7 +212,7 @@ class RayReplicas(Replicas):
     def load(self, num_slots: int) -> Load:
         counts = [self._counts.get(number, (0, 0)) for number in self._started]
         unplaced = sum(self.clients[number].num_waiting for number in self._started)
-        running, waiting = sum(one[0] for one in counts), sum(one[1] for one in counts) + unplaced
+        running, waiting = sum(count[0] for count in counts), sum(count[1] for count in counts) + unplaced
         return Load(len(self._started), running, waiting, num_slots, self._num_finished)
 
     async def _grow(self, options: EngineOptions, first: Ready, reason: str) -> None:
@@ -238,7 +238,7 @@ class RayReplicas(Replicas):
         _log.warning("%d replicas: one takes no more requests, %s", len(self._started), reason)
 
     async def _stop_drained(self, model: str) -> None:
-        for number in [one for one in self._draining if not self.clients[one].num_pending]:
+        for number in [number for number in self._draining if not self.clients[number].num_pending]:
             self._draining.discard(number)
             client = self.clients[number]
             assert client.ready is not None

@@ -39,7 +39,7 @@ MAX_OPEN_BODY_BYTES = 4096  # of a request without a key, where keys are needed
 MAX_BUFFERED_BYTES = 2**30  # of the bodies of all requests together
 _SWEEP_EVERY_S = 1.0
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
-_STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus}
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -89,7 +89,7 @@ class ClientConnections:
     def sweep(self) -> None:
         """Close what is too slow; again every second. One timer for all costs less than one for each request."""
         now = time.monotonic()
-        for client in [one for one in self.all if one.deadline_s <= now]:
+        for client in [each for each in self.all if each.deadline_s <= now]:
             client.too_slow()
         self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_EVERY_S, self.sweep)
 
@@ -149,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_closed = True
         self._set_idle(False)
         self._clients.all.discard(self)
-        self._clients.num_buffered -= self._num_body + sum(len(one.body) for one in self._queue)
+        self._clients.num_buffered -= self._num_body + sum(len(request.body) for request in self._queue)
         self._queue.clear()
         if self._is_busy:
             self._give_body_back()
@@ -451,7 +451,7 @@ class ClientConnection(asyncio.Protocol):
         self._expect_head()
         if self._is_busy:
             self._current.keeps_alive = False
-            self._clients.num_buffered -= sum(len(one.body) for one in self._queue)
+            self._clients.num_buffered -= sum(len(request.body) for request in self._queue)
             self._queue.clear()
             self._expect_by(float("inf"))
             return

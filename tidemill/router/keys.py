@@ -70,26 +70,27 @@ def read_prompt(body: bytes, tenant: bytes, session: bytes = b"", model: str | N
     try:
         if is_too_much(body):
             return Prompt(model)  # for the server to refuse
-        given = _decode(body)
+        fields = _decode(body)
         is_long = body.count(b",") > _MAX_COMMAS
-        listed = given.messages if len(bytes(given.messages)) else given.contents
+        listed = fields.messages if len(bytes(fields.messages)) else fields.contents
         messages = None if is_long or bytes(listed) in (b"", b"null") else _decode_list(listed)
     except _BROKEN:
         return Prompt(model)
-    model = model or given.model
+    model = model or fields.model
     root = b"\0".join((tenant, (model or "").encode()))
-    around = given.tools, given.system if len(bytes(given.system)) else given.system_instruction, given.instructions
+    around = fields.tools, fields.system if len(bytes(fields.system)) else fields.system_instruction, fields.instructions
     before = b"\0\0" if around == _NONE else b"\0".join(map(bytes, around))
     if messages is not None:
         text = before + b"," + b",".join(_leading(messages, _MAX_BYTES - len(before)))
         opening = before + b",".join(map(bytes, messages[: _num_opening(messages)]))
     else:
-        rest = next((bytes(one) for one in (given.input, given.prompt, given.text, given.input_ids) if len(bytes(one))), b"")
+        texts = fields.input, fields.prompt, fields.text, fields.input_ids
+        rest = next((bytes(text) for text in texts if len(bytes(text))), b"")
         text, opening = before + rest, b""
     keys = prefix_keys(root, text, BLOCK_BYTES)
-    named = session or (given.prompt_cache_key or "").encode()
+    named = session or (fields.prompt_cache_key or "").encode()
     anchor = hash_of(root, named or opening or text) if named or opening or not keys else None
-    return Prompt(model, keys, anchor if text or named else None, _reference(given))
+    return Prompt(model, keys, anchor if text or named else None, _reference(fields))
 
 
 def _leading(messages: list[Raw], num_bytes: int) -> list[bytes]:
@@ -114,17 +115,17 @@ def _num_opening(messages: list[Raw]) -> int:
     return 1
 
 
-def _reference(given: _Body) -> tuple[str, str] | None:
-    conversation = given.conversation.get("id") if isinstance(given.conversation, dict) else given.conversation
-    if given.previous_response_id:
-        return "responses", given.previous_response_id
+def _reference(fields: _Body) -> tuple[str, str] | None:
+    conversation = fields.conversation.get("id") if isinstance(fields.conversation, dict) else fields.conversation
+    if fields.previous_response_id:
+        return "responses", fields.previous_response_id
     if isinstance(conversation, str) and conversation:
         return "conversations", conversation
-    if given.input_file_id:
-        return "files", given.input_file_id
-    if given.prompt_cache:
-        return "prompt_caches", given.prompt_cache
-    return _item_reference(bytes(given.input))
+    if fields.input_file_id:
+        return "files", fields.input_file_id
+    if fields.prompt_cache:
+        return "prompt_caches", fields.prompt_cache
+    return _item_reference(bytes(fields.input))
 
 
 def _item_reference(items: bytes) -> tuple[str, str] | None:
@@ -132,7 +133,7 @@ def _item_reference(items: bytes) -> tuple[str, str] | None:
     if b'"id"' not in items:
         return None
     try:
-        found = next((one["id"] for one in map(_described, _decode_items(items)) if is_reference(one)), None)
+        found = next((item["id"] for item in map(_described, _decode_items(items)) if is_reference(item)), None)
     except _BROKEN:
         return None
     return None if found is None else ("response_items", found)

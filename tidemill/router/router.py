@@ -104,15 +104,16 @@ class Router:
     # ---- where a request goes
 
     def choose(self, prompt: Prompt, tried: Sequence[Upstream] = ()) -> Upstream | None:
-        usable = {url: one for url, one in self.upstreams.items() if one.is_usable and one not in tried}
+        usable = {url: upstream for url, upstream in self.upstreams.items() if upstream.is_usable and upstream not in tried}
         if prompt.model is not None and len(usable) > 1:
             names = prompt.model, prompt.model.removesuffix(_LATEST), prompt.model + _LATEST
-            listed = next((name for name in names if any(name in (one.models or ()) for one in usable.values())), prompt.model)
-            serving = {url: one for url, one in usable.items() if one.models is None or listed in one.models}
+            known_names = (name for name in names if any(name in (upstream.models or ()) for upstream in usable.values()))
+            listed = next(known_names, prompt.model)
+            serving = {url: upstream for url, upstream in usable.items() if upstream.models is None or listed in upstream.models}
             usable = serving or usable  # of a name that no list has, servers may know more
         if not usable:
             return None
-        loads = {url: one.load for url, one in usable.items()}
+        loads = {url: upstream.load for url, upstream in usable.items()}
         return usable[self.placement.choose(prompt.keys, loads, prompt.anchor).name]
 
     def _home(self, tenant: bytes) -> Upstream | None:
@@ -123,7 +124,7 @@ class Router:
     def _lost(self, upstream: Upstream) -> None:
         """Sends requests that wait for an upstream that does not answer to another one."""
         self.placement.forget(upstream.url)
-        for exchange in [one for one in self._exchanges if one.upstream is upstream]:
+        for exchange in [exchange for exchange in self._exchanges if exchange.upstream is upstream]:
             exchange.give_up_waiting()
 
     def _recovered(self, upstream: Upstream) -> None:
@@ -239,18 +240,18 @@ class Router:
     async def _send_everywhere(self, client: ClientConnection, request: Request) -> None:
         """The first refusal is the answer, or else what the first of them said."""
         headers = [*self._own_headers(request), (b"content-type", request.get(b"content-type") or b"application/json")]
-        usable = [one for one in self.upstreams.values() if one.is_healthy]
+        usable = [upstream for upstream in self.upstreams.values() if upstream.is_healthy]
         if not usable:
             raise NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
-        answers = await asyncio.gather(*(_ask(one, request, headers, CHANGE_WITHIN_S) for one in usable))
-        chosen = next((one for one in answers if one.status >= 400), answers[0])
+        answers = await asyncio.gather(*(_ask(upstream, request, headers, CHANGE_WITHIN_S) for upstream in usable))
+        chosen = next((answer for answer in answers if answer.status >= 400), answers[0])
         kept = [(name, value) for name, value in chosen.headers if name == b"content-type"]
         client.answer(chosen.status, chosen.body, kept[0][1] if kept else b"text/plain")
 
     # ---- what the router answers itself
 
     def _health(self, client: ClientConnection, request: Request, caller: Caller) -> None:
-        num = sum(one.is_healthy for one in self.upstreams.values())
+        num = sum(upstream.is_healthy for upstream in self.upstreams.values())
         body = {"status": "ok" if num else "no upstream is healthy", "healthy": num, "upstreams": len(self.upstreams)}
         client.answer_json(body, 200 if num else 503)
 
@@ -262,17 +263,17 @@ class Router:
 
     async def _merge_models(self, client: ClientConnection, request: Request) -> None:
         """The models that each upstream lists for this client; the first that lists a name describes it."""
-        usable = [one for one in self.upstreams.values() if one.is_healthy]
+        usable = [upstream for upstream in self.upstreams.values() if upstream.is_healthy]
         if not usable:
             raise NoUpstream("No server can be asked at the moment.", fix="Try again in a moment.")
-        answers = await asyncio.gather(*(_ask(one, request, self._own_headers(request)) for one in usable))
-        good = [models_of(one.body) for one in answers if one.status == 200]
+        answers = await asyncio.gather(*(_ask(upstream, request, self._own_headers(request)) for upstream in usable))
+        good = [models_of(answer.body) for answer in answers if answer.status == 200]
         if not good:
             client.answer(answers[0].status, answers[0].body)
             return
         merged: dict[str, msgspec.Raw] = {}
         for listed in reversed(good):
-            merged = listed | {name: one for name, one in merged.items() if name not in listed}
+            merged = listed | {name: card for name, card in merged.items() if name not in listed}
         models = list(merged.values())
         is_openai = request.path in ("/v1/models", "/models")
         client.answer_json({"object": "list", "data": models} if is_openai else {"models": models})
@@ -281,7 +282,7 @@ class Router:
         """Upstreams are listed, added and removed."""
         self.access.check_may_see_all(caller)
         if request.method == b"GET":
-            client.answer_json({"upstreams": [_described(one) for one in self.upstreams.values()]})
+            client.answer_json({"upstreams": [_described(upstream) for upstream in self.upstreams.values()]})
             return None
         try:
             url = msgspec.json.decode(request.body, type=_Added).url
@@ -312,7 +313,7 @@ class Router:
             lines.extend([f"# HELP {name}_{metric} {words}", f"# TYPE {name}_{metric} {kind}"])
             lines.extend(f"{name}_{metric}{labels} {value:g}" for labels, value in values)
 
-        by_url = [(f'{{upstream="{url}"}}', one) for url, one in self.upstreams.items()]
+        by_url = [(f'{{upstream="{url}"}}', upstream) for url, upstream in self.upstreams.items()]
         put("responses_total", "counter", "Responses of upstreams, by status", [
             (f'{{status="{status}"}}', num) for status, num in sorted(self._num_by_status.items())
         ])  # fmt: skip
@@ -321,10 +322,10 @@ class Router:
         put("limited_total", "counter", "Requests refused by the limits of their key", [("", self.limits.num_refused)])
         put("connections", "gauge", "Connections of clients", [("", len(self.clients.all))])
         put("prefix_keys", "gauge", "Blocks of prompts whose upstream is remembered", [("", len(self.placement))])
-        put("upstream_healthy", "gauge", "1 if an upstream is sent requests", [(at, one.is_usable) for at, one in by_url])
-        put("upstream_load", "gauge", "Requests under way", [(at, one.load) for at, one in by_url])
-        put("upstream_requests_total", "counter", "Requests sent", [(at, one.num_requests) for at, one in by_url])
-        put("upstream_failures_total", "counter", "Requests that failed", [(at, one.num_failures) for at, one in by_url])
+        put("upstream_healthy", "gauge", "1 if an upstream is sent requests", [(at, up.is_usable) for at, up in by_url])
+        put("upstream_load", "gauge", "Requests under way", [(at, up.load) for at, up in by_url])
+        put("upstream_requests_total", "counter", "Requests sent", [(at, up.num_requests) for at, up in by_url])
+        put("upstream_failures_total", "counter", "Requests that failed", [(at, up.num_failures) for at, up in by_url])
         counts = [sum(self._num_by_second[: i + 1]) for i in range(len(_SECONDS) + 1)]
         buckets = [(f'_bucket{{le="{at:g}"}}', num) for at, num in zip(_SECONDS, counts, strict=False)]
         total = counts[-1]

@@ -93,9 +93,9 @@ def create_app(
             await models.prove(_READY_WITHIN_S)
         except TidemillError as error:
             return JSONResponse({"status": error.message}, 503)
-        told = models.health()
+        health = models.health()
         return JSONResponse(
-            told | {"status": "ready" if told["status"] == "ok" else told["status"]}
+            health | {"status": "ready" if health["status"] == "ok" else health["status"]}
         )
 
     @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)

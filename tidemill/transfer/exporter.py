@@ -87,10 +87,10 @@ class Journal:
         if has_changed and wait_s:
             time.sleep(_GATHER_S)
         with self._changed:
-            news = list(takewhile(lambda one: one[0] > number, reversed(self._slots.values())))[::-1]
+            news = list(takewhile(lambda change: change[0] > number, reversed(self._slots.values())))[::-1]
             until = self._number if len(news) <= MAX_NEWS else news[MAX_NEWS - 1][0]
             erased = [key for at, key in self._erased if number < at <= until]
-            return News(until, [one for _, one in news[:MAX_NEWS]], erased)
+            return News(until, [slot for _, slot in news[:MAX_NEWS]], erased)
 
     def close(self) -> None:
         with self._changed:

@@ -94,7 +94,9 @@ class Importer:
         except PeerMismatch:
             self.close()
             raise
-        self._threads = [threading.Thread(target=self._follow, args=(one,), name="kv-import", daemon=True) for one in self._links]
+        self._threads = [
+            threading.Thread(target=self._follow, args=(link,), name="kv-import", daemon=True) for link in self._links
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -221,8 +223,9 @@ class Importer:
         """Checks what a peer says: it takes a bounded amount of memory, and names slots that can be."""
         if len(news.slots) > MAX_NEWS or len(news.erased) > MAX_NEWS or len(self._erased) > MAX_SLOTS:
             raise TransferError("it announces too much at once")
-        for one in news.slots:
-            if not 0 <= one.slot < link.num_slots or len(one.key) > MAX_KEY or len(one.checksum) not in (0, checksum.BYTES):
+        for change in news.slots:
+            has_sum = len(change.checksum) in (0, checksum.BYTES)
+            if not 0 <= change.slot < link.num_slots or len(change.key) > MAX_KEY or not has_sum:
                 raise TransferError("it announces what cannot be")
         if any(not 0 < len(key) <= MAX_KEY for key in news.erased):
             raise TransferError("it erases what cannot be")
@@ -231,12 +234,12 @@ class Importer:
         if not news.slots and not news.erased:
             return
         with self._lock:
-            for one in news.slots:
-                if one.key:
-                    link.slots[one.slot] = one.key, one.checksum
+            for change in news.slots:
+                if change.key:
+                    link.slots[change.slot] = change.key, change.checksum
                 else:
-                    link.slots.pop(one.slot, None)
-                self._changed[link.first + one.slot] = one.key
+                    link.slots.pop(change.slot, None)
+                self._changed[link.first + change.slot] = change.key
             self._erased.update(dict.fromkeys(news.erased))
         self._ring()
 

@@ -25,8 +25,8 @@ class TcpSource:
 
     def serve(self, channel: Channel) -> None:
         with _bare(channel) as own:
-            while len(asked := own.recv(_ASK_BYTES, socket.MSG_WAITALL)) == _ASK_BYTES:
-                slot = int.from_bytes(asked, "little")
+            while len(request := own.recv(_ASK_BYTES, socket.MSG_WAITALL)) == _ASK_BYTES:
+                slot = int.from_bytes(request, "little")
                 if slot >= len(self.slots):
                     return
                 own.sendall(self.slots[slot].data)  # waits until the reader takes it: nothing piles up

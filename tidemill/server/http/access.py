@@ -105,7 +105,7 @@ class Access:
     ) -> Access:
         """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally `
         priority=N`."""
-        given = [(key, "api_key", "") for key in keys]
+        key_texts = [(key, "api_key", "") for key in keys]
         if key_file is not None:
             try:
                 lines = list(enumerate(Path(key_file).expanduser().read_text().splitlines(), 1))
@@ -113,26 +113,26 @@ class Access:
                 raise ConfigError(
                     f"The key file cannot be read: {error}.", param="api_key_file"
                 ) from error
-            given += [
+            key_texts += [
                 (line, "api_key_file", f"{key_file}, line {at}: ")
                 for at, line in lines
                 if line.strip() and line[0] != "#"
             ]
         given_admin = [(key, "admin_key", "") for key in admin_keys]
         return Access(
-            keys=_parse_keys(given),
+            keys=_parse_keys(key_texts),
             admin_keys=_parse_keys(given_admin),
             has_short_key=any(
-                len(text.split()[0]) < _MIN_KEY_CHARS for text, _, _ in given + given_admin
+                len(text.split()[0]) < _MIN_KEY_CHARS for text, _, _ in key_texts + given_admin
             ),
             hosts=frozenset(host.lower() for host in hosts),
             origins=frozenset(map(_origin_given, origins)),
             request_templates=request_templates,
         )
 
-    def check_host(self, given: str) -> None:
+    def check_host(self, host_header: str) -> None:
         try:
-            host = (urlsplit(f"//{given}").hostname or "").lower()
+            host = (urlsplit(f"//{host_header}").hostname or "").lower()
         except ValueError:
             host = ""
         if host == "localhost" or host in self.hosts:
@@ -141,7 +141,7 @@ class Access:
             ipaddress.ip_address(host)
         except ValueError:
             raise Forbidden(
-                f"The host {given[:100]!r} is not served here.",
+                f"The host {host_header[:100]!r} is not served here.",
                 fix="Serve with --allowed-host if this name is yours.",
             ) from None
 
@@ -187,11 +187,11 @@ class Access:
 
     def caller_with(self, key: str) -> Caller | None:
         """Every digest is compared, so that the time taken does not depend on which one matches."""
-        given = hashlib.sha256(key.encode("latin-1")).digest()
+        key_digest = hashlib.sha256(key.encode("latin-1")).digest()
         found = [
             digest
             for digest in (*self.admin_keys, *self.keys)
-            if hmac.compare_digest(given, digest)
+            if hmac.compare_digest(key_digest, digest)
         ]
         return self._caller(found[0]) if found else None
 
@@ -246,10 +246,10 @@ class Caller:
     in_background: bool = False  # a line of a batch
     call: RequestContext = field(default_factory=RequestContext)
 
-    def priority_of(self, asked: int | None) -> int:
+    def priority_of(self, requested: int | None) -> int:
         """The priority of a request that asks for this one. A key may lower the urgency of its
         requests; an admin may choose."""
-        priority = self.priority if asked is None else asked
+        priority = self.priority if requested is None else requested
         most_urgent = MOST_URGENT if self.is_admin else self.priority
         if not most_urgent <= priority <= LEAST_URGENT:
             raise Forbidden(
@@ -293,14 +293,14 @@ def _origin_given(origin: str) -> str:
     return origin.rstrip("/").lower()
 
 
-def _parse_keys(given: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
-    """The tenants by key. Each entry of `given` is the text, the option it came from, and words
+def _parse_keys(key_texts: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
+    """The tenants by key. Each entry of `key_texts` is the text, the option it came from, and words
     that say where in it."""
     keys: dict[bytes, int] = {}
-    for text, param, where in given:
+    for text, param, where in key_texts:
         key, _, settings = text.strip().partition(" ")
         try:
-            digest, priority = _digest_given(key), _priority_given(settings.strip())
+            digest, priority = _key_digest(key), _priority_given(settings.strip())
         except ConfigError as error:
             raise ConfigError(where + error.message, fix=error.fix, param=param) from None
         if keys.setdefault(digest, priority) != priority:
@@ -326,7 +326,7 @@ def _priority_given(settings: str) -> int:
     return int(found[1])
 
 
-def _digest_given(key: str) -> bytes:
+def _key_digest(key: str) -> bytes:
     if re.fullmatch(r"sha256:[0-9a-f]{64}", key):
         return bytes.fromhex(key[7:])
     if not key or not key.isascii() or not key.isprintable():
@@ -392,10 +392,10 @@ async def _refuse(error: TidemillError, call: RequestContext, send: Send) -> Non
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 
-async def _preflight(origin: str, asked: str, send: Send) -> None:
-    """A CORS preflight. Its origin has been checked. `asked`: names of headers; browser SDKs have
-    many of their own."""
-    allowed = asked if re.fullmatch(r"[A-Za-z0-9_ ,-]{1,4096}", asked) else _ALLOWED_HEADERS
+async def _preflight(origin: str, requested: str, send: Send) -> None:
+    """A CORS preflight. Its origin has been checked. `requested`: names of headers; browser SDKs
+    have many of their own."""
+    allowed = requested if re.fullmatch(r"[A-Za-z0-9_ ,-]{1,4096}", requested) else _ALLOWED_HEADERS
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", allowed.encode()),

@@ -153,8 +153,8 @@ def install(app: FastAPI) -> None:
         status: int,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        made = format_error(request.url.path, body, status, request.state.call.name)
-        return JSONResponse(made, status, headers)
+        content = format_error(request.url.path, body, status, request.state.call.name)
+        return JSONResponse(content, status, headers)
 
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:

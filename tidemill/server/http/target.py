@@ -45,7 +45,7 @@ def path_of(target: bytes) -> str:
 
 def model_in(path: str) -> str | None:
     """The model that a path names."""
-    prefix = next((one for one in (MODEL_PATH, GEMINI_PATH) if path.startswith(one)), None)
+    prefix = next((prefix for prefix in (MODEL_PATH, GEMINI_PATH) if path.startswith(prefix)), None)
     if prefix is None:
         return None
     name, _, method = path.removeprefix(prefix).rpartition(":")

@@ -141,7 +141,11 @@ class GenerateRequest(GeminiBody):
     def functions(self) -> list[dict[str, Any]]:
         """The functions that the model may call."""
         config = self.tool_config.function_calling_config
-        declared = [one.as_function() for tool in self.tools for one in tool.function_declarations]
+        declared = [
+            declaration.as_function()
+            for tool in self.tools
+            for declaration in tool.function_declarations
+        ]
         allowed = [] if config.mode == "NONE" else config.allowed_function_names
         return [function for function in declared if allowed is None or function["name"] in allowed]
 
@@ -211,7 +215,7 @@ def _turns(
 def json_schema(schema: Any) -> Any:
     """A schema of Google's, whose types are in capitals, as JSON Schema."""
     if not isinstance(schema, dict):
-        return [json_schema(one) for one in schema] if isinstance(schema, list) else schema
+        return [json_schema(item) for item in schema] if isinstance(schema, list) else schema
     converted: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "properties" and isinstance(value, dict):

@@ -127,7 +127,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     tenant: str = ""  # tenants share the engine fairly
     resumed: list[Resumed] | None = None  # only these samples, from where they were
     adapter: int = 0  # its number; 0: none
-    holds: list[Hold] = []
+    prefix_leases: list[Hold] = []
     hands_over: bool = False  # each sample ends here with its next token, to go on in another engine
 
     def check(self, vocab_size: int, context: int) -> None:

@@ -243,7 +243,7 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
     held_by = {"base": 0, "first": 1, "second": 2, "session": 1, "key": 1}
     for name, adapter in [*held_by.items(), ("key", 2)]:
         num_tokens, is_pinned = (32, True) if name != "session" else (0, False)
-        core.submit(Submit(name, prompt, greedy(2), adapter=adapter, holds=[Hold(name, num_tokens, 600.0, is_pinned)]))
+        core.submit(Submit(name, prompt, greedy(2), adapter=adapter, prefix_leases=[Hold(name, num_tokens, 600.0, is_pinned)]))
         while core.has_work:
             core.step()
     assert {*held_by} == {name for name in held_by if name in held}
@@ -253,7 +253,7 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
         core.scheduler.check_integrity()
         return {one.name: one.reason for one in core.take_events() if isinstance(one, events.HoldEnded)}
 
-    core.submit(Submit("x", prompt, greedy(12), adapter=1, holds=[Hold("late", 0, 600.0)]))
+    core.submit(Submit("x", prompt, greedy(12), adapter=1, prefix_leases=[Hold("late", 0, 600.0)]))
     while not core.adapters.get(1).num_users:
         core.step()
     core.adapters.unload(1)

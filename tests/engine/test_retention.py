@@ -24,10 +24,10 @@ def small(model, num_pages=16, clock=None, **options):
     return core_of(model, config, clock)
 
 
-def ask(core, name, prompt, holds=(), params=None, tenant=""):
+def ask(core, name, prompt, prefix_leases=(), params=None, tenant=""):
     """Its answer, bit for bit."""
     answer = Answer()
-    core.submit(Submit(name, prompt, params or greedy(5, logprobs=2), holds=list(holds), tenant=tenant))
+    core.submit(Submit(name, prompt, params or greedy(5, logprobs=2), prefix_leases=list(prefix_leases), tenant=tenant))
     while core.has_work:
         take(core, {name: answer})
     core.scheduler.check_integrity()

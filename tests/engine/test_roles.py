@@ -98,7 +98,7 @@ KINDS = {
     "embedding": {"params": {"pooling": "mean"}},
     "adapter": {"adapter": 1, "params": {"logprobs": 1}},
     "short": {"prompt": [5, 6, 7]},
-    "held": {"holds": [Hold("pin", 64, 100.0, True, "a prompt cache"), Hold("session", 0, 100.0, False, "a session")]},
+    "held": {"prefix_leases": [Hold("pin", 64, 100.0, True, "a prompt cache"), Hold("session", 0, 100.0, False, "a session")]},
 }
 
 

@@ -94,8 +94,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             beams = Beams(2) if is_beam and n == 1 else None
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
             ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": frozenset({EOS})}
-            holds = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
-            for request in self.scheduler.add("r", prompt, params, **ranks, holds=holds):
+            prefix_leases = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
+            for request in self.scheduler.add("r", prompt, params, **ranks, prefix_leases=prefix_leases):
                 self.live[request.seq] = request
 
     @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.0, 0.0, 5.0]))

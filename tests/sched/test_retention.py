@@ -15,9 +15,9 @@ from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Hold
 
 
-def submit(scheduler: Scheduler, name, tokens, max_tokens=1, holds=(), tenant="", salt=""):
+def submit(scheduler: Scheduler, name, tokens, max_tokens=1, prefix_leases=(), tenant="", salt=""):
     params = SamplingParams(max_tokens=max_tokens, seed=0)
-    return scheduler.add(name, list(tokens), params, holds=holds, tenant=tenant, salt=salt)[0]
+    return scheduler.add(name, list(tokens), params, prefix_leases=prefix_leases, tenant=tenant, salt=salt)[0]
 
 
 def cached(scheduler, tokens):
@@ -39,8 +39,8 @@ def kinds(buffer, *types):
 @pytest.mark.parametrize("index", ["hash", "radix"])
 def test_a_pinned_prefix_stays_and_a_retained_one_yields_only_to_need(index):
     scheduler, buffer = make(num_pages=32, index=index)
-    submit(scheduler, "pin", range(16), holds=[Hold("a", 16, 60.0, is_pinned=True)])
-    submit(scheduler, "keep", range(100, 116), holds=[Hold("b", 16, 60.0)])
+    submit(scheduler, "pin", range(16), prefix_leases=[Hold("a", 16, 60.0, is_pinned=True)])
+    submit(scheduler, "keep", range(100, 116), prefix_leases=[Hold("b", 16, 60.0)])
     submit(scheduler, "neither", range(200, 216))
     run(scheduler)
     flood(scheduler)
@@ -59,7 +59,7 @@ def test_a_pinned_prefix_stays_and_a_retained_one_yields_only_to_need(index):
 def test_a_hold_ends_at_its_time_or_when_it_is_let_go_and_can_be_renewed():
     scheduler, buffer = make(num_pages=32)
     for name, pinned in (("a", True), ("b", False), ("c", True)):
-        submit(scheduler, name, range(ord(name), ord(name) + 16), holds=[Hold(name, 16, 10.0, pinned)], salt=name)
+        submit(scheduler, name, range(ord(name), ord(name) + 16), prefix_leases=[Hold(name, 16, 10.0, pinned)], salt=name)
     run(scheduler)
     scheduler.retention.renew("c", 100.0, "extended")
     scheduler._clock.advance(11.0)
@@ -78,8 +78,8 @@ def test_a_hold_ends_at_its_time_or_when_it_is_let_go_and_can_be_renewed():
 
 def test_a_hold_that_is_let_go_is_not_made_by_requests_under_way():
     scheduler, _ = make(num_pages=32)
-    holds = [Hold("a", 16, 60.0, is_pinned=True), Hold("b", 16, 60.0)]
-    requests = [submit(scheduler, "x", range(20), holds=holds)]
+    prefix_leases = [Hold("a", 16, 60.0, is_pinned=True), Hold("b", 16, 60.0)]
+    requests = [submit(scheduler, "x", range(20), prefix_leases=prefix_leases)]
     scheduler.retention.renew("a", 0, "deleted", requests)
     run(scheduler)
     assert "a" not in scheduler.kv.held
@@ -88,18 +88,18 @@ def test_a_hold_that_is_let_go_is_not_made_by_requests_under_way():
 
 def test_holds_share_pages_by_count_and_the_bound_ends_the_least_recent():
     scheduler, buffer = make(num_pages=32)  # at most 16 are held
-    submit(scheduler, "short", range(8), holds=[Hold("short", 8, 60.0)])
+    submit(scheduler, "short", range(8), prefix_leases=[Hold("short", 8, 60.0)])
     run(scheduler)
-    submit(scheduler, "long", range(32), holds=[Hold("long", 32, 60.0)])
-    submit(scheduler, "other", range(100, 120), holds=[Hold("other", 20, 60.0)])
+    submit(scheduler, "long", range(32), prefix_leases=[Hold("long", 32, 60.0)])
+    submit(scheduler, "other", range(100, 120), prefix_leases=[Hold("other", 20, 60.0)])
     run(scheduler)
     assert scheduler.kv.num_held_pages == 8 + 5
     scheduler.retention.renew("short", 60.0, "used")
-    submit(scheduler, "third", range(200, 216), holds=[Hold("third", 16, 60.0)])
+    submit(scheduler, "third", range(200, 216), prefix_leases=[Hold("third", 16, 60.0)])
     run(scheduler)
     assert [one.name for one in kinds(buffer, events.HoldEnded)] == ["long"]
     assert scheduler.kv.num_held_pages == 2 + 5 + 4, "what is also of another hold is kept"
-    submit(scheduler, "huge", range(1000, 1100), holds=[Hold("huge", 100, 60.0)])
+    submit(scheduler, "huge", range(1000, 1100), prefix_leases=[Hold("huge", 100, 60.0)])
     run(scheduler)
     assert [one.reason for one in kinds(buffer, events.PrefixNotHeld)] == ["it has 25 pages, and at most 16 may be held"]
 
@@ -107,13 +107,13 @@ def test_holds_share_pages_by_count_and_the_bound_ends_the_least_recent():
 def test_pins_are_bounded_and_a_tenant_leaves_room_for_others():
     scheduler, buffer = make(num_pages=32)
     for i in range(4):
-        submit(scheduler, f"{i}", range(100 * i, 100 * i + 20), holds=[Hold(f"{i}", 20, 60.0, is_pinned=True)])
+        submit(scheduler, f"{i}", range(100 * i, 100 * i + 20), prefix_leases=[Hold(f"{i}", 20, 60.0, is_pinned=True)])
     run(scheduler)
     assert [one.reason for one in kinds(buffer, events.PrefixNotHeld)] == ["15 of 16 pages are pinned"]
     scheduler, buffer = make(num_pages=32)
     for tenant, tokens in (("x", range(40)), ("x", range(32)), ("y", range(16)), ("y", range(16))):
         name = f"{tenant} {len(tokens)}"
-        submit(scheduler, name, tokens, holds=[Hold(name, len(tokens), 60.0, True)], tenant=tenant, salt=tenant)
+        submit(scheduler, name, tokens, prefix_leases=[Hold(name, len(tokens), 60.0, True)], tenant=tenant, salt=tenant)
         run(scheduler)
     assert [(one.name, one.reason) for one in kinds(buffer, events.PrefixNotHeld)] == [
         ("x 40", "it has 10 pages, and this API key may pin 8 more")
@@ -125,7 +125,7 @@ def test_a_pin_that_is_used_stays_whatever_others_have_pinned_since():
     scheduler, buffer = make(num_pages=32)
     for tenant, length in (("x", 32), ("y", 16), ("x", 32)):
         hold = Hold(tenant, length, 60.0, is_pinned=True)
-        submit(scheduler, f"{tenant}{length}", range(length), holds=[hold], tenant=tenant, salt=tenant)
+        submit(scheduler, f"{tenant}{length}", range(length), prefix_leases=[hold], tenant=tenant, salt=tenant)
         run(scheduler)
     assert not kinds(buffer, events.PrefixNotHeld, events.HoldEnded)
     assert scheduler.kv.held.num_pinned == 12
@@ -133,7 +133,7 @@ def test_a_pin_that_is_used_stays_whatever_others_have_pinned_since():
 
 def test_a_pin_is_given_up_only_for_a_request_that_could_not_run_at_all():
     scheduler, buffer = make(num_pages=32, context=128)
-    submit(scheduler, "pin", range(16), holds=[Hold("a", 16, 1e6, is_pinned=True)])
+    submit(scheduler, "pin", range(16), prefix_leases=[Hold("a", 16, 1e6, is_pinned=True)])
     run(scheduler)
     submit(scheduler, "small", range(500, 520), max_tokens=30)
     submit(scheduler, "whole", range(1000, 1100), max_tokens=28)
@@ -143,7 +143,7 @@ def test_a_pin_is_given_up_only_for_a_request_that_could_not_run_at_all():
 
 def test_a_session_is_held_with_its_output_until_it_is_known_whether_it_returns():
     scheduler, buffer = make(num_pages=32)
-    submit(scheduler, "turn", range(10), max_tokens=10, holds=[Hold("s", 0, 5.0, reason="may return")])
+    submit(scheduler, "turn", range(10), max_tokens=10, prefix_leases=[Hold("s", 0, 5.0, reason="may return")])
     run(scheduler)
     (held,) = kinds(buffer, events.PrefixHeld)
     assert held.num_tokens == 16, "19 tokens were computed"
@@ -155,7 +155,7 @@ def test_a_session_is_held_with_its_output_until_it_is_known_whether_it_returns(
 
 def test_what_a_failed_step_computed_is_not_held():
     scheduler, buffer = make(num_pages=32)
-    submit(scheduler, "pin", range(16), holds=[Hold("a", 16, 60.0, is_pinned=True)])
+    submit(scheduler, "pin", range(16), prefix_leases=[Hold("a", 16, 60.0, is_pinned=True)])
     run(scheduler)
     scheduler.drop_computed("a step failed")
     assert [one.reason for one in kinds(buffer, events.HoldEnded)] == ["a step failed"]
@@ -203,8 +203,8 @@ def agents_and_one_shots(retain_s: float) -> list[Arrival]:
         at, prompt = chance.uniform(0, 15), tokens(1500)
         for turn in range(4):
             name, num_output = f"agent {session} {turn}", chance.randrange(20, 60)
-            holds = (Hold(f"session {session}", 0, retain_s, reason="a tool call is under way"),) if retain_s else ()
-            arrivals.append(Arrival(name, at, len(prompt), num_output, prompt_ids=tuple(prompt), holds=holds))
+            prefix_leases = (Hold(f"session {session}", 0, retain_s, reason="a tool call is under way"),) if retain_s else ()
+            arrivals.append(Arrival(name, at, len(prompt), num_output, prompt_ids=tuple(prompt), prefix_leases=prefix_leases))
             prompt = [*prompt, *[0] * num_output, *tokens(chance.randrange(50, 400))]  # the simulator's tokens are 0
             at += 3 + chance.uniform(5, 20)
     systems, at = [tokens(256) for _ in range(4)], 0.0
@@ -241,7 +241,7 @@ def test_agents_find_their_sessions_among_one_shot_traffic():
 def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
     """A preempted request comes back, and ends while its pages are still on their way: a stop string was found late."""
     scheduler, buffer = make(num_pages=32, tiers=Tiers(0, 0, [], page_bytes=100))
-    kv, a = scheduler.kv, submit(scheduler, "a", range(16), max_tokens=40, holds=[Hold("p", 0, 60.0, is_pinned=True)])
+    kv, a = scheduler.kv, submit(scheduler, "a", range(16), max_tokens=40, prefix_leases=[Hold("p", 0, 60.0, is_pinned=True)])
     for _ in range(3):
         step(scheduler)
     keys = kv.index.keys_of(kv.path(a.tokens))

@@ -79,12 +79,12 @@ def drawn(seed):
         num_prompt, num_output = draw.randint(1, 150), draw.randint(1, 100)
         own = tuple(draw.randrange(1000) for _ in range(num_prompt))
         prompt = (*shared, *own)[:num_prompt] if draw.random() < 0.3 else own
-        holds = (Hold(f"h{i}", 0, draw.uniform(0.1, 5), draw.random() < 0.3, "test"),) if draw.random() < 0.1 else ()
+        prefix_leases = (Hold(f"h{i}", 0, draw.uniform(0.1, 5), draw.random() < 0.3, "test"),) if draw.random() < 0.1 else ()
         priority = BACKGROUND if draw.random() < 0.1 else draw.randrange(priorities)
         tenant = f"t{draw.randrange(tenants)}"
         n = draw.choice([1, 1, 1, 1, 1, 3])
         abort_s = at + draw.expovariate(1.0) if draw.random() < 0.15 else None
-        arrivals.append(Arrival(f"r{i}", at, num_prompt, num_output, priority, tenant, prompt, holds, n, abort_s))
+        arrivals.append(Arrival(f"r{i}", at, num_prompt, num_output, priority, tenant, prompt, prefix_leases, n, abort_s))
     return arrivals, config
 
 

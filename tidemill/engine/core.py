@@ -252,7 +252,7 @@ class EngineCore:
             cache=self._cache_of(request),
             max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
-            holds=request.holds,
+            prefix_leases=request.prefix_leases,
             hands_over=request.hands_over,
         )
         if adapter is not None:

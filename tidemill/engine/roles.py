@@ -113,8 +113,8 @@ class Roles(Routing):
         self._placements[self._role(choice.name)].note(choice.name, keys)
         self._emit(int(choice.name), events.Placed(time.monotonic(), request.request_id, part, choice.reason))
         if part == PREFILL:
-            holds = [hold for hold in request.holds if hold.num_tokens]  # what ends with the prompt
-            return choice.name, msgspec.structs.replace(request, hands_over=True, holds=holds)
+            prefix_leases = [hold for hold in request.prefix_leases if hold.num_tokens]  # what ends with the prompt
+            return choice.name, msgspec.structs.replace(request, hands_over=True, prefix_leases=prefix_leases)
         if part == DECODE and 0 in route.firsts:
             return choice.name, _rest(request)
         return choice.name, request
@@ -311,7 +311,8 @@ def routing_of(options: EngineOptions) -> Routing:
 def _rest(request: Submit) -> Submit:
     """The rest of a request when its first token was delivered."""
     params = msgspec.structs.replace(request.params, prompt_logprobs=None)
-    return msgspec.structs.replace(request, params=params, holds=[hold for hold in request.holds if not hold.num_tokens])
+    prefix_leases = [hold for hold in request.prefix_leases if not hold.num_tokens]
+    return msgspec.structs.replace(request, params=params, prefix_leases=prefix_leases)
 
 
 def _joined(first: Delta, delta: Delta) -> Delta:

@@ -66,7 +66,7 @@ class Request:
     drafted_step: int = -1  # the last that was planned with drafts of it, or behind some
     writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    holds: Sequence[Hold] = ()  # of its prefixes, that are to be made
+    prefix_leases: Sequence[Hold] = ()  # of its prefixes, that are to be made
     num_held: int = 0  # tokens of its longest prefix that was held for it
     epoch: int = 0  # raised by preemption and wrong drafts, so that results of steps planned before are recognised as stale
     is_held: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
@@ -99,7 +99,7 @@ class Request:
             tokens=list(self.tokens),
             params=params,
             children=[],
-            holds=(),
+            prefix_leases=(),
             status=Status.WAITING,
             row=-1,
             num_computed=0,

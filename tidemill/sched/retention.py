@@ -23,12 +23,12 @@ class Retention:
     def take(self, request: Request, has_ended: bool) -> None:
         """Hold what of a request is computed by now: prefixes of its prompt, or all of a request that ends."""
         left = []
-        for hold in request.holds:
+        for hold in request.prefix_leases:
             if hold.num_tokens or has_ended:
                 self._hold(request, hold)
             else:
                 left.append(hold)
-        request.holds = left
+        request.prefix_leases = left
 
     def _hold(self, request: Request, hold: Hold) -> None:
         now, name = self._clock.now(), hold.name
@@ -55,7 +55,7 @@ class Retention:
         now = self._clock.now()
         if ttl_s <= 0:
             for request in live:
-                request.holds = [hold for hold in request.holds if hold.name != name]
+                request.prefix_leases = [hold for hold in request.prefix_leases if hold.name != name]
             ended = self._kv.held.drop(name)
             self._report([ended] if ended else [], reason)
         elif self._kv.held.renew(name, now + ttl_s) is not None:

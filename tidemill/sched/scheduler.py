@@ -180,7 +180,7 @@ class Scheduler(RequestTable):
             if is_first and request.num_computed >= request.num_prompt:
                 if request.children:
                     self._fork_children(request, now)
-                if request.holds:
+                if request.prefix_leases:
                     self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue

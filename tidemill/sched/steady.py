@@ -93,7 +93,7 @@ class SteadyScheduler(Scheduler):
     # ---- joining and leaving
 
     def add(self, *given: Any, **options: Any) -> list[Request]:
-        if options.get("holds"):  # they look up what is cached
+        if options.get("prefix_leases"):  # they look up what is cached
             self._records_late = False
             self._records_now = True
             self.record_all()
@@ -140,7 +140,7 @@ class SteadyScheduler(Scheduler):
             or request.waits_for_tokens
             or request.cache is not None
             or request.drafts
-            or (request.first_token_s is None and (not self.steps_ahead or request.children or request.holds))
+            or (request.first_token_s is None and (not self.steps_ahead or request.children or request.prefix_leases))
             or (request.writable_end < request.num_computed and not self._owns_page(request))
         ):
             return 0
@@ -455,7 +455,7 @@ class SteadyScheduler(Scheduler):
             request = self.requests.get(item.seq)
             if request is None or request.epoch != item.epoch or not request.num_in_flight:
                 return False
-            if request.holds or request.children:
+            if request.prefix_leases or request.children:
                 return False
             if len(request.tokens) + request.num_in_flight - request.num_prompt < request.max_tokens:
                 return False

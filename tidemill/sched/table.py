@@ -70,12 +70,12 @@ class RequestTable:
         cache: CachePolicy | None = None,
         max_context: int | None = None,
         resumed: Mapping[int, Sequence[int]] | None = None,
-        holds: Sequence[Hold] = (),
+        prefix_leases: Sequence[Hold] = (),
         hands_over: bool = False,
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
         `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
-        stay in its pages. `max_context`: its own, if it has one. `holds`: of prefixes of the first sample.
+        stay in its pages. `max_context`: its own, if it has one. `prefix_leases`: of the first sample.
         `hands_over`: each sample ends with its next token."""
         now, max_context = self._clock.now(), max_context or self.max_context
         assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
@@ -100,7 +100,7 @@ class RequestTable:
                 adapter_id=adapter_id,
                 cache=cache,
                 parent=made[0] if made and resumed is None else None,
-                holds=() if made else holds,
+                prefix_leases=() if made else prefix_leases,
                 hands_over=goes_on,
             )
             self._next_seq += 1
@@ -284,7 +284,7 @@ class RequestTable:
             self.retention.loads_failed()
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
-        if request.holds and self.kv.holds(request.seq):
+        if request.prefix_leases and self.kv.holds(request.seq):
             self.retention.take(request, has_ended=True)
         self._remove(request)
         counts = (request.num_prompt, request.num_output, request.num_cached)

@@ -43,7 +43,7 @@ class Arrival:
     priority: int = 0
     tenant: str = ""
     prompt_ids: tuple[int, ...] = ()  # given where prefixes matter; by default no two prompts share one
-    holds: tuple[Hold, ...] = ()
+    prefix_leases: tuple[Hold, ...] = ()
     n: int = 1  # samples; the times of their tokens are those of ID:0, ID:1 ...
     abort_s: float | None = None  # when its client goes away
 
@@ -389,8 +389,10 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
 def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
     """Unless a prompt is given, its tokens are none that another has. What the next one's begin with."""
     prompt = list(arrival.prompt_ids) or [next_token] * arrival.num_prompt
-    params, holds = _params(arrival.num_output, arrival.n), list(arrival.holds)
-    core.submit_checked(Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, holds=holds))
+    params, prefix_leases = _params(arrival.num_output, arrival.n), list(arrival.prefix_leases)
+    core.submit_checked(
+        Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, prefix_leases=prefix_leases)
+    )
     return next_token + 1
 
 

@@ -162,7 +162,7 @@ class Codec(Endpoint):
                 prompt.output_format,
                 one_by_one=generation.one_by_one,
                 tells_progress=generation.tells_progress,
-                holds=prompt.holds,
+                prefix_leases=prompt.prefix_leases,
             )
             for i, prompt in enumerate(generation.prompts)
         ]

@@ -90,7 +90,7 @@ class Prompt:
     ids: list[int]
     params: SamplingParams
     output_format: OutputFormat | None = None  # None: the output is plain text
-    holds: Sequence[Hold] = ()
+    prefix_leases: Sequence[Hold] = ()
     salt: str = ""
     number: int = 0
     figures: Figures = field(default_factory=Figures)

@@ -85,7 +85,7 @@ def _content_name(
 # ---- what a request asks for
 
 
-def key_holds(
+def key_leases(
     service: Service,
     tenant: str,
     key: str | None,
@@ -110,7 +110,7 @@ def key_holds(
     return [Hold(name, 0, ttl_s, reason=reason)]
 
 
-async def mark_holds(
+async def mark_leases(
     service: Service,
     tenant: str,
     prompt: list[int],
@@ -120,7 +120,7 @@ async def mark_holds(
 ) -> list[Hold]:
     """The leases that cache_control asks for: the prompt up to the last mark with each time to
     live. `template_options`: as of `Service.encode_chat`."""
-    holds = []
+    prefix_leases = []
     for ttl, conversation in dict(marks).items():
         num = (
             len(prompt)
@@ -129,8 +129,8 @@ async def mark_holds(
         )
         if num:
             name = _content_name(service, tenant, salt, prompt[:num], TTLS[ttl])
-            holds.append(Hold(name, num, TTLS[ttl], reason=f"cache_control, {ttl}"))
-    return holds
+            prefix_leases.append(Hold(name, num, TTLS[ttl], reason=f"cache_control, {ttl}"))
+    return prefix_leases
 
 
 async def _num_common(
@@ -244,7 +244,7 @@ class PromptCache:
         left = max(self.expires_s - time.monotonic(), 0.001)
         return Hold(self.pin, len(self.token_ids), left, True, f"prompt cache {self.name}")
 
-    def holds(self, prompt: list[int]) -> list[Hold]:
+    def prefix_leases(self, prompt: list[int]) -> list[Hold]:
         """The leases of a request with this cache: it is pinned again, if it has been lost. A
         template may write the prefix of a longer conversation differently; then there is nothing to
         pin."""

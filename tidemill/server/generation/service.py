@@ -428,12 +428,12 @@ class Service:
         output_format: OutputFormat | None = None,
         one_by_one: bool = False,
         tells_progress: bool = False,
-        holds: Sequence[Hold] = (),
+        prefix_leases: Sequence[Hold] = (),
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """The text of each sample as it is generated, in bounded pieces, or token by token. The
         first is empty if the request is accepted before there is a token, and so are those that
         tell the progress of the prompt. Leaving early ends the request in the engine. `part`: which
-        of the call's prompts this is. `holds`: of its prefixes."""
+        of the call's prompts this is. `prefix_leases`: those of its prefixes."""
         if self.is_draining:
             raise Draining(
                 "The server is stopping and accepts no new requests.", fix="Try again in a moment."
@@ -460,8 +460,8 @@ class Service:
             else 0.0
         )
         if session_s:
-            holds = [
-                *holds,
+            prefix_leases = [
+                *prefix_leases,
                 Hold(
                     session_name(request_id), 0, UNDECIDED_S, reason="a tool may have been called"
                 ),
@@ -475,7 +475,7 @@ class Service:
             salt,
             tenant,
             adapter=self.adapter,
-            holds=list(holds),
+            prefix_leases=list(prefix_leases),
         )
         name = (tenant, call.request_id)
         _, parts = self.in_progress.setdefault(name, (call, set()))

@@ -13,7 +13,7 @@ from tidemill.server.generation.conversation import own_id, template_variables
 from tidemill.server.generation.message import Part, PartEvent
 from tidemill.server.generation.pipeline import Codec
 from tidemill.server.generation.request import Generation, Output, Prompt
-from tidemill.server.generation.retention import TTLS, mark_holds
+from tidemill.server.generation.retention import TTLS, mark_leases
 from tidemill.server.generation.service import Service
 from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
@@ -50,7 +50,9 @@ class MessagesCodec(Codec):
         params = body.params()
         ids, options = await prompt_of(service, body, self.caller.call)
         salt = body.cache_salt or ""
-        holds = await mark_holds(service, self.caller.tenant, ids, body.marks(), options, salt)
+        prefix_leases = await mark_leases(
+            service, self.caller.tenant, ids, body.marks(), options, salt
+        )
         functions = body.functions() if body.looks_for_calls else ()
         switches = {"thinking": False} if body.thinks is False else options["variables"]
         output_format = service.output_format(
@@ -63,13 +65,13 @@ class MessagesCodec(Codec):
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         # Clients ask for the most their model can write, whatever the prompt.
         self._is_shortened = body.max_tokens > max(service.context_of(params) - len(ids), 1)
-        hours = (hold.num_tokens for hold in holds if hold.ttl_s == TTLS["1h"])
+        hours = (hold.num_tokens for hold in prefix_leases if hold.ttl_s == TTLS["1h"])
         self._num_for_an_hour = max(hours, default=0)
         choice = body.tool_choice
         return Generation(
             service,
             self.caller,
-            [Prompt(ids, params, output_format, holds, salt)],
+            [Prompt(ids, params, output_format, prefix_leases, salt)],
             one_call=choice is not None and choice.disable_parallel_tool_use,
             must_call=body.must_call,
             ends_with_context=True,

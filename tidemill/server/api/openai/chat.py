@@ -17,7 +17,7 @@ from tidemill.server.generation.logprobs import as_list, cells, openai_logprobs
 from tidemill.server.generation.message import Part, PartEvent
 from tidemill.server.generation.prompts import MAX_CHOICES, truncated
 from tidemill.server.generation.request import Choice, Generation, Output, Prompt
-from tidemill.server.generation.retention import mark_holds
+from tidemill.server.generation.retention import mark_leases
 from tidemill.server.http.body import Body
 
 
@@ -55,9 +55,9 @@ class ChatCodec(OpenAICodec):
         budget, name = body.reasoning_budget, "thinking_token_budget"
         params = self.with_budget(output_format, params, budget, name, must_apply=True)
         salt, marks = body.cache_salt or "", body.marks(before)
-        holds = self.holds(ids, number, cache)
-        holds += await mark_holds(service, self.caller.tenant, ids, marks, options, salt)
-        return Prompt(ids, params, output_format, holds, salt)
+        prefix_leases = self.prefix_leases(ids, number, cache)
+        prefix_leases += await mark_leases(service, self.caller.tenant, ids, marks, options, salt)
+        return Prompt(ids, params, output_format, prefix_leases, salt)
 
     async def _generation(self, prompts: list[Prompt]) -> Generation:
         body = self.body

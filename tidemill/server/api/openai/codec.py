@@ -17,7 +17,7 @@ from tidemill.server.api.openai.types import ChatRequest, CompletionRequest, Str
 from tidemill.server.generation.logprobs import as_list, encoded, finite, id_name
 from tidemill.server.generation.pipeline import Codec
 from tidemill.server.generation.request import UNLIMITED, Choice, Generation, Output, Prompt
-from tidemill.server.generation.retention import PromptCache, key_holds
+from tidemill.server.generation.retention import PromptCache, key_leases
 from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
 from tidemill.server.http.errors import error_body
@@ -101,14 +101,14 @@ class OpenAICodec(Codec):
         cache.num_uses += 1
         return cache
 
-    def holds(self, ids: list[int], number: int, cache: PromptCache | None) -> list[Hold]:
+    def prefix_leases(self, ids: list[int], number: int, cache: PromptCache | None) -> list[Hold]:
         """The leases of a prompt's prefixes: the prompt cache, and those that OpenAI's parameters
         ask for."""
         body, tenant = self.body, self.caller.tenant
         key, retention = body.prompt_cache_key, body.prompt_cache_retention
-        named = cache.holds(ids) if cache is not None else []
+        named = cache.prefix_leases(ids) if cache is not None else []
         salt = body.cache_salt or ""
-        return named + key_holds(self.service, tenant, key, retention, ids, number, salt)
+        return named + key_leases(self.service, tenant, key, retention, ids, number, salt)
 
     # ---- what is written
 

@@ -78,7 +78,7 @@ class CompletionCodec(OpenAICodec):
         check_choices(self.service, len(ids), params.n, MAX_CHOICES, "prompts")
         salt = body.cache_salt or ""
         prompts = [
-            Prompt(prompt, params, holds=self.holds(prompt, i, cache), salt=salt)
+            Prompt(prompt, params, prefix_leases=self.prefix_leases(prompt, i, cache), salt=salt)
             for i, prompt in enumerate(ids)
         ]
         num_sent = params.n if body.best_of is None else body.n or 1  # the likeliest

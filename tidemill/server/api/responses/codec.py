@@ -24,7 +24,7 @@ from tidemill.server.generation.message import Part, PartEvent
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import Codec, Outputs
 from tidemill.server.generation.request import Generation, Output, Prompt
-from tidemill.server.generation.retention import key_holds
+from tidemill.server.generation.retention import key_leases
 from tidemill.server.http.access import Caller
 from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
@@ -96,7 +96,7 @@ class ResponseCodec(Codec):
         output_format = service.output_format(ids, functions, body.must_call, variables=switches)
         params = self.with_budget(output_format, params, None, "")
         salt, key = body.cache_salt or "", (body.prompt_cache_key, body.prompt_cache_retention)
-        holds = key_holds(service, caller.tenant, *key, ids, salt=salt)
+        prefix_leases = key_leases(service, caller.tenant, *key, ids, salt=salt)
         self.before = before
         self.new = await aside(
             lambda: tuple(Item.of(stored_item(item)) for item in new), BYTES_PER_ITEM * len(new)
@@ -105,7 +105,7 @@ class ResponseCodec(Codec):
         return Generation(
             service,
             caller,
-            [Prompt(ids, params, output_format, holds, salt)],
+            [Prompt(ids, params, output_format, prefix_leases, salt)],
             one_call=body.parallel_tool_calls is False,
             must_call=body.must_call,
             one_by_one=body.wants_logprobs,

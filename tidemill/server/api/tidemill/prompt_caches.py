@@ -265,7 +265,7 @@ async def _computed(
     )  # whatever requests with it keep
     num_held = num_cached = 0
     outputs = service.stream(
-        caller, cache.token_ids, params, timeout_s=timeout_s, holds=[cache.hold]
+        caller, cache.token_ids, params, timeout_s=timeout_s, prefix_leases=[cache.hold]
     )
     async with aclosing(outputs):
         async for delta, _ in outputs:

@@ -337,6 +337,8 @@ def test_a_restart_keeps_the_configuration_of_the_first_start(tiny_folder, fragi
         second = client.ready.config
         for name in ("device", "dtype", "page_size", "num_pages", "max_context", "max_requests", "token_budget", "kv_bytes"):
             assert getattr(second, name) == getattr(first, name)
+        assert second.reasons == first.reasons
+        assert first.reasons["max_requests"] != "given"
 
     run(test, tiny_folder)
 

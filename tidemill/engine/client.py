@@ -129,21 +129,28 @@ class EngineClient:
         gets what was submitted meanwhile. `link`: to a process that has inspected models so far."""
         link = link or self._new_link()
         try:
-            self.ready = await link.start(self.adapters.options(options), on_loading, self._start_s)
+            ready = await link.start(self.adapters.options(options), on_loading, self._start_s)
         except BaseException as error:
             await link.close()
             if isinstance(error, OSError):
                 raise EngineDead(f"The engine process cannot be started: {error}.") from error
             raise
         self.link = link
+        self._set_ready(ready)
         self._last_step_s = self.used_s = time.monotonic()
         self.death = ""
         self.gave_up.clear()
         self._forget_engine()
-        self.adapters.engine_started(self.ready.adapters)
-        self._supervisor = asyncio.create_task(self._supervise(settled(options, self.ready.config)))
+        self.adapters.engine_started(ready.adapters)
+        self._supervisor = asyncio.create_task(self._supervise(settled(options, ready.config)))
         self.release()
-        return self.ready
+        return ready
+
+    def _set_ready(self, ready: Ready) -> None:
+        """Keeps the reasons of the first configuration. A later engine is given its values, so its own reasons are "given"."""
+        if self.ready is not None:
+            ready.config.reasons.update(self.ready.config.reasons)
+        self.ready = ready
 
     @property
     def num_pending(self) -> int:
@@ -413,7 +420,7 @@ class EngineClient:
         while True:
             link = self._new_link()
             try:
-                self.ready = await link.start(self.adapters.options(options), within_s=self._start_s)
+                self._set_ready(await link.start(self.adapters.options(options), within_s=self._start_s))
                 return link
             except (TidemillError, OSError) as error:
                 _log.error("the engine could not be started again: %s", error)

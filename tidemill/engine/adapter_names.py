@@ -59,9 +59,9 @@ class AdapterNames:
             self._by_name[name] = AdapterInfo(number, name, path, "", 0)
             self._last_id = number
 
-    def options(self, given: EngineOptions) -> EngineOptions:
+    def options(self, options: EngineOptions) -> EngineOptions:
         """The first engine reads the adapters of its options, or fails; later ones are sent what there is by then."""
-        return dataclasses.replace(given, loras=()) if self._was_started else given
+        return dataclasses.replace(options, loras=()) if self._was_started else options
 
     def engine_started(self, read: list[AdapterInfo]) -> None:
         """To be called before it gets any request. `read`: the adapters it has."""
@@ -115,9 +115,9 @@ class AdapterNames:
 
     def requests_ended(self) -> None:
         """Adapters that nobody uses any more leave the engine."""
-        for adapter_id in [one for one in self._leaving if not self._num_readers[one] and not self._is_used(one)]:
-            del self._leaving[adapter_id]
-            self._send(UnloadAdapter(adapter_id))
+        for number in [number for number in self._leaving if not self._num_readers[number] and not self._is_used(number)]:
+            del self._leaving[number]
+            self._send(UnloadAdapter(number))
 
     def take(self, reply: AdapterReply) -> None:
         future = self._asked.get(reply.adapter_id)

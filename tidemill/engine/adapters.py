@@ -90,25 +90,25 @@ class AdapterStore:
         adapter = self._known[adapter_id]
         assert adapter.reading is not None
         wait([adapter.reading])
-        (answer,) = (one for one in self.answers() if one.adapter_id == adapter_id)
+        (answer,) = (answer for answer in self.answers() if answer.adapter_id == adapter_id)
         if answer.error is not None:
             raise AdapterError(f"Adapter {name!r}: {answer.error.message}", fix=answer.error.fix, param="loras")
         return adapter
 
     def answers(self) -> list[AdapterReply]:
         """The answers to loads that have ended. Weights that were read go into a slot, if there is one to be had."""
-        made = []
-        for adapter in [one for one in self._unanswered if one.reading is None or one.reading.done()]:
+        answers = []
+        for adapter in [adapter for adapter in self._unanswered if adapter.reading is None or adapter.reading.done()]:
             self._unanswered.remove(adapter)
             try:
                 if adapter.reading is not None and (adapter.is_leaving or not self._settle(adapter)):
                     self._stop_reading(adapter)  # when it is asked for, it is read again
-                made.append(AdapterReply(adapter.adapter_id, adapter.info))
+                answers.append(AdapterReply(adapter.adapter_id, adapter.info))
             except TidemillError as error:
                 self._known.pop(adapter.adapter_id, None)
                 refused = Refused(None, type(error).__name__, error.message, error.fix, error.param)
-                made.append(AdapterReply(adapter.adapter_id, None, refused))
-        return made
+                answers.append(AdapterReply(adapter.adapter_id, None, refused))
+        return answers
 
     def unload(self, adapter_id: int) -> None:
         """It is not known any more. Its slot is free when no request holds it."""
@@ -119,7 +119,7 @@ class AdapterStore:
 
     def get(self, adapter_id: int) -> Adapter:
         if adapter_id not in self._known:
-            known = ", ".join(repr(one.name) for one in self._known.values()) or "none"
+            known = ", ".join(repr(adapter.name) for adapter in self._known.values()) or "none"
             raise InvalidRequest("The adapter is not loaded.", fix=f"Loaded are: {known[:1000]}.", param="model")
         return self._known[adapter_id]
 
@@ -136,7 +136,9 @@ class AdapterStore:
 
     def drop_unwanted(self, wanted: Collection[int]) -> None:
         """Drops the weights that were read for requests that have left. `wanted`: numbers of adapters that others wait for."""
-        for adapter in [one for one in self._reading if one.adapter_id not in wanted and one not in self._unanswered]:
+        for adapter in [
+            adapter for adapter in self._reading if adapter.adapter_id not in wanted and adapter not in self._unanswered
+        ]:
             if adapter.reading is not None and adapter.reading.done():
                 self._stop_reading(adapter)
 
@@ -195,10 +197,10 @@ class AdapterStore:
     def _make_room(self, adapter: Adapter) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
-        unused = [one for one in self._slots if one is not None and not one.num_users]
+        unused = [adapter for adapter in self._slots if adapter is not None and not adapter.num_users]
         if not unused:
             return None
-        oldest = min(unused, key=lambda one: one.last_use)
+        oldest = min(unused, key=lambda adapter: adapter.last_use)
         slot = oldest.slot
         self._leave(oldest, f"least recently used, to make room for {adapter.name}")
         return slot

@@ -111,9 +111,13 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The reply to a conversation, as `generate` gives it."""
         engine = await self._running()
-        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
-        how["continue_final_message"] = continue_final_message
-        ids = await asyncio.to_thread(engine.prompts.encode_chat, messages, **how)
+        template_options: dict[str, Any] = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "variables": chat_template_kwargs,
+        }
+        template_options["continue_final_message"] = continue_final_message
+        ids = await asyncio.to_thread(engine.prompts.encode_chat, messages, **template_options)
         outputs = self._run(engine, None, ids, sampling_params, request_id, priority, lora)
         async with aclosing(outputs):
             async for output in outputs:
@@ -181,22 +185,22 @@ class AsyncLLM:
             checked = msgspec.structs.replace(checked, seed=sample_seed(self._seed, self._num_requests))
         adapter = engine.adapter(lora) if lora else 0
         request = Submit(own_id, prompt_ids, checked, list(engine.tokenizer.eos_token_ids), priority, adapter=adapter)
-        made = OutputBuilder(engine.tokenizer, name, text, prompt_ids, checked)
+        builder = OutputBuilder(engine.tokenizer, name, text, prompt_ids, checked)
         self._ids[name] = own_id
         try:
             async with aclosing(client.submit(request)) as deltas:
                 async for delta in deltas:
-                    if made.take(delta):
+                    if builder.take(delta):
                         client.finish(own_id, delta.index)
-                    is_whole = made.output.finished
+                    is_whole = builder.output.finished
                     if is_whole or checked.output_kind != RequestOutputKind.FINAL_ONLY:
-                        yield made.next_output()
+                        yield builder.next_output()
                     if is_whole:
                         return
         except Cancelled:
-            for sample in made.output.samples:
+            for sample in builder.output.samples:
                 sample.finish_reason = sample.finish_reason or _ABORTED
-            yield made.next_output()
+            yield builder.next_output()
         finally:
             del self._ids[name]
 
@@ -214,8 +218,8 @@ class _Engine:
         self.prompts = PromptEncoder(tokenizer, max(self.max_context, self._config.max_stream))
 
     @staticmethod
-    async def started(model: str, given: dict[str, Any]) -> _Engine:
-        path, options = await asyncio.to_thread(located_options, model, given)
+    async def started(model: str, keywords: dict[str, Any]) -> _Engine:
+        path, options = await asyncio.to_thread(located_options, model, keywords)
         options.check_roles()
         tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.chat_template, options.chat_template_kwargs)
         num, routing = options.num_engines, routing_of(options)
@@ -237,7 +241,7 @@ class _Engine:
         """The number of an adapter."""
         info = self.client.adapters.get(name)
         if info is None:
-            known = ", ".join(repr(one.name) for one in self.client.adapters) or "none"
+            known = ", ".join(repr(adapter.name) for adapter in self.client.adapters) or "none"
             raise InvalidRequest(f"There is no adapter {name!r}.", fix=f"Loaded are: {known}.", param="lora")
         return info.adapter_id
 

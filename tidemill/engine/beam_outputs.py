@@ -47,14 +47,14 @@ class BeamSearchOutput:
         with_end: bool,
     ) -> BeamSearchOutput:
         """`with_end`: the token that ended an output is part of it."""
-        made = []
+        sequences = []
         for sample in samples if error is None else ():
             has_end = sample.finish_reason == "stop" and not with_end
             ids, entries = sample.token_ids[: len(sample.token_ids) - has_end], sample.logprobs or []
             tokens, total = [*prompt_ids, *ids], sum(entry.logprob for entry in entries)
             text = tokenizer.decode(tokens, skip_special=False)
-            made.append(BeamSearchSequence(tokens, text, total, sample.score or 0.0, sample.finish_reason, entries, ids))
-        return BeamSearchOutput(made, error)
+            sequences.append(BeamSearchSequence(tokens, text, total, sample.score or 0.0, sample.finish_reason, entries, ids))
+        return BeamSearchOutput(sequences, error)
 
     @property
     def sequences(self) -> list[BeamSearchSequence]:

@@ -40,9 +40,9 @@ class Output:
 class BeamSearch:
     """The beams of one request. Knows their tokens, and nothing of the engine."""
 
-    def __init__(self, how: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
+    def __init__(self, settings: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
         """`num_top`: likeliest tokens that are kept beside each token of the output."""
-        self._how, self._ends = how, ends
+        self._how, self._ends = settings, ends
         self._max_tokens, self._min_tokens, self._num_top = max_tokens, min_tokens, num_top
         self.beams = [Beam()]  # best first
         self.outputs: list[Output] = []  # complete ones, best first, at most as many as beams
@@ -59,10 +59,10 @@ class BeamSearch:
         for total, beam, token, logprob in ranked[:width]:
             if token in self._ends or length == self._max_tokens:
                 reason = "stop" if token in self._ends else "length"
-                made = [*self.beams[beam].tokens, self._entry(tops[beam], token, logprob)]
-                self.outputs.append(Output(self._score(total, length), made, reason))
+                tokens = [*self.beams[beam].tokens, self._entry(tops[beam], token, logprob)]
+                self.outputs.append(Output(self._score(total, length), tokens, reason))
         self.outputs = sorted(self.outputs, key=lambda output: -output.score)[:width]
-        going = [one for one in ranked if one[2] not in self._ends][:width] if length < self._max_tokens else []
+        going = [candidate for candidate in ranked if candidate[2] not in self._ends][:width] if length < self._max_tokens else []
         if not going or not self._may_improve(going[0][0], length):
             return []
         self.beams = [
@@ -76,13 +76,13 @@ class BeamSearch:
     ) -> list[tuple[float, int, int, float]]:
         """Total, beam, token and its log-probability, best first."""
         barred = self._ends if length <= self._min_tokens else frozenset()
-        made = [
+        candidates = [
             (beam.total + (logprob - penalties.get(token, 0.0)), number, token, logprob)
             for number, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
             for token, logprob in top.top
             if token not in barred
         ]
-        return sorted(made, key=lambda one: (-one[0], one[1], one[2]))
+        return sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
 
     def _entry(self, top: TokenLogprobs, token: int, logprob: float) -> TokenLogprobs:
         return TokenLogprobs(token, logprob, top.top[: self._num_top])
@@ -92,12 +92,12 @@ class BeamSearch:
 
     def _may_improve(self, best: float, length: int) -> bool:
         """A beam may still become better than the worst of the outputs. `best`: total of the best beam."""
-        how = self._how
-        if len(self.outputs) < how.width:
+        settings = self._how
+        if len(self.outputs) < settings.width:
             return True
-        if how.early_stopping is True or how.width == 1:
+        if settings.early_stopping is True or settings.width == 1:
             return False
-        reached = self._max_tokens if how.early_stopping == "never" and how.length_penalty > 0 else length
+        reached = self._max_tokens if settings.early_stopping == "never" and settings.length_penalty > 0 else length
         return self._score(best, reached) > self.outputs[-1].score
 
 
@@ -105,10 +105,10 @@ class BeamGroups:
     """Diverse beam search: a search of its own for each group of beams. In each step groups choose in turn, and a token that
     beams of earlier groups have just chosen costs a penalty for each of them."""
 
-    def __init__(self, how: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
-        self._how = how
-        own = msgspec.structs.replace(how, width=how.width // how.groups)
-        self._groups = [BeamSearch(own, ends, max_tokens, min_tokens, num_top) for _ in range(how.groups)]
+    def __init__(self, settings: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
+        self._how = settings
+        own = msgspec.structs.replace(settings, width=settings.width // settings.groups)
+        self._groups = [BeamSearch(own, ends, max_tokens, min_tokens, num_top) for _ in range(settings.groups)]
         self._going = self._groups  # those that are not over
         self._has_begun = False
 
@@ -205,12 +205,12 @@ class BeamSearches:
         if not self._of:
             return progress, []
         others, deltas, ready = [], list[Delta](), list[_Search]()
-        for one in progress:
-            search = self._of.get(one.request.seq)
+        for item in progress:
+            search = self._of.get(item.request.seq)
             if search is None:
-                others.append(one)
+                others.append(item)
                 continue
-            search.tops[one.request.seq] = logprobs[one.request.row][-1]
+            search.tops[item.request.seq] = logprobs[item.request.row][-1]
             if len(search.tops) == len(search.requests):
                 ready.append(search)
         for search in ready:

@@ -34,7 +34,7 @@ def share(
     that a model's context shrinks. `budget_bytes`: of each device; without it, what is free.
     """
     most = min(max_loaded or len(options), len(options))
-    alone = {name: _resolve(name, one, inspected[name], budget_bytes) for name, one in options.items()}
+    alone = {name: _resolve(name, model_options, inspected[name], budget_bytes) for name, model_options in options.items()}
     budget: dict[str, int] = {}
     for name, config in alone.items():
         machine = inspected[name].machine
@@ -71,7 +71,7 @@ def _shared(
         for name, config in alone.items()
     }
     left = num_bytes - sum(sorted(fixed.values(), reverse=True)[:at_once])
-    made: dict[str, EngineConfig] = {}
+    configs: dict[str, EngineConfig] = {}
     for name, config in alone.items():
         limit = fixed[name] + left // at_once
         if config.memory_bytes > limit:
@@ -81,14 +81,14 @@ def _shared(
                 return None
         if config.max_context < alone[name].max_context or config.memory_bytes > limit:
             return None
-        made[name] = config
-    return made
+        configs[name] = config
+    return configs
 
 
 def _resolve(name: str, options: EngineOptions, found: Inspected, limit: int | None) -> EngineConfig:
-    given = [num_bytes for num_bytes in (options.memory_bytes, limit) if num_bytes is not None]
+    limits = [num_bytes for num_bytes in (options.memory_bytes, limit) if num_bytes is not None]
     try:
-        return resolve(replace(options, memory_bytes=min(given, default=None)), found.model, found.machine, found.draft_model)
+        return resolve(replace(options, memory_bytes=min(limits, default=None)), found.model, found.machine, found.draft_model)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error.message}", fix=error.fix, param=error.param) from error
 

@@ -183,8 +183,8 @@ class EngineClient:
         for pending in waiting:
             if not pending.num_deaths:
                 self._submit(pending)
-        suspects = sorted((pending for pending in waiting if pending.num_deaths), key=lambda one: one.trial_rank)
-        self._suspects = deque(one.request.request_id for one in suspects)
+        suspects = sorted((pending for pending in waiting if pending.num_deaths), key=lambda pending: pending.trial_rank)
+        self._suspects = deque(pending.request.request_id for pending in suspects)
         if self._on_trial is None or self._on_trial in self._suspects:
             self._try_next()
 
@@ -262,14 +262,14 @@ class EngineClient:
         """A request that another engine had begun."""
         request = pending.request
         pending.is_known = True
-        pending.over.update(set(range(request.params.n)) - {one.index for one in resumed})
+        pending.over.update(set(range(request.params.n)) - {sample.index for sample in resumed})
         pending.num_finished = len(pending.over)
-        for one in resumed:
-            pending.outputs[one.index] = list(one.output_ids)
+        for sample in resumed:
+            pending.outputs[sample.index] = list(sample.output_ids)
         for index, name in enumerate(names_of(request)):
             if index not in pending.over and not is_queued:  # or else it is reported where it is queued
-                given = len(request.prompt_ids), request.priority, request.tenant
-                self._report([events.Submitted(time.monotonic(), name, *given)])
+                submitted = len(request.prompt_ids), request.priority, request.tenant
+                self._report([events.Submitted(time.monotonic(), name, *submitted)])
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
         """Abort a request; its stream raises `why`. False: there is none of that id."""
@@ -299,7 +299,7 @@ class EngineClient:
     @property
     def at_gate(self) -> list[Pending]:
         """Requests that wait to be let in."""
-        return [one for one in self.pending.values() if one.waits_because and not one.is_over]
+        return [pending for pending in self.pending.values() if pending.waits_because and not pending.is_over]
 
     def let_in(self, pending: Pending) -> None:
         """The engine may have it."""
@@ -313,12 +313,12 @@ class EngineClient:
         request, background = pending.request, pending.request.priority >= BACKGROUND
         request.check(self.ready.model.vocab_size, self.ready.config.context_of(request.params))
         waiting = [
-            one.request
-            for one in self.pending.values()
-            if not one.is_submitted and not one.is_over and (one.request.priority >= BACKGROUND) == background
+            pending.request
+            for pending in self.pending.values()
+            if not pending.is_submitted and not pending.is_over and (pending.request.priority >= BACKGROUND) == background
         ]
-        num_waiting = sum(one.params.n for one in waiting)
-        num_own = sum(one.params.n for one in waiting if one.tenant == request.tenant)
+        num_waiting = sum(queued.params.n for queued in waiting)
+        num_own = sum(queued.params.n for queued in waiting if queued.tenant == request.tenant)
         check_room(self.ready.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
         pending.is_known = True
         if pending.tells_accepted:
@@ -356,7 +356,7 @@ class EngineClient:
         if not pending.is_submitted:  # the current engine knows nothing of it
             self._report_lost(self._names_of(request_id))
             if self._is_held and self.link is None and self.ready is not None:  # nobody else tells how many are left
-                left = sum(len(one.outputs) - len(one.over) for one in self.pending.values())
+                left = sum(len(pending.outputs) - len(pending.over) for pending in self.pending.values())
                 self._report([events.RequestsLeft(time.monotonic(), 0, left, self.ready.config.num_pages)])
         if self._on_trial == request_id:
             self._try_next()
@@ -477,7 +477,7 @@ class EngineClient:
         self._suspects.clear()
         self._on_trial = None
         self._find_suspects()
-        for pending in [one for one in self.pending.values() if not one.is_over]:
+        for pending in [pending for pending in self.pending.values() if not pending.is_over]:
             if pending.may_have_killed:
                 pending.num_deaths += 1
             elif pending.has_token:
@@ -494,16 +494,18 @@ class EngineClient:
     def _hand_over(self, is_blameless: bool) -> None:
         """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
         self._find_suspects()
-        self._end_as_lost([one for one in self.pending.values() if is_blameless or not one.may_have_killed])
+        self._end_as_lost([pending for pending in self.pending.values() if is_blameless or not pending.may_have_killed])
 
     def hand_over_waiting(self) -> None:
         """While there is no engine: requests that wait for it may go on in another that there is."""
         if self._hands_over and not self.working:
-            self._end_as_lost([one for one in self.pending.values() if not one.is_submitted])
+            self._end_as_lost([pending for pending in self.pending.values() if not pending.is_submitted])
 
     def _end_as_lost(self, some: Iterable[Pending]) -> None:
         """But for those that engines may have died of."""
-        for pending in [one for one in some if not one.is_over and not one.num_deaths and one.request.priority != PROBE]:
+        for pending in [
+            pending for pending in some if not pending.is_over and not pending.num_deaths and pending.request.priority != PROBE
+        ]:
             if pending.is_over:  # by what followed from the one before
                 continue
             lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")

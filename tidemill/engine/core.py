@@ -92,8 +92,8 @@ class EngineCore:
         if config.pipeline_parallel > 1:
             why = config.reasons["pipeline_layers"]
             self._events(events.LayersDivided(self._clock.now(), config.pipeline_layers, why))
-        for one in getattr(self.runner, "nano", ()):
-            tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
+        for trial in getattr(self.runner, "nano", ()):
+            tried = trial.decodes, trial.size, trial.whole_ms, trial.halves_ms, trial.is_taken
             self._events(events.NanoBatchingTried(self._clock.now(), *tried))
         self.scheduler = self._scheduler_type(
             KVManager(
@@ -124,8 +124,8 @@ class EngineCore:
         self.structured = parts.structured
         self.drafting = None
         if parts.drafters:
-            how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
-            self.drafting = Drafting(parts.drafters, *how)
+            draft_settings = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
+            self.drafting = Drafting(parts.drafters, *draft_settings)
         self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events, weakly(self._end_holds))
         self._adapter_of: dict[str, Adapter] = {}  # by request id
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
@@ -236,10 +236,10 @@ class EngineCore:
         if params.beams is not None:  # they begin as one sequence, also if they had begun before
             params, outputs = params_of_a_beam(request, self.model_config.vocab_size), {0: []}
         grammar = request.params.grammar
-        how = request.params.reasoning
+        reasoning = request.params.reasoning
         has_masks = request.params.has_masks
-        matchers = self.structured.matchers(grammar, compiled, list(outputs.values()), how) if has_masks else []
-        made = self.scheduler.add(
+        matchers = self.structured.matchers(grammar, compiled, list(outputs.values()), reasoning) if has_masks else []
+        samples = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
             params,
@@ -262,22 +262,22 @@ class EngineCore:
         if is_unit is None:
             is_unit = pooler is None or pooler.is_normalized
         live = self.live[request.request_id] = Live(request.request_id, is_unit)
-        for index, sample in zip(outputs, made, strict=True):
+        for index, sample in zip(outputs, samples, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live
         if params.beams is not None:
-            self.beams.start(request, live, made[0], self.model_config.vocab_size)
-        for sample, matcher in zip(made, matchers, strict=False):
+            self.beams.start(request, live, samples[0], self.model_config.vocab_size)
+        for sample, matcher in zip(samples, matchers, strict=False):
             self.structured.start(sample.seq, matcher)
 
     def _cache_of(self, request: Submit) -> CachePolicy | None:
         """The policy by which some of the request's tokens stay in its pages; None: all."""
-        if (given := self.config.policy_of(request.params)) is None:
+        if (asked_policy := self.config.policy_of(request.params)) is None:
             return None
         num_prompt = len(request.prompt_ids)
         room = self.config.context_of(request.params) - num_prompt
         most = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-        policy = settle(given, num_prompt, most, self.config.max_context)
+        policy = settle(asked_policy, num_prompt, most, self.config.max_context)
         return policy if policy is None or not self.config.policy_bytes else self._counted(policy)
 
     def _counted(self, policy: CachePolicy) -> CachePolicy:
@@ -296,9 +296,9 @@ class EngineCore:
     def _check_queue(self, request: Submit) -> None:
         waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND
         num_waiting, num_own = waiting.num_waiting(in_background), waiting.num_waiting(in_background, request.tenant)
-        awaiting = [one for one, _ in self._awaiting.values() if (one.priority >= BACKGROUND) == in_background]
-        num_waiting += sum(one.params.n for one in awaiting)
-        num_own += sum(one.params.n for one in awaiting if one.tenant == request.tenant)
+        awaiting = [request for request, _ in self._awaiting.values() if (request.priority >= BACKGROUND) == in_background]
+        num_waiting += sum(submitted.params.n for submitted in awaiting)
+        num_own += sum(submitted.params.n for submitted in awaiting if submitted.tenant == request.tenant)
         check_room(self.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
 
     def abort(self, message: Abort) -> None:
@@ -358,8 +358,8 @@ class EngineCore:
             self.adapters.wait()
         try:
             self._take_moves()
-            if self._endings and (told := self._endings.exported()):
-                return StepOutput(told, self._events.take()), failed
+            if self._endings and (exported := self._endings.exported()):
+                return StepOutput(exported, self._events.take()), failed
             if self.in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self.in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
@@ -418,7 +418,7 @@ class EngineCore:
         progress = self.scheduler.commit(done, result.tokens)
         if self.structured:
             progress = self._follow_grammars(progress, failed)
-        num_sampled = sum([len(one.token_ids) for one in progress])
+        num_sampled = sum([len(item.token_ids) for item in progress])
         progress, of_beams = self.beams.take(progress, result.logprobs, self._clock.now())
         if self.drafting is not None:
             is_ahead = step.is_ahead or not self.runner.steps_ahead
@@ -433,11 +433,11 @@ class EngineCore:
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
         """The deltas of a step for the frontend. They are made when the next step is launched, if that waited for this one."""
-        progress = [one for one in progress if one.request.seq in self._live_of]
+        progress = [item for item in progress if item.request.seq in self._live_of]
         deltas = of_beams + make_deltas(done, result, progress, self._live_of, self._clock.now())
-        for one in progress:
-            if one.finish_reason:
-                self._forget(one.request.seq)
+        for item in progress:
+            if item.finish_reason:
+                self._forget(item.request.seq)
         return deltas
 
     def _count_uses(self, now: float) -> None:
@@ -470,18 +470,18 @@ class EngineCore:
 
     def _follow_grammars(self, progress: list[Progress], failed: list[Refused]) -> list[Progress]:
         """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
-        for i, one in enumerate(progress):
-            seq = one.request.seq
-            if seq not in self.structured or one.finish_reason not in (None, HANDED_OVER):
+        for i, item in enumerate(progress):
+            seq = item.request.seq
+            if seq not in self.structured or item.finish_reason not in (None, HANDED_OVER):
                 continue
             try:
-                if self.structured.take(seq, one.token_ids):
-                    if not one.finish_reason:
-                        self.scheduler.finish(one.request, "stop")
-                    progress[i] = msgspec.structs.replace(one, finish_reason="stop")
+                if self.structured.take(seq, item.token_ids):
+                    if not item.finish_reason:
+                        self.scheduler.finish(item.request, "stop")
+                    progress[i] = msgspec.structs.replace(item, finish_reason="stop")
             except InvalidRequest as error:
                 failed.append(self._fail_request(seq, error, "grammar failed"))
-        return [one for one in progress if one.request.seq in self._live_of]
+        return [item for item in progress if item.request.seq in self._live_of]
 
     def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
         """Requests whose logits are not numbers fail alone. If drafts can be the reason, they are computed again without."""
@@ -561,20 +561,20 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """The method, for parts of its object: memory is freed as soon as nobody else has the object."""
     ref = weakref.WeakMethod(method)
 
-    def call(*given: Any) -> None:
+    def call(*arguments: Any) -> None:
         found = ref()
         assert found is not None, "its object has its parts"
-        found(*given)
+        found(*arguments)
 
     return call
 
 
-def _salt(given: str, adapter: Adapter | None) -> str:
+def _salt(request_salt: str, adapter: Adapter | None) -> str:
     """The salt of the prefix cache: pages depend on the adapter's content. No salt of a request can be that of another
     adapter."""
     if adapter is None:
-        return f"\n{given}" if given else ""
-    return f"{adapter.digest}\n{given}"
+        return f"\n{request_salt}" if request_salt else ""
+    return f"{adapter.digest}\n{request_salt}"
 
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:

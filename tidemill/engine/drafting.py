@@ -90,16 +90,16 @@ class Drafting:
                 running.append(request)
         self._guess(running)
         ready = [request for request in running if self._chance_of(request, request.num_in_flight) >= self.sure]
-        given, num_expected = self._allot(scheduler, ready)
+        nums_allotted, num_expected = self._allot(scheduler, ready)
         if self._dear is not None:
             left = [request for request in ready if not self._guesses[request.seq].tokens]
             for request in left:
                 request.had_drafts = True  # early exits write to its pages
-            nums = {r.seq: min(given[r.seq], r.max_tokens - r.num_output - 1) for r in left if given.get(r.seq)}
+            nums = {r.seq: min(nums_allotted[r.seq], r.max_tokens - r.num_output - 1) for r in left if nums_allotted.get(r.seq)}
             self._ask(self._dear, [_ask_for(request, num) for request in left if (num := nums.get(request.seq))])
         drafted_by = {}
         for request in ready:
-            num, first, guess = given.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
+            num, first, guess = nums_allotted.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
             if num and guess.tokens:
                 request.drafts = guess.tokens[first : first + num] if first else guess.tokens[:num]
                 drafted_by[request.seq] = guess.drafter
@@ -122,10 +122,14 @@ class Drafting:
         Where tokens under way can be guessed, what follows them can be, too."""
         running = [request for request in scheduler.running if request.num_in_flight and _can_have_drafts(request)]
         self._guess(running)
-        chances = [self._chance_of(one, one.num_drafts_in_flight) for one in running if one.num_drafts_in_flight]
+        chances = [self._chance_of(request, request.num_drafts_in_flight) for request in running if request.num_drafts_in_flight]
         if chances:
             return not all(chances) or sum(chances) < self.sure * len(chances)
-        return bool(self._allot(scheduler, [one for one in running if self._chance_of(one, one.num_in_flight) < self.sure])[0])
+        return bool(
+            self._allot(
+                scheduler, [request for request in running if self._chance_of(request, request.num_in_flight) < self.sure]
+            )[0]
+        )
 
     def _chance_of(self, request: Request, num_tokens: int) -> float:
         """That so many of its tokens in flight are those that were guessed; 0 where what follows waits for them in any case."""
@@ -151,27 +155,27 @@ class Drafting:
 
     def _ask(self, drafter: Drafter, asks: list[Ask]) -> list[Ask]:
         """Those that it has no guess for."""
-        made = self._propose(drafter, asks)
-        if not any(made):
+        proposals = self._propose(drafter, asks)
+        if not any(proposals):
             return asks
-        for ask, tokens in zip(asks, made, strict=True):
+        for ask, tokens in zip(asks, proposals, strict=True):
             if tokens:
                 self._guesses[ask.seq] = _Guess(drafter.name, tokens, ask.most)
-        return [ask for ask, tokens in zip(asks, made, strict=True) if not tokens]
+        return [ask for ask, tokens in zip(asks, proposals, strict=True) if not tokens]
 
     def _propose(self, drafter: Drafter, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
         """A drafter that fails has no guess; after three times in a row it is not asked any more."""
         if not asks or (self._num_failures and self._num_failures[drafter.name] >= _MAX_FAILURES):
             return ()
         try:
-            made = drafter.propose(asks)
+            proposals = drafter.propose(asks)
         except Exception:
             self._num_failures[drafter.name] += 1
             traceback.print_exc()
             return ()
         if self._num_failures:
             self._num_failures.pop(drafter.name, None)
-        return made
+        return proposals
 
     def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
         """The number of drafts of each request, and the number of all that may be right. The first tokens of a guess stand for

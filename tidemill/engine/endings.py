@@ -37,22 +37,22 @@ class Endings:
     def keep(self, deltas: list[Delta], progress: Sequence[Progress]) -> list[Delta]:
         """Keeps the ends, and returns what is told at once: also the token of a request that is handed over. `progress`: of the
         step that the deltas are of."""
-        told = [delta for delta in deltas if not delta.finish_reason]
+        at_once = [delta for delta in deltas if not delta.finish_reason]
         ended = [delta for delta in deltas if delta.finish_reason]
         if ended:
-            requests = {one.request.request_id: one.request for one in progress if one.finish_reason}
+            requests = {item.request.request_id: item.request for item in progress if item.finish_reason}
             until_s = self._clock.now() + _EXPORT_S
             for delta in ended:
                 keys = self._keys(requests.get(delta.request_id) or requests.get(f"{delta.request_id}:{delta.index}"))
                 if delta.finish_reason == HANDED_OVER:
-                    told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
+                    at_once.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
                     delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_pieces=None)
                 self._kept.append(_Ending(delta, keys, until_s))
-        return told
+        return at_once
 
     def drop(self, request_id: str, index: int | None = None) -> None:
         """The request was aborted or has failed: its ends, or that of one sample, are not told. Another may take its id."""
-        self._kept = [one for one in self._kept if one.delta.request_id != request_id or index not in (None, one.delta.index)]
+        self._kept = [kept for kept in self._kept if kept.delta.request_id != request_id or index not in (None, kept.delta.index)]
 
     def _keys(self, request: Request | None) -> set[bytes]:
         """Contents of its pages that are on their way. Which tokens of beams were kept is not known: all that are."""
@@ -66,10 +66,10 @@ class Endings:
             if moves is not None:
                 self._runner.change_pages(moves)
             mover, exporting, now = self._runner.mover, self._scheduler.kv.exporting, self._clock.now()
-            over = [one for one in self._kept if exporting.isdisjoint(one.keys) or now > one.until_s]
+            over = [ending for ending in self._kept if exporting.isdisjoint(ending.keys) or now > ending.until_s]
             if mover is None or len(over) == len(self._kept):
                 break
             mover.wait(_MOVES_S)
             self._take_moves()
-        self._kept = [one for one in self._kept if one not in over]
-        return [one.delta for one in over]
+        self._kept = [ending for ending in self._kept if ending not in over]
+        return [ending.delta for ending in over]

@@ -42,8 +42,8 @@ def start_group(
         take_device(0, config.device)
         devices = Devices(config.device, config.collectives, team.check, team.fail)
         groups, group = use_groups(0, world, shared[0], channels, devices)
-        team.on_lost += [*(one.fail for one in groups), *(channel.abort for channel in channels.values())]
-        team.on_closed += [one.close for one in groups]
+        team.on_lost += [*(group.fail for group in groups), *(channel.abort for channel in channels.values())]
+        team.on_closed += [group.close for group in groups]
         random = options.load_format == "dummy"
         model = load_rank(architecture, checkpoint, model_config, config, world, 0, progress, random, shared[0])
         loaded = team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))

@@ -53,7 +53,7 @@ class _Measurement:
         taken = [self._tell(self._steps()) for _ in range(_TIMES + 1)][1:]
         while self._core.has_work:
             self._step()
-        return [{unit: spent / _STEPS for unit, spent in one.items()} for one in taken]
+        return [{unit: spent / _STEPS for unit, spent in spent_of.items()} for spent_of in taken]
 
     def _steps(self) -> dict[int, float]:
         self._take()
@@ -91,7 +91,9 @@ def measure_layers(
     kinds = [(spec, model.moe(layer)) for layer, spec in enumerate(model.layers)]
 
     def times(*units: int) -> Times:
-        return Times(*(statistics.median(one.get(unit, 0.0) for one in taken for unit in units) for taken in (prefill, decode)))
+        return Times(
+            *(statistics.median(times_of.get(unit, 0.0) for times_of in taken for unit in units) for taken in (prefill, decode))
+        )
 
     of_kind = {kind: times(*(i for i, other in enumerate(kinds) if other == kind)) for kind in dict.fromkeys(kinds)}
     return LayerTimes(

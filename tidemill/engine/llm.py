@@ -68,14 +68,14 @@ class LLM:
     def __init__(self, model: str = "smollm2", *, progress: bool = True, seed: int | None = None, **options: Any) -> None:
         if seed is not None:
             SamplingParams(seed=seed)  # checked
-        path, given = located_options(model, options)
-        if given.num_engines > 1:
+        path, engine_options = located_options(model, options)
+        if engine_options.num_engines > 1:
             fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
-        self.tokenizer = Tokenizer.load(path, given.chat_template, given.chat_template_kwargs)
+        self.tokenizer = Tokenizer.load(path, engine_options.chat_template, engine_options.chat_template_kwargs)
         began = time.monotonic()
         with LoadingBar(enabled=progress) as bar:
-            self._core: EngineCore | None = load_core(given, lambda _, done, total: bar.show(done, total))
+            self._core: EngineCore | None = load_core(engine_options, lambda _, done, total: bar.show(done, total))
         for note in self.core.config.notes:
             warnings.warn(f"LLM: {note}.", stacklevel=2)
         self._progress = progress
@@ -84,7 +84,7 @@ class LLM:
         core = self.core
         self.config = core.config
         self.model_config = core.model_config
-        chosen = given.sampling_defaults, given.default_max_tokens
+        chosen = engine_options.sampling_defaults, engine_options.default_max_tokens
         self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
         self._seed = seed
         self._prompts = PromptEncoder(self.tokenizer, max(self.config.max_context, self.config.max_stream))
@@ -166,8 +166,10 @@ class LLM:
         batch, is_list = conversation_list(messages)
 
         def encode(conversation: Any) -> tuple[str | None, list[int]]:
-            how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
-            return None, self._prompts.encode_chat(conversation, continue_final_message=continue_final_message, **how)
+            template_options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
+            return None, self._prompts.encode_chat(
+                conversation, continue_final_message=continue_final_message, **template_options
+            )
 
         return self._run(batch, is_list, encode, sampling_params, wants_bar(progress, use_tqdm), 0, lora)
 
@@ -186,10 +188,12 @@ class LLM:
             what = f"beam_search() takes BeamSearchParams; got {shown(params)}."
             raise InvalidRequest(what, fix="Write BeamSearchParams(beam_width=4, max_tokens=100).", param="params")
         batch, is_list = prompt_list(prompts)
-        made = self._run(batch, is_list, self._prompts.encode, params.sampling(), wants_bar(progress, use_tqdm), 0, lora)
+        outputs = self._run(batch, is_list, self._prompts.encode, params.sampling(), wants_bar(progress, use_tqdm), 0, lora)
         return [
-            BeamSearchOutput.of(self.tokenizer, one.prompt_token_ids, one.samples, one.error, params.include_stop_str_in_output)
-            for one in made
+            BeamSearchOutput.of(
+                self.tokenizer, output.prompt_token_ids, output.samples, output.error, params.include_stop_str_in_output
+            )
+            for output in outputs
         ]
 
     def embed(
@@ -209,8 +213,8 @@ class LLM:
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self._own_pooling)
         self.model_config.check_pooling("mean" if params.pooling == "score" else params.pooling)
         encode = partial(self._encode_cut, num=self._num_kept(truncate_prompt_tokens))
-        made = self._run(batch, is_list, encode, params, wants_bar(progress, use_tqdm), 0, None)
-        return [EmbeddingOutput(one.prompt_token_ids, one.error, one.pooled or []) for one in made]
+        outputs = self._run(batch, is_list, encode, params, wants_bar(progress, use_tqdm), 0, None)
+        return [EmbeddingOutput(output.prompt_token_ids, output.error, output.pooled or []) for output in outputs]
 
     def score(
         self,
@@ -223,25 +227,25 @@ class LLM:
     ) -> list[ScoreOutput]:
         """Scores of one text with each of a list, or of the texts of two lists: by a cross-encoder, or the cosine of embeddings.
         `truncate_prompt_tokens`: as of `embed`."""
-        texts = [[given] if isinstance(given, str) else list(given) for given in (first, second)]
+        texts = [[texts_given] if isinstance(texts_given, str) else list(texts_given) for texts_given in (first, second)]
         pairs = pairs_of(texts[0], texts[1], ("first", "second"), most=NO_LIMIT)
         most, progress = self._num_kept(truncate_prompt_tokens), wants_bar(progress, use_tqdm)
         if not check_scores(self.model_config):
-            given = [*texts[0], *texts[1]]
-            made = self.embed(given, truncate_prompt_tokens=truncate_prompt_tokens, progress=progress)
-            return [_cosine_output(made[i], made[len(texts[0]) + j]) for i, j in pairs]
-        how: Any = {"max_tokens": most or self.config.max_context, "truncate": most is not None}
-        encoded = [self.tokenizer.encode_pair(texts[0][i], texts[1][j], **how) for i, j in pairs]
+            inputs = [*texts[0], *texts[1]]
+            vectors = self.embed(inputs, truncate_prompt_tokens=truncate_prompt_tokens, progress=progress)
+            return [_cosine_output(vectors[i], vectors[len(texts[0]) + j]) for i, j in pairs]
+        encode_options: Any = {"max_tokens": most or self.config.max_context, "truncate": most is not None}
+        encoded = [self.tokenizer.encode_pair(texts[0][i], texts[1][j], **encode_options) for i, j in pairs]
         params = [SamplingParams(max_tokens=1, temperature=0.0, pooling="score", pair_start=start) for _, start in encoded]
         outputs = self._run([ids for ids, _ in encoded], True, self._prompts.encode, params, progress, 0, None)
-        return [ScoreOutput(one.prompt_token_ids, one.error, (one.pooled or [0.0])[0]) for one in outputs]
+        return [ScoreOutput(output.prompt_token_ids, output.error, (output.pooled or [0.0])[0]) for output in outputs]
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable[..., Any] | None = None
     ) -> list[ClassificationOutput]:
         """Probabilities of a classifier's labels for each text."""
-        made = self._pooled(prompts, "score", use_tqdm)
-        return [ClassificationOutput(one.prompt_token_ids, one.error, self._label_probs(one)) for one in made]
+        outputs = self._pooled(prompts, "score", use_tqdm)
+        return [ClassificationOutput(output.prompt_token_ids, output.error, self._label_probs(output)) for output in outputs]
 
     def encode(
         self,
@@ -258,11 +262,11 @@ class LLM:
             raise InvalidRequest(f"There is no pooling_task {task!r}.", fix=fix, param="pooling_task")
         if task == "embed":
             self.model_config.check_pooling("mean" if self._own_pooling == "score" else self._own_pooling)
-        made = self._pooled(prompts, _POOLING_OF_TASK[task], use_tqdm)
-        outputs = [PoolingOutput(one.prompt_token_ids, one.error) for one in made]
-        for output, one in zip(outputs, made, strict=True):
-            values = self._label_probs(one) if task == "classify" else one.pooled or []
-            shape = (len(one.prompt_token_ids), -1) if task == "token_embed" and values else (len(values),)
+        pooled = self._pooled(prompts, _POOLING_OF_TASK[task], use_tqdm)
+        outputs = [PoolingOutput(output.prompt_token_ids, output.error) for output in pooled]
+        for output, pooled_output in zip(outputs, pooled, strict=True):
+            values = self._label_probs(pooled_output) if task == "classify" else pooled_output.pooled or []
+            shape = (len(pooled_output.prompt_token_ids), -1) if task == "token_embed" and values else (len(values),)
             output.data = torch.tensor(values).view(shape)
         return outputs
 
@@ -278,8 +282,8 @@ class LLM:
     def _own_pooling(self) -> str:
         return self.model_config.own_pooling or self.model_config.embeds_by or "mean"
 
-    def _label_probs(self, made: RequestOutput) -> list[float]:
-        return label_probs(made.pooled, self.model_config) if made.pooled else []
+    def _label_probs(self, output: RequestOutput) -> list[float]:
+        return label_probs(output.pooled, self.model_config) if output.pooled else []
 
     def _num_kept(self, num: int | None) -> int | None:
         if num == 0:
@@ -308,9 +312,9 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
-    def apply_chat_template(self, messages: Sequence[Message], **how: Any) -> str | list[int]:
-        """The prompt that a conversation becomes. `how`: as of `Tokenizer.apply_chat_template`."""
-        return self.tokenizer.apply_chat_template(messages, **how)
+    def apply_chat_template(self, messages: Sequence[Message], **template_options: Any) -> str | list[int]:
+        """The prompt that a conversation becomes. `template_options`: as of `Tokenizer.apply_chat_template`."""
+        return self.tokenizer.apply_chat_template(messages, **template_options)
 
     def get_metrics(self) -> list[Metric]:
         """The engine's metrics since it was loaded, as the server exports them."""
@@ -337,10 +341,10 @@ class LLM:
         outputs: list[RequestOutput] = []
         ids: list[str] = []
         try:
-            for prompt, one, adapter in zip(batch, each, adapters, strict=True):
+            for prompt, own_params, adapter in zip(batch, each, adapters, strict=True):
                 try:
                     text, prompt_ids = encode(prompt)
-                    request_id, output = self.submit(prompt_ids, one, text=text, priority=priority, adapter=adapter)
+                    request_id, output = self.submit(prompt_ids, own_params, text=text, priority=priority, adapter=adapter)
                     ids.append(request_id)
                     outputs.append(output)
                 except TidemillError as error:
@@ -366,10 +370,10 @@ class LLM:
     def _adapter_list(self, lora: Any, num: int) -> list[int]:
         """Their numbers, 0 for none."""
         each = [lora] * num if lora is None or isinstance(lora, str) else list(lora)
-        if len(each) != num or not all(one is None or isinstance(one, str) for one in each):
+        if len(each) != num or not all(name is None or isinstance(name, str) for name in each):
             what = f"lora is the name of an adapter, or one or None for each of {num} prompts"
             raise InvalidRequest(f"{what}; got {shown(lora)}.", param="lora")
-        return [self._adapter(one) if one else 0 for one in each]
+        return [self._adapter(name) if name else 0 for name in each]
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams | None, lora: str | None) -> Iterator[str]:
         (checked,) = params_list(params, 1)
@@ -377,14 +381,14 @@ class LLM:
         self.events.clear()
         request_id, output = self.submit(prompt_ids, checked, adapter=adapter)
         self.last = output
-        given = 0
+        num_yielded = 0
         try:
             while request_id in self._pending and not self._interrupted:
                 self.step()
                 text = output.text
-                if len(text) > given:
-                    yield text[given:]
-                    given = len(text)
+                if len(text) > num_yielded:
+                    yield text[num_yielded:]
+                    num_yielded = len(text)
         finally:
             self._interrupted = False
             self._leave(request_id)

@@ -46,20 +46,20 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
+def engine_options(options: dict[str, Any], model: str) -> dict[str, Any]:
     """The fields of EngineOptions. Options of vLLM that cannot change an answer are dropped with a warning."""
     known = {field.name for field in fields(EngineOptions)} - {"model"}
-    made: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     dropped = []
-    if given.pop("enable_lora", None):
-        made["max_loras"] = _LORAS
-    for name, value in given.items():
+    if options.pop("enable_lora", None):
+        checked["max_loras"] = _LORAS
+    for name, value in options.items():
         target = _SAME.get(name, name)
         if target in known:
-            if target in made and target != "max_loras":
+            if target in checked and target != "max_loras":
                 raise ConfigError(f"{target} is given twice, also as {name}.", fix="Give one.", param=name)
             if value is not None:
-                made[target] = value
+                checked[target] = value
         elif name in _ONLY:
             if value not in _ONLY[name] and not (name == "tokenizer" and value == model):
                 raise ConfigError(f"{name}={value!r} is not supported.", fix=f"Leave {name} out.", param=name)
@@ -71,23 +71,23 @@ def engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
             raise ConfigError(f"LLM has no option {name!r}.", fix=fix, param=name)
     if dropped:
         warnings.warn(f"LLM: without effect: {', '.join(sorted(dropped))}.", stacklevel=3)
-    if "dtype" in made:  # also as torch.float32
-        dtype = str(made["dtype"]).removeprefix("torch.")
-        made["dtype"] = {"float": "float32"}.get(dtype, dtype)
-    if made.get("quantization") in STORED_FORMATS:
-        made["quantization"] = "auto"
-    if isinstance(made.get("loras"), Mapping):
-        made["loras"] = tuple(f"{name}={path}" for name, path in made["loras"].items())
+    if "dtype" in checked:  # also as torch.float32
+        dtype = str(checked["dtype"]).removeprefix("torch.")
+        checked["dtype"] = {"float": "float32"}.get(dtype, dtype)
+    if checked.get("quantization") in STORED_FORMATS:
+        checked["quantization"] = "auto"
+    if isinstance(checked.get("loras"), Mapping):
+        checked["loras"] = tuple(f"{name}={path}" for name, path in checked["loras"].items())
     for name in ("kv_memory_bytes", "kv_host_memory_bytes"):
-        if isinstance(made.get(name), str):
-            made[name] = parse_bytes(made[name])
-    return made
+        if isinstance(checked.get(name), str):
+            checked[name] = parse_bytes(checked[name])
+    return checked
 
 
-def located_options(model: str, given: dict[str, Any]) -> tuple[Path, EngineOptions]:
+def located_options(model: str, options: dict[str, Any]) -> tuple[Path, EngineOptions]:
     """The folder of a model's files, fetched if need be, and the options of an engine for it. A script may queue any number of
     requests."""
-    settings = engine_options(dict(given), model)
+    settings = engine_options(dict(options), model)
     path = locate(model, fetch=True)
     defaults: dict[str, Any] = {"model": str(path), "max_waiting": NO_LIMIT}
     return path, EngineOptions(**defaults | settings)
@@ -113,14 +113,14 @@ class PromptEncoder:
             )
         return None, list(prompt)
 
-    def encode_chat(self, messages: Any, **how: Any) -> list[int]:
+    def encode_chat(self, messages: Any, **template_options: Any) -> list[int]:
         check_messages(messages)
-        return self._tokenizer.encode_chat(messages, max_tokens=self._max_tokens, **how)
+        return self._tokenizer.encode_chat(messages, max_tokens=self._max_tokens, **template_options)
 
 
 def params_list(params: Any, num: int) -> list[SamplingParams]:
     each = [params or SamplingParams()] * num if params is None or isinstance(params, SamplingParams) else params
-    if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+    if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):
         raise InvalidRequest(
             f"sampling_params is a SamplingParams or a list of them; got {shown(params)}.",
             fix="Write SamplingParams(temperature=0, max_tokens=100).",

@@ -162,12 +162,12 @@ class OutputBuilder:
         sample.token_ids += delta.token_ids[: text.num_tokens]
         if sample.logprobs is not None and delta.logprobs:
             is_ranked = not params.logprob_token_ids
-            sample.logprobs += [Logprobs(one, self._tokenizer, is_ranked) for one in delta.logprobs[: text.num_tokens]]
+            sample.logprobs += [Logprobs(logprobs, self._tokenizer, is_ranked) for logprobs in delta.logprobs[: text.num_tokens]]
         if delta.embedding is not None:
             output.pooled = delta.embedding
         if delta.prompt_logprobs is not None:
             is_ranked = not params.prompt_logprob_token_ids
-            entries = [Logprobs(one, self._tokenizer, is_ranked) for one in delta.prompt_logprobs]
+            entries = [Logprobs(logprobs, self._tokenizer, is_ranked) for logprobs in delta.prompt_logprobs]
             output.prompt_logprobs = [None] * (len(output.prompt_token_ids) - len(entries)) + entries
         output.num_cached = max(output.num_cached, delta.num_cached if delta.index == 0 else 0)
         sample.timings, sample.score = delta.timings, delta.score

@@ -112,14 +112,14 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     check_backend(options.structured_backend)
     checkpoint, architecture, model_config = inspect(options.model)
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
-    shape, here, given, why = model_config, machine.detect(), options, ""
+    shape, here, rank_options, why = model_config, machine.detect(), options, ""
     layers, reason = decide_stages(options, model_config, here)
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
         layout, why = settle_layout(options, decide_device(options, here)[0], model_config, here)
-        given = replace(options, tensor_layout=layout)
-        shape, here = largest_part(given, shape), share_of(here, options.tensor_parallel)
+        rank_options = replace(options, tensor_layout=layout)
+        shape, here = largest_part(rank_options, shape), share_of(here, options.tensor_parallel)
     stages = [kv_layers(model_config, stage) for stage in stages_of(layers)] if len(layers) > 1 else []
-    config = replace(resolve(given, shape, here, None if draft is None else draft[2], stages), pipeline_layers=layers)
+    config = replace(resolve(rank_options, shape, here, None if draft is None else draft[2], stages), pipeline_layers=layers)
     config.reasons["pipeline_layers"] = reason
     if config.tensor_layout == "phased":
         config = replace(config, gather_tokens=gather_from(model_config, config.tensor_parallel, DEVICES[config.device]))

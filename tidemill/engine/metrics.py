@@ -249,19 +249,23 @@ class Metrics:
 
 
 def _values(registry: Collector) -> list[Metric]:
-    made = []
+    metrics = []
     for family in registry.collect():
         if family.type != "histogram":
             kept = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            made += [Metric(name=one.name, labels=dict(one.labels), kind=family.type, value=one.value) for one in kept]
+            metrics += [
+                Metric(name=sample.name, labels=dict(sample.labels), kind=family.type, value=sample.value) for sample in kept
+            ]
             continue
         for total in [sample for sample in family.samples if sample.name.endswith("_sum")]:
-            own = [one for one in family.samples if total.labels.items() <= one.labels.items()]
-            buckets = {one.labels["le"]: int(one.value) for one in own if one.name.endswith("_bucket")}
-            count = next(int(one.value) for one in own if one.name.endswith("_count"))
+            own = [sample for sample in family.samples if total.labels.items() <= sample.labels.items()]
+            buckets = {sample.labels["le"]: int(sample.value) for sample in own if sample.name.endswith("_bucket")}
+            count = next(int(sample.value) for sample in own if sample.name.endswith("_count"))
             labels = dict(total.labels)
-            made.append(Metric(name=family.name, labels=labels, kind="histogram", count=count, sum=total.value, buckets=buckets))
-    return made
+            metrics.append(
+                Metric(name=family.name, labels=labels, kind="histogram", count=count, sum=total.value, buckets=buckets)
+            )
+    return metrics
 
 
 def _kind(is_pinned: bool) -> str:
@@ -282,8 +286,8 @@ class MetricsOfReplicas:
 
     def totals(self) -> dict[str, float]:
         totals: dict[str, float] = {}
-        for one in self.each:
-            for name, value in one.totals().items():
+        for replica in self.each:
+            for name, value in replica.totals().items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
@@ -304,7 +308,7 @@ AnyMetrics: TypeAlias = Metrics | MetricsOfReplicas
 
 def render_by_model(metrics: Mapping[str, AnyMetrics]) -> bytes:
     """The metrics of several models, with the label `model`."""
-    return _render([({"model": model}, one) for model, one in metrics.items() if isinstance(one, Metrics)])
+    return _render([({"model": model}, metric) for model, metric in metrics.items() if isinstance(metric, Metrics)])
 
 
 def _render(labelled: Sequence[tuple[dict[str, str], Metrics]]) -> bytes:
@@ -323,6 +327,6 @@ class _Labelled(Collector):
         families: dict[str, Family] = {}
         for labels, metrics in self._labelled:
             for family in metrics.registry.collect():
-                made = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
-                made.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
+                merged = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
+                merged.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
         return families.values()

@@ -64,15 +64,15 @@ class EnginePool:
         self._models, self._budget, self._idle_s = list(models), budget, idle_s
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        for one in models:
-            one.client.hold()
-            one.client.on_change = self._changed.set
+        for model in models:
+            model.client.hold()
+            model.client.on_change = self._changed.set
 
     async def start(self, on_loading: Callable[[str, Loading], None] | None = None, link: EngineLink | None = None) -> None:
         """Load as many as fit, in their order. Raises what went wrong, if anything does. `link`: for the first engine."""
-        for one in self._models:
-            if self._has_room(one):
-                await self._load(one, "the server starts", partial(on_loading, one.name) if on_loading else None, link)
+        for model in self._models:
+            if self._has_room(model):
+                await self._load(model, "the server starts", partial(on_loading, model.name) if on_loading else None, link)
                 link = None
         self._task = asyncio.create_task(self._run())
 
@@ -80,7 +80,7 @@ class EnginePool:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await asyncio.gather(*(one.client.close() for one in self._models))
+        await asyncio.gather(*(model.client.close() for model in self._models))
 
     async def _run(self) -> None:
         while True:
@@ -96,117 +96,125 @@ class EnginePool:
     async def _step(self) -> None:
         """Bring the next wanted model closer to being loaded, or unload what has been idle for long."""
         now = time.monotonic()
-        for one in self._models:
-            await self._notice(one, now)
-        wanted = min((one for one in self._models if one.wanted_s is not None), key=lambda one: one.wanted_s or 0, default=None)
+        for model in self._models:
+            await self._notice(model, now)
+        wanted = min(
+            (model for model in self._models if model.wanted_s is not None), key=lambda model: model.wanted_s or 0, default=None
+        )
         leaving = [] if wanted is None else self._victims(wanted)
-        for one in self._models:
-            if one.state == "held" and one not in leaving:
-                one.state = "loaded"
-                one.client.release()
+        for model in self._models:
+            if model.state == "held" and model not in leaving:
+                model.state = "loaded"
+                model.client.release()
         if wanted is None:
             await self._unload_idle(now)
             return
-        for one in leaving:
-            if one.state == "loaded" and not one.client.is_idle and now - one.loaded_s >= one.turn_s:
-                one.state = "held"
-                one.client.hold()
-                one.report(events.ModelHeld(now, one.name, f"{wanted.name} waits for its memory"))
-        if all(one.client.is_idle for one in leaving):
-            for one in leaving:
-                await self._unload(one, f"to make room for {wanted.name}")
+        for model in leaving:
+            if model.state == "loaded" and not model.client.is_idle and now - model.loaded_s >= model.turn_s:
+                model.state = "held"
+                model.client.hold()
+                model.report(events.ModelHeld(now, model.name, f"{wanted.name} waits for its memory"))
+        if all(model.client.is_idle for model in leaving):
+            for model in leaving:
+                await self._unload(model, f"to make room for {wanted.name}")
             await self._load_for_requests(wanted)
 
-    async def _notice(self, one: Pooled, now: float) -> None:
+    async def _notice(self, model: Pooled, now: float) -> None:
         """Brings the state of a model up to date with its engine's."""
-        if one.is_loaded and one.client.death:  # its requests have failed; a later one tries again
-            why = one.client.death
-            await one.client.stop()
-            self._fail(one, why)
-        if one.state == "failed" and now - one.failed_s < _RETRY_S:  # others are not unloaded for it all the time
-            self._refuse_waiting(one)
-        if one.is_loaded or not one.client.num_waiting:
-            one.wanted_s = None
-        elif one.wanted_s is None:
-            one.wanted_s = now
+        if model.is_loaded and model.client.death:  # its requests have failed; a later one tries again
+            why = model.client.death
+            await model.client.stop()
+            self._fail(model, why)
+        if model.state == "failed" and now - model.failed_s < _RETRY_S:  # others are not unloaded for it all the time
+            self._refuse_waiting(model)
+        if model.is_loaded or not model.client.num_waiting:
+            model.wanted_s = None
+        elif model.wanted_s is None:
+            model.wanted_s = now
 
-    def _has_room(self, one: Pooled, without: Sequence[Pooled] = ()) -> bool:
+    def _has_room(self, model: Pooled, without: Sequence[Pooled] = ()) -> bool:
         others = [other.config for other in self._models if other.is_loaded and other not in without]
-        return self._budget.has_room(others, one.config)
+        return self._budget.has_room(others, model.config)
 
     def _victims(self, wanted: Pooled) -> list[Pooled]:
         """Those to be unloaded so that it fits: idle ones, then those that are held already, then the least recently used."""
         chosen: list[Pooled] = []
-        for one in sorted((one for one in self._models if one.is_loaded), key=_rank):
+        for model in sorted((model for model in self._models if model.is_loaded), key=_rank):
             if self._has_room(wanted, chosen):
                 break
-            if self._helps(one, wanted, chosen):
-                chosen.append(one)
+            if self._helps(model, wanted, chosen):
+                chosen.append(model)
         return chosen
 
-    def _helps(self, one: Pooled, wanted: Pooled, chosen: Sequence[Pooled]) -> bool:
+    def _helps(self, model: Pooled, wanted: Pooled, chosen: Sequence[Pooled]) -> bool:
         """Tells if unloading it makes room: on the same device, or as one less of the number that may be loaded."""
         num_loaded = sum(other.is_loaded and other not in chosen for other in self._models)
-        return one.config.device == wanted.config.device or num_loaded >= self._budget.max_loaded
+        return model.config.device == wanted.config.device or num_loaded >= self._budget.max_loaded
 
     async def _unload_idle(self, now: float) -> None:
-        for one in self._models:
-            if self._idle_s is not None and one.state == "loaded" and self._idle_since(one, now) >= self._idle_s:
-                await self._unload(one, f"no request in {self._idle_s:g} s")
+        for model in self._models:
+            if self._idle_s is not None and model.state == "loaded" and self._idle_since(model, now) >= self._idle_s:
+                await self._unload(model, f"no request in {self._idle_s:g} s")
 
-    def _idle_since(self, one: Pooled, now: float) -> float:
-        return now - one.client.used_s if one.client.is_idle and not one.client.num_pending else 0.0
+    def _idle_since(self, model: Pooled, now: float) -> float:
+        return now - model.client.used_s if model.client.is_idle and not model.client.num_pending else 0.0
 
     def _next_look_s(self) -> float | None:
         """None: when something changes."""
-        if any(one.wanted_s is not None or one.state == "held" for one in self._models):
+        if any(model.wanted_s is not None or model.state == "held" for model in self._models):
             return _LOOK_EVERY_S
         if self._idle_s is None:
             return None
         now = time.monotonic()
-        left = [self._idle_s - self._idle_since(one, now) for one in self._models if one.is_loaded]
+        left = [self._idle_s - self._idle_since(model, now) for model in self._models if model.is_loaded]
         return max(_LOOK_EVERY_S, min(left, default=self._idle_s))
 
     # ---- loading
 
-    async def _load_for_requests(self, one: Pooled) -> None:
+    async def _load_for_requests(self, model: Pooled) -> None:
         try:
-            await self._load(one, f"requests that wait for it: {one.client.num_waiting}")
+            await self._load(model, f"requests that wait for it: {model.client.num_waiting}")
         except TidemillError as error:
-            self._fail(one, error.message)
-            self._refuse_waiting(one)
+            self._fail(model, error.message)
+            self._refuse_waiting(model)
 
-    def _fail(self, one: Pooled, why: str) -> None:
-        one.state, one.why, one.failed_s = "failed", why, time.monotonic()
-        _log.error("the model %s has failed: %s", one.name, why)
-        one.report(events.ModelUnloaded(one.failed_s, one.name, one.config.memory_bytes, why))
+    def _fail(self, model: Pooled, why: str) -> None:
+        model.state, model.why, model.failed_s = "failed", why, time.monotonic()
+        _log.error("the model %s has failed: %s", model.name, why)
+        model.report(events.ModelUnloaded(model.failed_s, model.name, model.config.memory_bytes, why))
 
-    def _refuse_waiting(self, one: Pooled) -> None:
-        one.client.fail_all(EngineDead(f"The model {one.name!r} cannot be loaded: {one.why}", fix="Try again later."))
+    def _refuse_waiting(self, model: Pooled) -> None:
+        model.client.fail_all(EngineDead(f"The model {model.name!r} cannot be loaded: {model.why}", fix="Try again later."))
 
     async def _load(
         self,
-        one: Pooled,
+        model: Pooled,
         reason: str,
         on_loading: Callable[[Loading], None] | None = None,
         link: EngineLink | None = None,
     ) -> None:
-        assert self._has_room(one)
-        began, num_bytes = time.monotonic(), one.config.memory_bytes
-        one.state = "loading"
-        one.report(events.ModelLoading(began, one.name, num_bytes, reason))
-        await one.client.start(one.options, on_loading, link)
+        assert self._has_room(model)
+        began, num_bytes = time.monotonic(), model.config.memory_bytes
+        model.state = "loading"
+        model.report(events.ModelLoading(began, model.name, num_bytes, reason))
+        await model.client.start(model.options, on_loading, link)
         now = time.monotonic()
-        one.state, one.why, one.wanted_s, one.loaded_s, one.turn_s = "loaded", "", None, now, max(now - began, _MIN_TURN_S)
-        one.report(events.ModelLoaded(now, one.name, num_bytes, now - began))
+        model.state, model.why, model.wanted_s, model.loaded_s, model.turn_s = (
+            "loaded",
+            "",
+            None,
+            now,
+            max(now - began, _MIN_TURN_S),
+        )
+        model.report(events.ModelLoaded(now, model.name, num_bytes, now - began))
 
-    async def _unload(self, one: Pooled, reason: str) -> None:
-        one.state = "unloading"
-        await one.client.stop()
-        one.state = "unloaded"
-        one.report(events.ModelUnloaded(time.monotonic(), one.name, one.config.memory_bytes, reason))
+    async def _unload(self, model: Pooled, reason: str) -> None:
+        model.state = "unloading"
+        await model.client.stop()
+        model.state = "unloaded"
+        model.report(events.ModelUnloaded(time.monotonic(), model.name, model.config.memory_bytes, reason))
 
 
-def _rank(one: Pooled) -> tuple[bool, bool, float]:
+def _rank(model: Pooled) -> tuple[bool, bool, float]:
     """In which order models are unloaded for others."""
-    return not one.client.is_idle, one.state != "held", one.client.used_s
+    return not model.client.is_idle, model.state != "held", model.client.used_s

@@ -75,12 +75,12 @@ class Replicas:
             fix = "Start a server for each group of GPUs, and put `tidemill route` before them."
             several = "prefill and decode engines" if options.has_roles else "data_parallel"
             raise ConfigError(f"{several} cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel")
-        given = [self._options(options, number) for number in range(len(self.clients))]
+        options_of = [self._options(options, number) for number in range(len(self.clients))]
         try:
-            ready = await self.clients[0].start(given[0], on_loading)
+            ready = await self.clients[0].start(options_of[0], on_loading)
             self.routing.check(ready)
-            same = [settled(one, ready.config) for one in given[1:]]
-            await all_started(client.start(one) for client, one in zip(self.clients[1:], same, strict=True))
+            same = [settled(own, ready.config) for own in options_of[1:]]
+            await all_started(client.start(own) for client, own in zip(self.clients[1:], same, strict=True))
         except BaseException:
             await self.close()
             raise
@@ -180,14 +180,14 @@ class Replicas:
 
     def described(self) -> list[dict[str, object]]:
         """A description of each replica: its state and its load."""
-        told = [{"state": _state(one), "load": one.num_pending} for one in self.clients]
-        roles = [{"role": role} for role in self.routing.names] or [{} for _ in told]
-        return [one | role for one, role in zip(told, roles, strict=True)]
+        states = [{"state": _state(client), "load": client.num_pending} for client in self.clients]
+        roles = [{"role": role} for role in self.routing.names] or [{} for _ in states]
+        return [state | role for state, role in zip(states, roles, strict=True)]
 
     def states(self) -> dict[str, str]:
         """States of the replicas that are to take requests, by number and role: running, restarting, or down while given up."""
         roles = self.routing.names
-        return {f"{name} ({roles[int(name)]})" if roles else name: _state(one) for name, one in self._names.items()}
+        return {f"{name} ({roles[int(name)]})" if roles else name: _state(client) for name, client in self._names.items()}
 
     # ---- requests
 
@@ -208,8 +208,8 @@ class Replicas:
                 try:
                     async with aclosing(route.client.submit(part, left_s, tells_accepted, tells_progress)) as deltas:
                         async for delta in deltas:
-                            if (told := route.take(delta)) is not None:
-                                yield told
+                            if (answer := route.take(delta)) is not None:
+                                yield answer
                 except EngineLost as lost:
                     route.is_known |= lost.is_known
                     route.num_losses += lost.may_have_killed
@@ -224,8 +224,8 @@ class Replicas:
     def _place(self, request: Submit, route: Route) -> Submit:
         """The request as the chosen engine gets it. The engine is one that works, if any does; one that is restarted, or else
         raises what the engine died of."""
-        usable = {name: one for name, one in self._names.items() if one.working} or {
-            name: one for name, one in self._names.items() if one.alive
+        usable = {name: client for name, client in self._names.items() if client.working} or {
+            name: client for name, client in self._names.items() if client.alive
         }
         if not usable:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
@@ -282,7 +282,7 @@ def _state(client: EngineClient) -> str:
 
 async def all_started(starts: Iterable[Coroutine[Any, Any, Ready]]) -> None:
     """The first that fails ends the others."""
-    tasks = [asyncio.create_task(one) for one in starts]
+    tasks = [asyncio.create_task(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -300,7 +300,7 @@ def joined(parts: Sequence[Pages]) -> Pages:
     for part in parts:
         shift = len(owners)
         own = array("H", part.kinds)
-        kinds.extend(own if not shift else array("H", [one + shift if one >= FIRST_OWNER else one for one in own]))
+        kinds.extend(own if not shift else array("H", [owner + shift if owner >= FIRST_OWNER else owner for owner in own]))
         owners += part.owners
         for name, num, most in part.tiers:
             has, may_have = tiers.get(name, (0, 0))
@@ -344,11 +344,11 @@ class ReplicaAdapters:
             raise EngineDead(what, fix="Load the adapter again in a moment; /health says which replicas work.")
         loads = [client.adapters.load(name, path, in_place) for client in self.clients]
         done = await asyncio.gather(*loads, return_exceptions=True)
-        failed = next((one for one in done if isinstance(one, BaseException)), None)
-        infos = [one for one in done if not isinstance(one, BaseException)]
+        failed = next((result for result in done if isinstance(result, BaseException)), None)
+        infos = [result for result in done if not isinstance(result, BaseException)]
         if failed is not None:
-            for client, one in zip(self.clients, done, strict=True):
-                if not isinstance(one, BaseException):
+            for client, result in zip(self.clients, done, strict=True):
+                if not isinstance(result, BaseException):
                     client.adapters.unload(name)
             raise failed
         assert len({info.adapter_id for info in infos}) == 1
@@ -362,9 +362,9 @@ class ReplicaAdapters:
 
 def _gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. CUDA itself is not asked: that takes seconds."""
-    given = environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [one.strip() for one in given.split(",") if one.strip()]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     found = sorted(int(name[1]) for path in Path("/dev").glob("nvidia*") if (name := re.fullmatch(r"nvidia(\d+)", path.name)))
     return list(map(str, found))
 

@@ -121,7 +121,9 @@ class Roles(Routing):
 
     def _part(self, request: Submit, route: RoleRoute, keys: list[int], usable: Mapping[str, EngineClient]) -> tuple[str, Choice]:
         """The next part of the request, and the engine that gets it."""
-        pools = {role: {name: one for name, one in usable.items() if self._role(name) == role} for role in (PREFILL, DECODE)}
+        pools = {
+            role: {name: client for name, client in usable.items() if self._role(name) == role} for role in (PREFILL, DECODE)
+        }
         if route.has_begun:
             if route.source < 0 and route.firsts:
                 route.source = int(route.name)
@@ -142,7 +144,7 @@ class Roles(Routing):
         return PREFILL, self._choose(PREFILL, keys, pools[PREFILL])
 
     def _choose(self, role: str, keys: list[int], some: Mapping[str, EngineClient], why: str = "") -> Choice:
-        loads = {name: one.num_pending + self._num_promised(name) for name, one in some.items()}
+        loads = {name: client.num_pending + self._num_promised(name) for name, client in some.items()}
         chosen = self._placements[role].choose(keys, loads)
         return chosen if not why else Choice(chosen.name, chosen.num_known, f"{why}; {chosen.reason}")
 
@@ -192,7 +194,7 @@ class Roles(Routing):
         """Has room kept for it; or else says why there is none. `is_late`: it waits in a decode engine's own queue if need be."""
         num_rows, decoding = request.params.n, self._decoding
         why = {name: self._room(name).why_not(num_rows, self._pages_of(request, name)) for name in decoding}
-        free = {name: one for name, one in decoding.items() if not why[name]}
+        free = {name: client for name, client in decoding.items() if not why[name]}
         if is_late:
             free, self._late = free or decoding, request.request_id
         if decoding and not free:
@@ -217,7 +219,7 @@ class Roles(Routing):
     @property
     def _decoding(self) -> dict[str, EngineClient]:
         """Decode engines that work."""
-        return {str(at): one for at, one in enumerate(self.clients) if self.names[at] == DECODE and one.working}
+        return {str(at): client for at, client in enumerate(self.clients) if self.names[at] == DECODE and client.working}
 
     def _pages_of(self, request: Submit, name: str) -> int:
         ready = self.clients[int(name)].ready
@@ -230,15 +232,17 @@ class Roles(Routing):
             is_late = not self._late and time.monotonic() - next(iter(self._at_gate.values())) > _PATIENCE_S
             if not is_late and self._decoding and not any(self._room(name).has_row for name in self._decoding):
                 return
-            waiting = [(client, one) for client in self.clients for one in client.at_gate]
+            waiting = [(client, pending) for client in self.clients for pending in client.at_gate]
             if not waiting:
                 return
-            routes = [self.routes[one.request.request_id] for _, one in waiting]
-            told = [(one.tenant, pending.request.priority, one.order) for one, (_, pending) in zip(routes, waiting, strict=True)]
+            routes = [self.routes[pending.request.request_id] for _, pending in waiting]
+            candidates = [
+                (route.tenant, pending.request.priority, route.order) for route, (_, pending) in zip(routes, waiting, strict=True)
+            ]
             ids = [pending.request.request_id for _, pending in waiting]
             oldest = next(iter(self._at_gate))
             is_late = is_late and oldest in ids
-            at = ids.index(oldest) if is_late else first_in(told, self._let_in, BACKGROUND)
+            at = ids.index(oldest) if is_late else first_in(candidates, self._let_in, BACKGROUND)
             (client, pending), route = waiting[at], routes[at]
             if self._find_room(pending.request, route, is_late):
                 return

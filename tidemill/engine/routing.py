@@ -64,7 +64,7 @@ class Routing:
     def place(self, request: Submit, route: Route, usable: Mapping[str, EngineClient]) -> tuple[str, Submit]:
         """The engine's name, and what it gets. `usable`: those that work, if any does; else those that are restarted."""
         keys = keys_of(request.prompt_ids, request)
-        chosen = self._placement.choose(keys, {name: one.num_pending for name, one in usable.items()})
+        chosen = self._placement.choose(keys, {name: client.num_pending for name, client in usable.items()})
         self._placement.note(chosen.name, keys)
         return chosen.name, request
 

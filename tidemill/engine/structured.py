@@ -70,10 +70,10 @@ class StructuredOutput:
             if grammar is not None:
                 assert self._grammars is not None
                 first = self._grammars.matcher(grammar, compiled)
-            made = [self._matcher(first, reasoning) for _ in outputs]
-            for matcher, output_ids in zip(made, outputs, strict=True):
+            matchers = [self._matcher(first, reasoning) for _ in outputs]
+            for matcher, output_ids in zip(matchers, outputs, strict=True):
                 matcher.take(list(output_ids))
-            return made
+            return matchers
 
     def _matcher(self, first: Matcher | None, reasoning: Reasoning | None) -> Matcher | AfterReasoning:
         assert self._tokenizer is not None
@@ -251,10 +251,10 @@ class AfterReasoning:
             self._matcher.take(self._tokenizer.spell(rest.decode(errors="replace")))
 
     def copy(self) -> AfterReasoning:
-        made = copy(self)
+        copied = copy(self)
         if self._matcher is not None and self._fresh is not None:
-            made._matcher, made._fresh = self._matcher.copy(), self._fresh.copy()
-        return made
+            copied._matcher, copied._fresh = self._matcher.copy(), self._fresh.copy()
+        return copied
 
     def forced(self) -> bytes:
         if self._phase is _Phase.REASONING and self._is_spent:

@@ -59,8 +59,8 @@ _TRIES, _PAUSE_S = 25, 0.2
 class Worker:
     def __init__(self, start: dict[str, Any]) -> None:
         """`start`: address and key of rank 0; the rank, or none; where to listen, or none; the model, if it lies elsewhere."""
-        given = start["address"]
-        address: Address = given if isinstance(given, str) else (given[0], int(given[1]))
+        place = start["address"]
+        address: Address = place if isinstance(place, str) else (place[0], int(place[1]))
         self._key, self._model, self._rank = bytes.fromhex(start["key"]), start.get("model"), start.get("rank", -1)
         self._threads = start.get("threads")
         self._host = None if isinstance(address, str) else address[0]
@@ -127,8 +127,8 @@ class Worker:
         devices = Devices(config.device, config.collectives, self._channel.check, self._tell)
         groups, group = use_groups(rank, world, join.shared, channels, devices)
         if config.device == "cuda":  # whose kernels would wait for ranks that are gone
-            for one in groups:
-                self._channel.when_gone(one.fail)
+            for member in groups:
+                self._channel.when_gone(member.fail)
         random = join.options.load_format == "dummy"
         model = load_rank(
             architecture,

@@ -178,15 +178,17 @@ class Behind:
         if key in self.tiers.exports:
             self.tiers.exports.touch(key)
             return
-        made = _Offered(key, self._pool.times_taken(page), step)
-        if self._offered.get(page, made)[:2] != made[:2]:
+        offered = _Offered(key, self._pool.times_taken(page), step)
+        if self._offered.get(page, offered)[:2] != offered[:2]:
             del self._offered[page]
-        self._offered.setdefault(page, made)
+        self._offered.setdefault(page, offered)
 
     def export_some(self) -> None:
         """Exports some of the pages that are offered and computed."""
         room = MOST_EXPORTS - self.tiers.num_exporting
-        ready = (page for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
+        ready = (
+            page for page, offer in self._offered.items() if offer.step < self.tiers.num_trusted and page not in self.loading
+        )
         for page in list(islice(ready, max(room, 0))):
             offered = self._offered.pop(page)
             if self._pool.times_taken(page) == offered.times_taken and self._index.key_of(page) == offered.key:
@@ -195,8 +197,10 @@ class Behind:
     @property
     def exporting(self) -> set[bytes]:
         """Contents that are computed, and on their way to where other engines find them."""
-        computed = (one for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
-        return {one.key for one in computed} | self.tiers.exporting
+        computed = (
+            offer for page, offer in self._offered.items() if offer.step < self.tiers.num_trusted and page not in self.loading
+        )
+        return {offer.key for offer in computed} | self.tiers.exporting
 
     def learn(self, slots: Iterable[tuple[int, bytes]]) -> None:
         """Takes note of the contents that other engines' places hold now."""

@@ -33,10 +33,10 @@ class GroupTable(msgspec.Struct):
         end = min(first_needed, len(self.pages))
         if end <= self.num_trimmed:
             return []
-        given = self.pages[self.num_trimmed : end]
-        self.pages[self.num_trimmed : end] = [NULL_PAGE] * len(given)
+        given_back = self.pages[self.num_trimmed : end]
+        self.pages[self.num_trimmed : end] = [NULL_PAGE] * len(given_back)
         self.num_trimmed = end
-        return given
+        return given_back
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -95,7 +95,9 @@ class Holds:
         if num > self.most:
             return f"it has {num} pages, and at most {self.most} may be held"
         if held.is_pinned and held.tenant:
-            own = {page for one in self._held.values() if one.is_pinned and one.tenant == held.tenant for page in one.pages}
+            own = {
+                page for lease in self._held.values() if lease.is_pinned and lease.tenant == held.tenant for page in lease.pages
+            }
             most_own = (self.most - self.num_pinned + len(own)) // 2  # no page is of two tenants
             if len(own.union(held.pages)) > most_own:
                 return f"it has {num} pages, and this API key may pin {max(most_own - len(own), 0)} more"

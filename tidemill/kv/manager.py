@@ -258,8 +258,8 @@ class KVManager(TieredPages):
         self._share(match.tables)
         loads = [] if self.behind is None else self.behind.hold(match.tables)
         stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
-        made = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops, policy=policy)
-        self._sequences[seq] = made
+        sequence = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops, policy=policy)
+        self._sequences[seq] = sequence
         if self.behind is not None:
             self.behind.is_back(seq)
             for g, i, key, tier in loads:
@@ -335,11 +335,11 @@ class KVManager(TieredPages):
         changes, sequence = [], self._sequences[seq]
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             num_kept = max(group.num_pages_for(sequence.num_slots(num_tokens)), table.num_trimmed)
-            given = table.pages[num_kept:]
-            if given:
+            given_back = table.pages[num_kept:]
+            if given_back:
                 del table.pages[num_kept:]
-                changes.append(PageChange(g, num_kept, [NULL_PAGE] * len(given)))
-                self._give_back(sequence, given)
+                changes.append(PageChange(g, num_kept, [NULL_PAGE] * len(given_back)))
+                self._give_back(sequence, given_back)
         return changes
 
     def trim(self, seq: int, position: int) -> list[PageChange]:
@@ -350,10 +350,10 @@ class KVManager(TieredPages):
             return self.shrink(seq, next_end) if sequence.policy.num_slots(next_end) < next_end else []
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             first = table.num_trimmed
-            given = table.trim(group.first_needed(position))
-            if given:
-                self._give_back(sequence, given)
-                changes.append(PageChange(g, first, [NULL_PAGE] * len(given)))
+            given_back = table.trim(group.first_needed(position))
+            if given_back:
+                self._give_back(sequence, given_back)
+                changes.append(PageChange(g, first, [NULL_PAGE] * len(given_back)))
         return changes
 
     def copies_to_write(self, seq: int, start: int, end: int) -> list[tuple[int, int, int]] | None:
@@ -430,10 +430,10 @@ class KVManager(TieredPages):
             assert num_shared <= len(table.pages)
             tables.append(GroupTable(table.pages[:num_shared], min(table.num_trimmed, num_shared)))
         num_full = min(num_tokens // self.page_size, source.num_recorded)
-        made = _Sequence(tables, source.path.until(num_full * self.page_size), num_full)
-        for page in made.held():
+        forked = _Sequence(tables, source.path.until(num_full * self.page_size), num_full)
+        for page in forked.held():
             self.pool.share(page)
-        self._sequences[child] = made
+        self._sequences[child] = forked
         return self.num_pages_of(child)
 
     def entries_beyond(self, parent: int, child: int) -> list[PageChange]:

@@ -173,9 +173,9 @@ class HashPath(Path):
         return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size], chain=self.chain)
 
     def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
-        made = self.until(num_tokens)
-        made.extend(token_ids, num_tokens)
-        return made
+        path = self.until(num_tokens)
+        path.extend(token_ids, num_tokens)
+        return path
 
     def extend(self, token_ids: Sequence[int], end: int) -> None:
         size = self.page_size

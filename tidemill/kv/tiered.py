@@ -112,7 +112,7 @@ class TieredPages(ABC):
     def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
         """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""
         assert self.behind is not None
-        results = [self.behind.moved(one) for one in done]
+        results = [self.behind.moved(move) for move in done]
         broken = {move.target for move, failed in results if failed}
         seqs = [seq for seq, sequence in self._holders.items() if not broken.isdisjoint(sequence.held())] if broken else []
         return [move for move, _ in results], seqs

@@ -284,7 +284,7 @@ class Tiers:
         """Contents with such a move under way."""
         if not self.num_exporting:
             return set()
-        return {one.key for one in self._under_way.values() if one.tier is Tier.EXPORT and one.source != NOWHERE}
+        return {move.key for move in self._under_way.values() if move.tier is Tier.EXPORT and move.source != NOWHERE}
 
     # ---- sequences that were preempted
 

@@ -152,8 +152,8 @@ class StepTimes:
     def _near(self, key: tuple[bool, int]) -> tuple[bool, int] | None:
         """The measured key that is nearest to one that was not measured."""
         if key not in self._nearest:
-            known = [one for one in self._shape if not one[0] or (key[0] and self.is_believed)]
-            self._nearest[key] = min(known, key=lambda one: (one[0] is not key[0], abs(one[1] - key[1])), default=None)
+            known = [shape for shape in self._shape if not shape[0] or (key[0] and self.is_believed)]
+            self._nearest[key] = min(known, key=lambda shape: (shape[0] is not key[0], abs(shape[1] - key[1])), default=None)
         return self._nearest[key]
 
 

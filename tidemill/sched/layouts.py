@@ -81,7 +81,7 @@ def compare(load: Load, alike: Engines, split: Engines, found: float = 1.0) -> A
     """`split`: engines that would be divided into the two roles. `found`: the part of a prompt's KV that decode engines need not
     compute again."""
     together = expect_alike(load, alike)
-    apart = min((expect_split(load, split, num, found) for num in range(1, split.num)), key=lambda one: (one.busy, one.itl_p99_s))
+    apart = min((expect_split(load, split, num, found) for num in range(1, split.num)), key=lambda f: (f.busy, f.itl_p99_s))
     advice = Advice(False, "", together, apart)
     if load.num_output <= 1:
         why = "answers have one token: nothing is decoded"
@@ -171,8 +171,8 @@ class StepCosts:
     @property
     def cost(self) -> StepCost | None:
         """None: steps were too few, or too much alike to tell the parts of their cost apart."""
-        one, x, y, xx, xy, yy = self._products
-        rows = [[one, x, y, self._against[0]], [x, xx, xy, self._against[1]], [y, xy, yy, self._against[2]]]
+        weight, x, y, xx, xy, yy = self._products
+        rows = [[weight, x, y, self._against[0]], [x, xx, xy, self._against[1]], [y, xy, yy, self._against[2]]]
         found = _solved(rows) if self.num >= 20 else None
         if found is None or found[1] <= 0:
             return None

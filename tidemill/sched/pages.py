@@ -55,19 +55,19 @@ class Pages:
         now = self._clock.now()
         moves, broken = self._kv.moved(done)
         for tier, is_load in sorted({(move.tier, move.is_load) for move in moves}):
-            own = [one for move, one in zip(moves, done, strict=True) if (move.tier, move.is_load) == (tier, is_load)]
-            made = [one for one in own if one.num_bytes and not one.error]
-            if made:
-                total = sum(one.num_bytes for one in made), sum(one.seconds for one in made)
-                self._emit(events.PagesMoved(now, tier.name.lower(), is_load, len(made), *total))
-            for why, num in Counter(one.error for one in own if one.error).items():
+            own = [result for move, result in zip(moves, done, strict=True) if (move.tier, move.is_load) == (tier, is_load)]
+            moved = [result for result in own if result.num_bytes and not result.error]
+            if moved:
+                total = sum(result.num_bytes for result in moved), sum(result.seconds for result in moved)
+                self._emit(events.PagesMoved(now, tier.name.lower(), is_load, len(moved), *total))
+            for why, num in Counter(result.error for result in own if result.error).items():
                 self._emit(events.MovesFailed(now, tier.name.lower(), is_load, num, why))
         for seq, (request, since) in list(self._loading.items()):
             if not self._kv.holds(seq) or not self._kv.is_loading(seq):
                 del self._loading[seq]
                 if self._kv.holds(seq) and seq not in broken:
                     self._emit(events.PagesLoaded(now, request.request_id, now - since))
-        why = next((one.error for one in done if one.error), "")
+        why = next((result.error for result in done if result.error), "")
         return [(seq, why) for seq in broken]
 
     # ---- before a request starts
@@ -105,7 +105,7 @@ class Pages:
 
     def num_to_the_end(self, running: Sequence[Request]) -> int:
         """Pages that these will take until their ends, at most."""
-        return sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
+        return sum(self._most_pages(request) - self._kv.num_pages_of(request.seq) for request in running)
 
     def _most_pages(self, request: Request) -> int:
         return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.cache)
@@ -169,9 +169,9 @@ class Pages:
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """Give back pages past so many tokens."""
-        given = self._kv.shrink(request.seq, num_tokens)
-        self.unsent.update_pages(request.row, given)
-        if given:
+        changes = self._kv.shrink(request.seq, num_tokens)
+        self.unsent.update_pages(request.row, changes)
+        if changes:
             request.writable_end = 0
 
     def take_back_drafts(self, request: Request, num_wrong: int) -> None:

@@ -184,11 +184,11 @@ class Unsent(msgspec.Struct):
 
 def _merged(row: int, updates: list[RowPages]) -> list[RowPages]:
     """Each entry once, as it was changed last: a device writes them all at once, in no order."""
-    pages = {(one.group, one.first_index + i): page for one in updates for i, page in enumerate(one.page_ids)}
-    made: list[RowPages] = []
+    pages = {(update.group, update.first_index + i): page for update in updates for i, page in enumerate(update.page_ids)}
+    merged: list[RowPages] = []
     for (group, index), page in sorted(pages.items()):
-        if made and made[-1].group == group and made[-1].first_index + len(made[-1].page_ids) == index:
-            made[-1].page_ids.append(page)
+        if merged and merged[-1].group == group and merged[-1].first_index + len(merged[-1].page_ids) == index:
+            merged[-1].page_ids.append(page)
         else:
-            made.append(RowPages(row, group, index, [page]))
-    return made
+            merged.append(RowPages(row, group, index, [page]))
+    return merged

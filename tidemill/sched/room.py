@@ -35,17 +35,17 @@ class Room:
 
     @property
     def has_row(self) -> bool:
-        return self.num_taken + sum(one.num_rows for one in self._promised.values()) < self.num_rows
+        return self.num_taken + sum(promise.num_rows for promise in self._promised.values()) < self.num_rows
 
     def why_not(self, num_rows: int, num_pages: int) -> str:
         """Why there is no room for so many; empty: there is. An engine with nothing to do takes whatever comes."""
-        rows = self.num_taken + sum(one.num_rows for one in self._promised.values())
+        rows = self.num_taken + sum(promise.num_rows for promise in self._promised.values())
         if not rows:
             return ""
         if rows + num_rows > self.num_rows:
             return f"{rows} of {self.num_rows} slots are taken or promised"
         free = self.num_pages if self.num_free < 0 else self.num_free
-        free -= sum(one.num_pages for one in self._promised.values())
+        free -= sum(promise.num_pages for promise in self._promised.values())
         return "" if num_pages <= free else f"{max(free, 0)} pages are free, and it needs {num_pages}"
 
     def promise(self, request_id: str, num_rows: int, num_pages: int) -> None:

@@ -312,7 +312,7 @@ class Scheduler(RequestTable):
 
     def _prompts(self) -> list[Request]:
         """The running requests with more than one token to compute."""
-        return [one for one in self.running if len(one.tokens) + one.num_in_flight - one.num_computed > 1]
+        return [request for request in self.running if len(request.tokens) + request.num_in_flight - request.num_computed > 1]
 
     def _continue_prompts(self, prompts: list[Request], plan: StepPlan, state: StepState, in_background: bool) -> None:
         for started in prompts:
@@ -394,8 +394,10 @@ class Scheduler(RequestTable):
         """Tells if the bytes that its KV policy keeps beside its pages do not fit, also without those that leave."""
         if request.cache is None or not request.cache.beside_bytes:
             return False
-        gone = {one.seq for one in leaving}
-        taken = sum(one.cache.beside_bytes for one in self.running if one.cache is not None and one.seq not in gone)
+        gone = {request.seq for request in leaving}
+        taken = sum(
+            request.cache.beside_bytes for request in self.running if request.cache is not None and request.seq not in gone
+        )
         return taken + request.cache.beside_bytes > self._policy_bytes
 
     def _chunk(self, request: Request, num_needed: int, state: StepState) -> int:

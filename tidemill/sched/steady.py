@@ -53,8 +53,8 @@ class _Member:
 class SteadyScheduler(Scheduler):
     """`steps_ahead`: as the runner's. `first_token`: what the first sequence draws, always; the second draws the next."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.steps_ahead = self.first_token = 0
         self.num_made = 0  # steps with such sequences so far: by these numbers all of this counts
         self.caught_up: list[tuple[str, int, int]] = []  # requests that have got the tokens of these steps; for who reads it
@@ -92,12 +92,12 @@ class SteadyScheduler(Scheduler):
 
     # ---- joining and leaving
 
-    def add(self, *given: Any, **options: Any) -> list[Request]:
+    def add(self, *arguments: Any, **options: Any) -> list[Request]:
         if options.get("prefix_leases"):  # they look up what is cached
             self._records_late = False
             self._records_now = True
             self.record_all()
-        return super().add(*given, **options)
+        return super().add(*arguments, **options)
 
     def join(self) -> None:
         """After a step: what it planned and from now on only decodes."""
@@ -108,8 +108,10 @@ class SteadyScheduler(Scheduler):
         self._num_decoding, num_joined = len(kept), num - len(kept)
         if prompts := last.items[num:]:  # all of them, or none: first tokens are told in their order
             requests = [self.requests.get(item.seq) for item in prompts]
-            lefts = [0 if one is None else self._num_left(one) for one in requests]
-            if min(lefts) > 0 and all(one and one.epoch == item.epoch for one, item in zip(requests, prompts, strict=True)):
+            lefts = [0 if request is None else self._num_left(request) for request in requests]
+            if min(lefts) > 0 and all(
+                request and request.epoch == item.epoch for request, item in zip(requests, prompts, strict=True)
+            ):
                 for request, left in zip(requests, lefts, strict=True):
                     assert request is not None
                     self._add(request, left)
@@ -227,7 +229,7 @@ class SteadyScheduler(Scheduler):
                 else:
                     items.append(item)
             if member.offset == self._longest:
-                self._longest = max([one.offset for one in self._members.values()], default=0)
+                self._longest = max([member.offset for member in self._members.values()], default=0)
         if not self._members:
             self._due.clear()
             self._ends.clear()

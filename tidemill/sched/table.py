@@ -81,7 +81,7 @@ class RequestTable:
         assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
         room = max_context - len(prompt_ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        made: list[Request] = []
+        samples: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:
             num_output = len(resumed[index]) if resumed else 0
             goes_on = hands_over and num_output + 1 < most
@@ -99,14 +99,14 @@ class RequestTable:
                 adapter=adapter,
                 adapter_id=adapter_id,
                 cache=cache,
-                parent=made[0] if made and resumed is None else None,
-                prefix_leases=() if made else prefix_leases,
+                parent=samples[0] if samples and resumed is None else None,
+                prefix_leases=() if samples else prefix_leases,
                 hands_over=goes_on,
             )
             self._next_seq += 1
             self.requests[request.seq] = request
-            if made and resumed is None:
-                made[0].children.append(request)
+            if samples and resumed is None:
+                samples[0].children.append(request)
             if resumed is None:
                 num_beams = params.beams.width if params.beams else 1
                 self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, tenant, num_beams))
@@ -114,10 +114,10 @@ class RequestTable:
                 request.tokens += resumed[index]
                 request.first_token_s = now if resumed[index] else None
                 self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
-            made.append(request)
+            samples.append(request)
             self.waiting.join(request)
             self.waiting.push(request, now)
-        return made
+        return samples
 
     def fork(self, request: Request, request_id: str, params: SamplingParams | None = None) -> Request:
         """Another request with the same tokens, at any point of a request's life. It shares the pages of what is computed, and
@@ -240,8 +240,8 @@ class RequestTable:
         drafted = self._pages_with_drafts(request)
         leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
         self._pages.unsent.page_zeroes += self.kv.unused(drafted)
-        how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
-        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
+        reason_and_swap = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
+        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *reason_and_swap))
         request.num_computed = 0
         request.num_in_flight = request.num_drafts_in_flight = 0
         request.drafts = ()
@@ -280,7 +280,7 @@ class RequestTable:
         """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
         for seq, why in self._pages.moved(done):
             self.preempt(self.requests[seq], f"a page could not be loaded: {why}")
-        if any(one.error for one in done):
+        if any(result.error for result in done):
             self.retention.loads_failed()
 
     def _finish(self, request: Request, reason: str, now: float) -> None:

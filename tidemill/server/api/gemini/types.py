@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from json import dumps
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams
+from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.prompts import MAX_CHOICES
 from tidemill.server.generation.sampling import grammar_of
@@ -20,15 +20,28 @@ from tidemill.server.http.body import Body
 _OBJECT = {"type": "object"}
 _SCHEMAS = ("items", "additionalProperties", "anyOf")  # members that are schemas, or lists of them
 _NO_SCHEMA = ("propertyOrdering", "nullable", "example")  # members that JSON Schema has not
+# Formats of strings that can be enforced. Google's API accepts any other without effect.
+_FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+)  # fmt: skip
+_LISTS = ("contents", "parts", "tools", "function_declarations")
+# Google's API takes names of an enumeration in any case, and its examples have both.
+_AnyCase = BeforeValidator(lambda name: name.upper() if isinstance(name, str) else name)
 
 
 class GeminiBody(Body):
     @model_validator(mode="before")
     @classmethod
-    def _snake_case(cls, body: Any) -> Any:
+    def _as_google_reads(cls, body: Any) -> Any:
+        """Names in snake case. A single object instead of a list is a list of one."""
         if not isinstance(body, dict):
             return body
-        return {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): body[name] for name in body}
+        fields: dict[str, Any] = {}
+        for camel, value in body.items():
+            name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", camel).lower()
+            if value is not None:
+                fields[name] = [value] if name in _LISTS and isinstance(value, dict) else value
+        return fields
 
 
 class FunctionCall(GeminiBody):
@@ -57,12 +70,19 @@ class Part(GeminiBody):
         raise InvalidRequest(what, fix="Send text.", param="contents")
 
 
-class Content(GeminiBody):
-    role: Literal["user", "model", "function"] = "user"
+class Parts(GeminiBody):
     parts: Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
 
     def text(self, is_thought: bool = False) -> str:
         return "".join(part.text for part in self.parts if part.thought == is_thought)
+
+
+class Content(Parts):
+    role: Literal["user", "model", "function"] = "user"
+
+
+class SystemInstruction(Parts):
+    role: str = "system"  # clients send several
 
 
 class FunctionDeclaration(GeminiBody):
@@ -87,7 +107,9 @@ class Tool(GeminiBody):
 
 
 class CallingConfig(GeminiBody):
-    mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"] = "AUTO"
+    mode: Annotated[Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"], _AnyCase] = (
+        "AUTO"
+    )
     allowed_function_names: list[str] | None = Field(default=None, max_length=256)
 
 
@@ -99,14 +121,14 @@ class ToolConfig(GeminiBody):
 class ThinkingConfig(GeminiBody):
     include_thoughts: bool = False
     thinking_budget: int | None = Field(default=None, ge=-1, lt=2**31)  # 0: none; -1: no limit
-    thinking_level: Literal["MINIMAL", "LOW", "MEDIUM", "HIGH"] | None = None
+    thinking_level: Annotated[Literal["MINIMAL", "LOW", "MEDIUM", "HIGH"], _AnyCase] | None = None
 
 
 class GenerationConfig(GeminiBody):
     without_effect: ClassVar[frozenset[str]] = frozenset({"media_resolution"})
     temperature: float | None = None
     top_p: float | None = None
-    top_k: float | None = None
+    top_k: float | None = Field(default=None, allow_inf_nan=False)
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -115,24 +137,33 @@ class GenerationConfig(GeminiBody):
     stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
     response_logprobs: bool = False
     logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
-    response_modalities: list[Literal["TEXT"]] | None = Field(default=None, max_length=1)
-    response_mime_type: Literal["text/plain", "application/json"] = "text/plain"
+    response_modalities: list[Annotated[Literal["TEXT"], _AnyCase]] | None = Field(
+        default=None, max_length=1
+    )
+    response_mime_type: Literal["text/plain", "application/json", "text/x.enum"] = "text/plain"
     response_schema: dict[str, Any] | None = None
     response_json_schema: dict[str, Any] | None = None
     thinking_config: ThinkingConfig = Field(default_factory=ThinkingConfig)
 
     def grammar(self) -> Grammar | None:
-        if self.response_mime_type == "text/plain":
-            return None
-        schema = self.response_json_schema or json_schema(self.response_schema or _OBJECT)
-        return grammar_of("json_schema", schema)
+        mime_type = self.response_mime_type
+        schema = self.response_json_schema or closed(json_schema(self.response_schema or {}))
+        if mime_type == "application/json":
+            return grammar_of("json_schema", schema or _OBJECT)
+        if mime_type == "text/x.enum":
+            return grammar_of("choice", schema.get("enum", []))
+        if schema:
+            what = "A response schema is without effect on a response of type text/plain."
+            fix = "Set responseMimeType to application/json."
+            raise InvalidRequest(what, fix=fix, param="response_mime_type")
+        return None
 
 
 class GenerateRequest(GeminiBody):
     without_effect: ClassVar[frozenset[str]] = frozenset({"safety_settings", "labels"})
     model: str | None = None  # in the path; some clients repeat it
     contents: list[Content] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system_instruction: Content | None = None
+    system_instruction: SystemInstruction | None = None
     tools: list[Tool] = Field(default_factory=list, max_length=256)
     tool_config: ToolConfig = Field(default_factory=ToolConfig)
     generation_config: GenerationConfig = Field(default_factory=GenerationConfig)
@@ -141,13 +172,15 @@ class GenerateRequest(GeminiBody):
     def functions(self) -> list[dict[str, Any]]:
         """The functions that the model may call."""
         config = self.tool_config.function_calling_config
+        if config.mode == "NONE":
+            return []
         declared = [
             declaration.as_function()
             for tool in self.tools
             for declaration in tool.function_declarations
         ]
-        allowed = [] if config.mode == "NONE" else config.allowed_function_names
-        return [function for function in declared if allowed is None or function["name"] in allowed]
+        allowed = config.allowed_function_names  # without any, all are allowed
+        return [function for function in declared if not allowed or function["name"] in allowed]
 
     @property
     def must_call(self) -> bool:
@@ -205,9 +238,10 @@ def _turns(
             waiting.remove(call_id)
             text = dumps(response.response, ensure_ascii=False)
             yield {"role": "tool", "tool_call_id": call_id, "name": response.name, "content": text}
-    if calls or not any(part.function_response for part in content.parts):
-        role, thought = "assistant" if content.role == "model" else "user", content.text(True)
-        message: dict[str, Any] = {"role": role, "content": content.text()}
+    text, thought = content.text(), content.text(True)
+    if calls or text or thought or not any(part.function_response for part in content.parts):
+        role = "assistant" if content.role == "model" else "user"
+        message: dict[str, Any] = {"role": role, "content": text}
         message |= {"reasoning_content": thought} if thought else {}
         yield message | ({"tool_calls": calls} if calls else {})
 
@@ -216,14 +250,24 @@ def json_schema(schema: Any) -> Any:
     """A schema of Google's, whose types are in capitals, as JSON Schema."""
     if not isinstance(schema, dict):
         return [json_schema(item) for item in schema] if isinstance(schema, list) else schema
+    members = {re.sub(r"_([a-z])", lambda at: at[1].upper(), key): schema[key] for key in schema}
     converted: dict[str, Any] = {}
-    for name, value in schema.items():
+    for name, value in members.items():
         if name == "properties" and isinstance(value, dict):
-            converted[name] = {key: json_schema(inner) for key, inner in value.items()}
+            keys = _ordered(value, members.get("propertyOrdering"))
+            converted[name] = {key: json_schema(value[key]) for key in keys}
         elif name == "type" and isinstance(value, str):
             converted[name] = value.lower()
         elif re.fullmatch(r"m(in|ax)(Items|Length|Properties)", name) and isinstance(value, str):
-            converted[name] = int(value) if value.isdecimal() else value  # 64 bits are a text
-        elif name not in _NO_SCHEMA:
+            is_number = re.fullmatch("[0-9]{1,19}", value)  # 64 bits are a text
+            converted[name] = int(value) if is_number else value
+        elif name not in _NO_SCHEMA and (name != "format" or value in _FORMATS):
             converted[name] = json_schema(value) if name in _SCHEMAS else value
-    return {"anyOf": [converted, {"type": "null"}]} if schema.get("nullable") is True else converted
+    is_nullable = schema.get("nullable") is True
+    return {"anyOf": [converted, {"type": "null"}]} if is_nullable else converted
+
+
+def _ordered(properties: dict[str, Any], first: Any) -> list[str]:
+    """The names of properties in the order in which they are written."""
+    named = [name for name in first if isinstance(name, str)] if isinstance(first, list) else []
+    return [name for name in dict.fromkeys([*named, *properties]) if name in properties]

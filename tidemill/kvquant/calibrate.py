@@ -80,8 +80,8 @@ def calibrate(options: CalibrateOptions, llm: LLM, report: Reporter) -> tuple[KV
 def _text(options: CalibrateOptions, llm: LLM, report: Reporter) -> list[list[int]]:
     with tempfile.TemporaryDirectory() as folder:
         file = TextFile(Path(folder) / "text.jsonl", "")
-        made = text_for(llm, options.data, options.num_tokens, options.length, options.seed, file, report)
-    sequences = [one.ids for one in made if len(one.ids) > 1]
+        texts = text_for(llm, options.data, options.num_tokens, options.length, options.seed, file, report)
+    sequences = [text.ids for text in texts if len(text.ids) > 1]
     total = sum(map(len, sequences))
     if total < _LEAST_TOKENS:
         raise ConfigError(f"The text has {total} tokens.", fix=f"Give one of at least {_LEAST_TOKENS}.", param="calibration")

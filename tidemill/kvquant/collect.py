@@ -46,11 +46,11 @@ class Observed:
             qkv_TC = self._change(number, heads).reshape(qkv_TC.shape).contiguous()
         return self.step.attend(layer, qkv_TC, learned)
 
-    def convolve(self, *given: Any) -> torch.Tensor:
-        return self.step.convolve(*given)
+    def convolve(self, *arguments: Any) -> torch.Tensor:
+        return self.step.convolve(*arguments)
 
-    def scan(self, *given: Any) -> torch.Tensor:
-        return self.step.scan(*given)
+    def scan(self, *arguments: Any) -> torch.Tensor:
+        return self.step.scan(*arguments)
 
 
 @torch.inference_mode()
@@ -87,8 +87,8 @@ class Collector:
         for start in range(0, len(distinct), at_once):
             self._see_first(distinct[start : start + at_once])
         samples = []
-        for made, first in zip(self._made, self._first, strict=True):
-            keys, key_weights, values, value_weights = (torch.cat(parts) for parts in zip(*made, strict=True))
+        for collected, first in zip(self._made, self._first, strict=True):
+            keys, key_weights, values, value_weights = (torch.cat(parts) for parts in zip(*collected, strict=True))
             samples.append(Samples(keys, key_weights, values, value_weights, torch.cat(first)))
         return samples
 

@@ -109,7 +109,7 @@ def fit_levels(z: torch.Tensor, weights: torch.Tensor, num: int) -> torch.Tensor
 def fit(samples: list[Samples], name: str, outliers: float) -> KVQuant:
     """`samples`: of each layer."""
     num_levels = 2 ** FORMATS[name].bits
-    parts = [_fit_layer(one, num_levels, outliers) for one in samples]
+    parts = [_fit_layer(sample, num_levels, outliers) for sample in samples]
     scales, offsets, key_levels, value_levels = (torch.stack(each) for each in zip(*parts, strict=True))
     return KVQuant(name, FORMATS[name].bits, scales, offsets, key_levels, value_levels)
 

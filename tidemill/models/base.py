@@ -62,7 +62,9 @@ class Model(nn.Module, ABC):
         super().__init__()
         self.whole, self.weight_plan = config, weights
         self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
-        self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
+        self._rotations = [
+            rotation for rotation in dict.fromkeys(spec.rotation for spec in config.attention_layers) if rotation is not None
+        ]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.labels: Labels | None = None
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -129,15 +131,15 @@ class Model(nn.Module, ABC):
         1 - num_positions on."""
         return [None] * len(self.config.attention_layers)
 
-    def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
+    def pool(self, hidden_TH: torch.Tensor, kind: str) -> torch.Tensor:
         """The pooling of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden
         state, or (none) each token's, one after the other."""
-        if how == "score":
+        if kind == "score":
             one_SH = hidden_TH[-1:] if self.config.pooler is None else hidden_TH[:1]
             return self.scores(one_SH.contiguous())[0]
-        if how == "none":
+        if kind == "none":
             return hidden_TH.double().flatten()
-        states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
+        states = hidden_TH if kind == "mean" else hidden_TH[-1:] if kind == "last" else hidden_TH[:1]
         return states.double().sum(0)
 
     def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
@@ -235,7 +237,7 @@ class Model(nn.Module, ABC):
         done, total = 0, 0 if random else checkpoint.num_bytes // num_ranks
         with torch.inference_mode():
             stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
-            for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
+            for tensor in stored if random else (model.as_named(tensor, checkpoint.format) for tensor in stored):
                 places = targets.get(tensor.name)
                 if places is None:
                     continue
@@ -262,7 +264,7 @@ class Model(nn.Module, ABC):
     def _check_layout(self, checkpoint: Checkpoint, targets: dict[str, list[tuple[Layer, str]]], others: set[str]) -> None:
         """That all tensors are there and fit, before any is read. `others`: names that belong to other stages."""
         ignored, found = [re.compile(pattern) for pattern in (*self.ignored, *_BUFFERS)], set[tuple[Layer, str]]()
-        for tensor in (self.as_named(one, checkpoint.format) for one in checkpoint.tensors()):
+        for tensor in (self.as_named(tensor, checkpoint.format) for tensor in checkpoint.tensors()):
             places = targets.get(tensor.name)
             if places is None:
                 if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
@@ -350,11 +352,11 @@ class Model(nn.Module, ABC):
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         """Stacks of matrices before single ones, which are the same matrices."""
-        made = set()
+        generated = set()
         for name, places in sorted(targets.items(), key=lambda target: -len(target[1][0][0].parts[target[1][0][1]])):
             layer, part = places[0]
-            if layer.lacks(part) and places[0] not in made:
-                made.add(places[0])
+            if layer.lacks(part) and places[0] not in generated:
+                generated.add(places[0])
                 yield RandomTensor(name, joined([layer.parts[part] for layer, part in places]))
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:

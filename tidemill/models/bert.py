@@ -86,10 +86,10 @@ class Bert(Model):
             self.names = [*self.names, ("types", "weight", "embeddings.token_type_embeddings", "")]
 
     def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
-        made = self.embed(ids_T)
+        states = self.embed(ids_T)
         if self.config.num_token_types:
-            made += self.types(torch.zeros_like(ids_T) if types_T is None else types_T)
-        return made.add_(self.positions(positions_T + self.first_position))
+            states += self.types(torch.zeros_like(ids_T) if types_T is None else types_T)
+        return states.add_(self.positions(positions_T + self.first_position))
 
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         x_TH = self.embed_norm(residual_TH)
@@ -170,5 +170,5 @@ class BertCrossEncoder(Bert):
         self.names = [*self.names, *self.HEAD]
 
     def scores(self, one_SH: torch.Tensor) -> torch.Tensor:
-        made = self.dense(one_SH)
-        return super().scores(torch.tanh(made) if self.head_act == "tanh" else activate(made, self.head_act))
+        states = self.dense(one_SH)
+        return super().scores(torch.tanh(states) if self.head_act == "tanh" else activate(states, self.head_act))

@@ -45,8 +45,8 @@ class Granite(Llama):
             return config
         defaults = (1.0, config.attention_layers[0].scale, 1.0, 1.0)  # where the file does not say
         keys = [f"{checkpoint.architecture}.{key}" for key in _GGUF]
-        given = zip(keys, defaults, strict=True)
-        values = {key: optional(checkpoint.metadata, key, float, default, checkpoint.path) for key, default in given}
+        multipliers = zip(keys, defaults, strict=True)
+        values = {key: optional(checkpoint.metadata, key, float, default, checkpoint.path) for key, default in multipliers}
         return _scaled(config, values, checkpoint.path)
 
 

@@ -39,14 +39,14 @@ def ties_head(checkpoint: Checkpoint, is_tied: bool, tables: Collection[str], he
 
 def _digest(tensor: WeightTensor) -> bytes:
     """By its values, whatever type they are stored in."""
-    made, (num_rows, width) = hashlib.blake2b(), tensor.shape
+    digest, (num_rows, width) = hashlib.blake2b(), tensor.shape
     step = max(_VALUES_AT_ONCE // width, 1)
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)
         values = torch.empty((last - first, width), dtype=torch.float32, device="cpu")
         tensor.rows(first, last).read_into(values)
-        made.update(values.numpy().data)
-    return made.digest()
+        digest.update(values.numpy().data)
+    return digest.digest()
 
 
 class Labels(Linear):

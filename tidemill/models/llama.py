@@ -272,16 +272,16 @@ class SmolLM3(Llama):
 
 def _notes(config: ModelConfig) -> tuple[str, ...]:
     scalings = {spec.rotation.scaling for spec in config.attention_layers if spec.rotation is not None}
-    made = [
-        f"--max-context decides the rope factors: above {one.original_context} the long ones, else the short ones."
-        for one in scalings
-        if one is not None and one.kind == "longrope" and one.original_context < config.max_context
+    notes = [
+        f"--max-context decides the rope factors: above {scaling.original_context} the long ones, else the short ones."
+        for scaling in scalings
+        if scaling is not None and scaling.kind == "longrope" and scaling.original_context < config.max_context
     ][:1]
     if config.kv_bits == 8:
-        made.append("k_scale and v_scale are not used: in the 8-bit KV cache each token and head has a scale of its own.")
+        notes.append("k_scale and v_scale are not used: in the 8-bit KV cache each token and head has a scale of its own.")
     elif config.kv_bits:
-        made.append(f"A KV cache of {config.kv_bits} bits (kv_cache_scheme) is not followed: --kv-dtype decides.")
-    return tuple(made)
+        notes.append(f"A KV cache of {config.kv_bits} bits (kv_cache_scheme) is not followed: --kv-dtype decides.")
+    return tuple(notes)
 
 
 def check_numbers(config: ModelConfig, source: object) -> None:
@@ -291,7 +291,9 @@ def check_numbers(config: ModelConfig, source: object) -> None:
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
-        "number of rotated dimensions": any(not 0 < one.num_dims <= config.head_dim or one.num_dims % 2 for one in rotations),
+        "number of rotated dimensions": any(
+            not 0 < rotation.num_dims <= config.head_dim or rotation.num_dims % 2 for rotation in rotations
+        ),
         "sliding window": any(spec.window < 0 for spec in config.attention_layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
         "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),

@@ -54,13 +54,13 @@ _OTHERS = {
 
 def _hugging_face() -> dict[tuple[str, str], str]:
     """The classes of Hugging Face that the families load."""
-    made = dict(_OTHERS)
+    names = dict(_OTHERS)
     for begin, target in _DECODERS.items():
-        made |= dict.fromkeys((f"{begin}ForCausalLM", f"{begin}Model", f"{begin}ForSequenceClassification"), target)
+        names |= dict.fromkeys((f"{begin}ForCausalLM", f"{begin}Model", f"{begin}ForSequenceClassification"), target)
     for begin, target in _ENCODERS.items():
-        made |= dict.fromkeys((f"{begin}Model", f"{begin}ForMaskedLM", f"{begin}ForPreTraining"), target)
-        made[f"{begin}ForSequenceClassification"] = f"{target}CrossEncoder"
-    return {("hf", name): f"tidemill.models.{target}" for name, target in made.items()}
+        names |= dict.fromkeys((f"{begin}Model", f"{begin}ForMaskedLM", f"{begin}ForPreTraining"), target)
+        names[f"{begin}ForSequenceClassification"] = f"{target}CrossEncoder"
+    return {("hf", name): f"tidemill.models.{target}" for name, target in names.items()}
 
 
 # (format, name the format uses) to "module:class"

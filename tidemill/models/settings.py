@@ -44,18 +44,18 @@ def rope_keys(theta: float = 10000.0) -> Keys:
 
 def read_settings(data: Mapping[str, Any], keys: Keys, source: object, aliases: Mapping[str, str] | None = None) -> Settings:
     """The value of each key of the table. `aliases`: other names, each with the key it stands for; they come first."""
-    given = {key: value for key, value in data.items() if key in keys}
+    values = {key: value for key, value in data.items() if key in keys}
     for alias, key in (aliases or {}).items():
         if data.get(alias) is not None:
-            given[key] = data[alias]
+            values[key] = data[alias]
     settings: Settings = {}
     for key, stated in keys.items():
         nullable = stated if isinstance(stated, Nullable) else None
         default, kind = (stated, type(stated)) if nullable is None else (nullable.default, nullable.kind)
-        if given.get(key) is not None:
-            settings[key] = required(given, key, kind, source)
+        if values.get(key) is not None:
+            settings[key] = required(values, key, kind, source)
         else:
-            settings[key] = None if key in given and nullable is not None else default
+            settings[key] = None if key in values and nullable is not None else default
     return settings
 
 
@@ -103,12 +103,12 @@ class Rope:
     scaling: RopeScaling | None
 
 
-def read_rope(settings: Settings, source: object, given: Settings | None = None) -> Rope:
+def read_rope(settings: Settings, source: object, parameters: Settings | None = None) -> Rope:
     """The rotation of all layers. Older files have `rope_scaling` beside `rope_theta`, newer ones all
-    in `rope_parameters`. `given`: the parameters of some layers, in files that tell layers apart."""
-    rope = given if given is not None else settings["rope_scaling"] or settings["rope_parameters"] or {}
+    in `rope_parameters`. `parameters`: those of some layers, in files that tell layers apart."""
+    rope = parameters if parameters is not None else settings["rope_scaling"] or settings["rope_parameters"] or {}
     original = settings["max_position_embeddings"]
-    if given is None and settings["original_max_position_embeddings"] is not None:  # before that of the parameters
+    if parameters is None and settings["original_max_position_embeddings"] is not None:  # before that of the parameters
         rope = rope | {"original_max_position_embeddings": settings["original_max_position_embeddings"]}
     theta = optional(rope, "rope_theta", float, settings["rope_theta"], source)
     partial = optional(rope, "partial_rotary_factor", float, settings.get("partial_rotary_factor"), source)
@@ -117,8 +117,8 @@ def read_rope(settings: Settings, source: object, given: Settings | None = None)
 
 def read_layered_rope(settings: Settings, local_theta: float, source: object) -> tuple[Rope, Rope]:
     """The rotations of layers with and without windows. Older files say how the latter's is scaled."""
-    given = settings["rope_parameters"] or {}
-    local, full = (optional(given, kind, dict, {}, source) for kind in ("sliding_attention", "full_attention"))
+    parameters = settings["rope_parameters"] or {}
+    local, full = (optional(parameters, kind, dict, {}, source) for kind in ("sliding_attention", "full_attention"))
     full = full | (settings["rope_scaling"] or {})
     return read_rope(settings | {"rope_theta": local_theta}, source, local), read_rope(settings, source, full)
 
@@ -131,21 +131,21 @@ def _scaling(rope: Settings, context: int, source: object) -> RopeScaling | None
         raise CheckpointError(f"{source}: rope scaling {str(kind)[:100]!r} is not supported.", fix=f"{', '.join(_SCALINGS)} are.")
     numbers = {name: optional(rope, name, float, None, source) for name in _SCALING_NUMBERS}
     mscale, mscale_all_dim = numbers.pop("mscale"), numbers.pop("mscale_all_dim")
-    given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    fields: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     original = optional(rope, "original_max_position_embeddings", int, context, source)
     if kind in ("linear", "llama3"):
-        given["factor"] = required(rope, "factor", float, source)
+        fields["factor"] = required(rope, "factor", float, source)
     else:
-        given["factor"] = optional(rope, "factor", float, context / max(original, 1), source)
+        fields["factor"] = optional(rope, "factor", float, context / max(original, 1), source)
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             values = required(rope, name, list, source)
-            given[f"{name}s"] = tuple(required({name: value}, name, float, source) for value in values)
+            fields[f"{name}s"] = tuple(required({name: value}, name, float, source) for value in values)
     if kind == "yarn":
-        given["truncate"] = bool(rope.get("truncate", True))
-        if mscale and mscale_all_dim and "attention_factor" not in given:
-            given["attention_factor"] = _strength(given["factor"], mscale) / _strength(given["factor"], mscale_all_dim)
-    return RopeScaling(kind=kind, original_context=original, **given)
+        fields["truncate"] = bool(rope.get("truncate", True))
+        if mscale and mscale_all_dim and "attention_factor" not in fields:
+            fields["attention_factor"] = _strength(fields["factor"], mscale) / _strength(fields["factor"], mscale_all_dim)
+    return RopeScaling(kind=kind, original_context=original, **fields)
 
 
 def _strength(factor: float, mscale: float) -> float:

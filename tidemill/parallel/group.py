@@ -91,8 +91,8 @@ class OverHost:
 
     def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Through the host: how many rows come is known there alone."""
-        made = self._host.all_to_all([part.float().cpu() for part in parts], counts)
-        return [part.to(parts[0].device, parts[0].dtype) for part in made]
+        received = self._host.all_to_all([part.float().cpu() for part in parts], counts)
+        return [part.to(parts[0].device, parts[0].dtype) for part in received]
 
     def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
         return self._host.broadcast_bytes(data, source)

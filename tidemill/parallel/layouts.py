@@ -169,13 +169,16 @@ def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
 def rank_costs(model: ModelConfig, size: int, phase: Phase, device: Device) -> list[Cost]:
     """The costs of all layouts, the fastest first."""
     return sorted(
-        (cost(model, one, size, phase, device) for one in layouts(size, device.shares_memory)), key=lambda one: one.seconds
+        (cost(model, layout, size, phase, device) for layout in layouts(size, device.shares_memory)),
+        key=lambda found: found.seconds,
     )
 
 
 def engine_seconds(model: ModelConfig, size: int, phase: Phase, device: Device) -> dict[str, float]:
     """The time of a step in each layout that the engine has, by its name."""
-    seconds = {one.name_of(size): cost(model, one, size, phase, device).seconds for one in layouts(size, device.shares_memory)}
+    seconds = {
+        layout.name_of(size): cost(model, layout, size, phase, device).seconds for layout in layouts(size, device.shares_memory)
+    }
     seconds.pop("", None)
     if "phased" in seconds:
         seconds["phased"] = min(seconds["phased"], seconds["1d"])
@@ -201,4 +204,4 @@ def gather_from(model: ModelConfig, size: int, device: Device) -> int:
 
 def choose(costs: Sequence[Cost], size: int) -> Cost:
     """The fastest that the engine has."""
-    return next(one for one in costs if one.layout.is_there(size))
+    return next(found for found in costs if found.layout.is_there(size))

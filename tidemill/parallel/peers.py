@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 def peers_of(rank: int, world: World, by_sockets: bool) -> set[int]:
     """Ranks that it has a channel to. `by_sockets`: also to those that share its layers."""
     neighbours = {world.before(rank), world.after(rank)} - {None}
-    return {one for one in neighbours if one is not None} | (set(world.stage_ranks(rank)) - {rank} if by_sockets else set())
+    return {peer for peer in neighbours if peer is not None} | (set(world.stage_ranks(rank)) - {rank} if by_sockets else set())
 
 
 def meet_peers(
@@ -44,7 +44,7 @@ def meet_peers(
     """`check`: called again and again meanwhile; raises if there is no point in waiting."""
     channels = dict[int, Channel]()
     wanted = set(peers)
-    for peer in sorted(one for one in wanted if one < rank):
+    for peer in sorted(peer for peer in wanted if peer < rank):
         channels[peer] = connect(addresses[peer], key, f"worker {peer}", CONNECT_S)
         channels[peer].send(rank.to_bytes(4, "little"))
     until = time.monotonic() + CONNECT_S
@@ -91,11 +91,11 @@ def on_devices(host: Group, devices: Devices) -> Group:
 
 def own_host() -> bytes:
     """Processes with the same can open each other's GPU memory. NCCL_HOSTID says otherwise, to NCCL and here."""
-    if given := os.environ.get("NCCL_HOSTID"):
-        return given.encode()
+    if host_id := os.environ.get("NCCL_HOSTID"):
+        return host_id.encode()
     name = platform.node()
     with suppress(OSError):  # on Linux: not the name, which containers of one host have of their own
-        spaces = [os.readlink(f"/proc/self/ns/{one}") for one in ("pid", "ipc")]
+        spaces = [os.readlink(f"/proc/self/ns/{namespace}") for namespace in ("pid", "ipc")]
         name = " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
     return name.encode()
 
@@ -127,4 +127,4 @@ def use_groups(rank: int, world: World, shared: str, channels: dict[int, Channel
     groups = {shard: on_devices(host, devices) for shard, host in hosts.items()}
     for shard, group in groups.items():
         use(shard, group)
-    return list({id(one): one for one in (*hosts.values(), *groups.values())}.values()), groups[world.shard(rank)]
+    return list({id(group): group for group in (*hosts.values(), *groups.values())}.values()), groups[world.shard(rank)]

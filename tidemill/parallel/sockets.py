@@ -40,9 +40,9 @@ class SocketGroup:
         dim %= 2
         total = sum(sizes) if sizes else self.size * x.shape[dim]
         if dim == 1 and native.lib is not None and x.device.type == "cpu":
-            made: list[torch.Tensor] = []
-            self._checked(lambda: made.append(native.lib.all_gather(self._address, x, total)))  # type: ignore[union-attr]
-            return made[0]
+            gathered: list[torch.Tensor] = []
+            self._checked(lambda: gathered.append(native.lib.all_gather(self._address, x, total)))  # type: ignore[union-attr]
+            return gathered[0]
         shape = (-1, x.shape[1]) if dim == 0 else (x.shape[0], -1)
         parts = [_values(each, x.dtype).view(shape) for each in self._exchange(_bytes(x))]
         return torch.cat(parts, dim).to(x.device)
@@ -58,7 +58,7 @@ class SocketGroup:
             else:
                 received = self._channels[rank].receive()
                 taken.append(torch.from_numpy(np.frombuffer(received, np.float32).copy()).view(-1, width))
-        assert counts is None or [len(one) for one in taken] == list(counts)
+        assert counts is None or [len(piece) for piece in taken] == list(counts)
         return taken
 
     def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
@@ -96,11 +96,11 @@ class SocketGroup:
     def _from_c(self, what: int, x: int, out: int, num_rows: int, width: int, num_out: int) -> int:
         """An op of the recorded forward pass. What goes wrong is raised once it has returned."""
         try:
-            given = _array(x, (num_rows, width))
+            array = _array(x, (num_rows, width))
             if what == _ALL_REDUCE:
-                given[:] = self._sum(given)
+                array[:] = self._sum(array)
             else:
-                parts = [np.frombuffer(each, np.float32).reshape(num_rows, -1) for each in self._exchange(given.tobytes())]
+                parts = [np.frombuffer(each, np.float32).reshape(num_rows, -1) for each in self._exchange(array.tobytes())]
                 np.concatenate(parts, 1, out=_array(out, (num_rows, num_out)))
         except WorkerLost as error:
             self._why = error.message

@@ -78,7 +78,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
 
     def divide(self, num_stages: int) -> tuple[int, ...]:
         """Ends of stages such that the slowest is as fast as can be."""
-        costs = [self.cost(one) for one in self.layers]
+        costs = [self.cost(layer) for layer in self.layers]
         ends = split_layers(costs, num_stages, self.cost(self.head), first=self.cost(self.embedding))
         assert ends is not None
         return ends
@@ -118,20 +118,20 @@ def _unusable(what: str) -> ConfigError:
 
 def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) -> Decision[tuple[int, ...]]:
     """Decides how many layers each stage has."""
-    num, given = options.pipeline_parallel, options.pipeline_layers
-    if given is not None and num == 1:
+    num, layers = options.pipeline_parallel, options.pipeline_layers
+    if layers is not None and num == 1:
         fix = "Give --pipeline-parallel as well."
         raise ConfigError("pipeline_layers needs several stages.", fix=fix, param="pipeline_layers")
     if not 1 < num <= model.num_layers:  # where it cannot be, that is said elsewhere
         return (model.num_layers,), "one stage"
-    if given is None:
+    if layers is None:
         return counts_of(computed_ends(model, num)), "computed: of the weights that a token is multiplied by, each has as many"
-    if re.fullmatch(r"[\d,\s]+", given):
-        return _given(given, num, model), "given, or as the first start had it"
+    if re.fullmatch(r"[\d,\s]+", layers):
+        return _given(layers, num, model), "given, or as the first start had it"
     try:
-        times = LayerTimes.load(Path(given).expanduser())
+        times = LayerTimes.load(Path(layers).expanduser())
     except RuntimeError as error:  # ~somebody
-        raise _unusable(f"{given} cannot be read: {error}") from error
+        raise _unusable(f"{layers} cannot be read: {error}") from error
     here = MeasuredWith.of(options, model, machine)
     differing = [
         f"{name}: {theirs}, here {ours}"
@@ -139,11 +139,11 @@ def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) 
         if theirs != (ours := getattr(here, name))
     ]
     if differing or len(times.layers) != model.num_layers:
-        raise _unusable(f"{given} was measured with something else: {'; '.join(differing) or f'{len(times.layers)} layers'}.")
+        raise _unusable(f"{layers} was measured with something else: {'; '.join(differing) or f'{len(times.layers)} layers'}.")
     load = f"a prompt of {times.prompt_len} tokens and {OUTPUT_LEN} more in batches of {times.batch}"
     ends = times.divide(num)
-    spent = ", ".join(f"{one:.0f}" for one in stage_ms(times, ends))
-    return counts_of(ends), f"measured ({given}): {spent} ms for {load}"
+    spent = ", ".join(f"{ms:.0f}" for ms in stage_ms(times, ends))
+    return counts_of(ends), f"measured ({layers}): {spent} ms for {load}"
 
 
 def stage_ms(times: LayerTimes, ends: tuple[int, ...]) -> list[float]:
@@ -155,12 +155,12 @@ def stage_ms(times: LayerTimes, ends: tuple[int, ...]) -> list[float]:
     return [cost / 1e6 for cost in costs]
 
 
-def _given(given: str, num_stages: int, model: ModelConfig) -> tuple[int, ...]:
-    parts = [part.strip() for part in given.split(",")]
+def _given(text: str, num_stages: int, model: ModelConfig) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
     counts = tuple(int(part) if re.fullmatch(r"\d{1,6}", part) else 0 for part in parts)
     if len(counts) != num_stages or sum(counts) != model.num_layers or min(counts) < 1:
         raise ConfigError(
-            f"pipeline_layers is {given!r}, for {num_stages} stages of a model with {model.num_layers} layers.",
+            f"pipeline_layers is {text!r}, for {num_stages} stages of a model with {model.num_layers} layers.",
             fix=f"Give {num_stages} numbers of at least 1 that are {model.num_layers} together.",
             param="pipeline_layers",
         )
@@ -201,14 +201,14 @@ def computed_ends(model: ModelConfig, num_stages: int) -> tuple[int, ...]:
 def _layer_sizes(model: ModelConfig, is_active: bool) -> list[int]:
     """Weights of each layer. `is_active`: those that a token is multiplied by."""
 
-    def size(one: ModelConfig) -> int:
-        return one.num_active_parameters if is_active else one.num_parameters
+    def size(model: ModelConfig) -> int:
+        return model.num_active_parameters if is_active else model.num_parameters
 
     rest = replace(model, layers=model.layers[:1], experts=model.experts[:1], stored={})
     small = replace(rest, vocab_size=1, num_positions=0, num_token_types=0)
     embeddings = size(rest) - size(small) + model.hidden_size * (1 if model.tie_embeddings else 2)
     ones = [replace(rest, layers=(spec,), experts=model.experts[at : at + 1]) for at, spec in enumerate(model.layers)]
-    return [size(one) - embeddings for one in ones]
+    return [size(model) - embeddings for model in ones]
 
 
 def _shape_of(model: ModelConfig) -> str:

@@ -45,8 +45,8 @@ class Hardware:
 
 
 HARDWARE = {
-    one.name: one
-    for one in (
+    hardware.name: hardware
+    for hardware in (
         Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 8, 40e9, 250e-6, has_pipelines=False),
         Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 20e9, 300e-6, has_pipelines=False),
         Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 4e9, 1e-3, has_pipelines=True),
@@ -117,9 +117,9 @@ class Estimate:
     def seconds(self, num_tokens: int, num_draws: int, context: int, pairs: int) -> float:
         """`context`: tokens that sequences which decode see. `pairs`: of a prompt's token and one that it sees."""
         num = self._num_batches(num_tokens)
-        one = self._stage_s(num_tokens / num, num_draws / num, context / num, pairs / num)
+        stage_s = self._stage_s(num_tokens / num, num_draws / num, context / num, pairs / num)
         hop = self.hop_s + self.hop_token_s * num_tokens / num
-        return self.fixed_s + (self.stages + num - 1) * (one + hop)
+        return self.fixed_s + (self.stages + num - 1) * (stage_s + hop)
 
     def _stage_s(self, num_tokens: float, num_draws: float, context: float, pairs: float) -> float:
         weights = self.weights_s if num_tokens >= self.num_few else self.few_weights_s
@@ -162,9 +162,9 @@ class Seen:
         if not window:
             return 1.0
         total = seen = 0
-        for one in contexts:
-            total += _sum_to(one.stop - 1) - _sum_to(one.start - 1)
-            seen += _sum_to(one.stop - 1, window) - _sum_to(one.start - 1, window)
+        for context in contexts:
+            total += _sum_to(context.stop - 1) - _sum_to(context.start - 1)
+            seen += _sum_to(context.stop - 1, window) - _sum_to(context.start - 1, window)
         return seen / total if total else 1.0
 
 
@@ -182,26 +182,26 @@ def estimate(model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | 
     def cost(num_tokens: int, context: int = 0) -> layouts.Cost:
         return layouts.cost(model, Layout(), shape.tensor, Phase("step", num_tokens, 1, context), device)
 
-    one, two, many = cost(1), cost(2), cost(2**20)
+    first, two, many = cost(1), cost(2), cost(2**20)
     head = model.vocab_size * model.hidden_size / model.num_active_parameters  # the part of computing that is the logits'
     tables = head if model.tie_embeddings else 2 * head  # looking up an embedding computes nothing
     specs = model.attention_layers
     by_prompts = of_windows(model, seen.by_prompts)
     width = sum(spec.num_heads * spec.head_dim * by_prompts[spec.window] for spec in specs)
     read = _mean_of_layers(model, seen.by_outputs)
-    sent_token_s = two.sent_s - one.sent_s
+    sent_token_s = two.sent_s - first.sent_s
     hops = stages > 1
     num_few = layouts.tokens_of_all_experts(model)
     return Estimate(
         fixed_s=hardware.fixed_s,
-        few_weights_s=one.memory_s / stages,
+        few_weights_s=first.memory_s / stages,
         weights_s=many.memory_s / stages,
         num_few=num_few,
-        token_s=one.compute_s * (1 - tables) / stages,
-        draw_s=one.compute_s * head / stages,
-        kv_token_s=(cost(1, 1).memory_s - one.memory_s) * read / stages,
+        token_s=first.compute_s * (1 - tables) / stages,
+        draw_s=first.compute_s * head / stages,
+        kv_token_s=(cost(1, 1).memory_s - first.memory_s) * read / stages,
         pair_s=4 * width / (shape.tensor * device.flops) / stages,
-        sent_s=(one.sent_s - sent_token_s) / stages,
+        sent_s=(first.sent_s - sent_token_s) / stages,
         sent_token_s=sent_token_s / stages,
         stages=stages,
         hop_s=device.latency if hops else 0.0,
@@ -243,12 +243,12 @@ def cache_of(model: ModelConfig, hardware: Hardware, shape: Shape, page_size: in
     dtype = kv_dtype(hardware)
     try:
         parts = [rank_config(model, Shard(rank, shape.tensor)) for rank in range(shape.tensor)]
-        part = max(parts, key=lambda one: one.num_kv_heads)
+        part = max(parts, key=lambda part: part.num_kv_heads)
         layout, _ = decide_layout(part, dtype, page_size, context)
     except ConfigError:
         return None
     stages = stages_of(counts_of(computed_ends(model, shape.stages))) if shape.stages > 1 else []
-    held = max([layout.only(kv_layers(model, stage)) for stage in stages] or [layout], key=lambda one: one.layers_per_page)
+    held = max([layout.only(kv_layers(model, stage)) for stage in stages] or [layout], key=lambda part: part.layers_per_page)
     return layout, bytes_of_page(part, dtype, page_size, held)
 
 

@@ -26,9 +26,9 @@ class Slo:
     tpot_s: float
     attainment: float = 0.9
 
-    def scale(self, one: Served) -> float:
+    def scale(self, served: Served) -> float:
         """By which factor the limits would have to be multiplied for this request to be within them."""
-        return max(one.ttft_s / self.ttft_s, one.tpot_s / self.tpot_s)
+        return max(served.ttft_s / self.ttft_s, served.tpot_s / self.tpot_s)
 
     def num_needed(self, num: int) -> int:
         return max(1, math.ceil(self.attainment * num - 1e-9))
@@ -47,10 +47,10 @@ def parse_slo(text: str) -> Slo:
     fix = "Write ttft=0.5,tpot=0.05 in seconds, and ,attainment=0.9 if not 90 % of the requests must get both."
     if not {"ttft", "tpot"} <= values.keys() <= known:
         raise ConfigError(f"--slo {text!r} needs ttft and tpot, and may have attainment.", fix=fix)
-    made = Slo(values["ttft"], values["tpot"], values.get("attainment", 0.9))
-    if not (0 < made.ttft_s < math.inf and 0 < made.tpot_s < math.inf and 0 < made.attainment <= 1):
+    slo = Slo(values["ttft"], values["tpot"], values.get("attainment", 0.9))
+    if not (0 < slo.ttft_s < math.inf and 0 < slo.tpot_s < math.inf and 0 < slo.attainment <= 1):
         raise ConfigError(f"--slo {text!r} has a value that is out of range.", fix=fix)
-    return made
+    return slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ class Case:
         """The cache of a model in this shape; same as `cache_of`."""
         if (name, shape) not in self._caches:
             page_size = self.page_size_of(name)
-            made = cache_of(self.models[name], self.hardware, shape, page_size, self.longest[name])
-            self._caches[name, shape] = made
+            cache = cache_of(self.models[name], self.hardware, shape, page_size, self.longest[name])
+            self._caches[name, shape] = cache
         return self._caches[name, shape]
 
     def num_pages(self, name: str, shape: Shape, models: Sequence[str]) -> int:
@@ -167,7 +167,7 @@ class Case:
         cache = self.cache(name, shape)
         if cache is None:
             return 0
-        others = sum(self.models[one].num_parameters for one in models if one != name)
+        others = sum(self.models[other].num_parameters for other in models if other != name)
         taken = others * self.hardware.device.weight_bytes / shape.num_devices
         return int(free_bytes(self.models[name], self.hardware, shape, taken) // (cache[1] * len(models)))
 
@@ -181,12 +181,12 @@ class Case:
         return cache is not None and num_pages >= cache[0].num_pages_for(longest, pool.limits.token_budget)
 
     def specs(self, plan: Plan) -> list[EngineSpec]:
-        made = []
+        specs = []
         for number, pool in enumerate(plan.pools):
             for i in range(pool.num):
                 devices = f"{number}.{i}" if len(pool.models) > 1 else ""
-                made += [self._spec(name, pool, devices, i * pool.cells // pool.num) for name in pool.models]
-        return made
+                specs += [self._spec(name, pool, devices, i * pool.cells // pool.num) for name in pool.models]
+        return specs
 
     def _spec(self, name: str, pool: Pool, devices: str, cell: int) -> EngineSpec:
         limits, page_size, cache = pool.limits, self.page_size_of(name), self.cache(name, pool.shape)
@@ -252,8 +252,8 @@ class Race:
         self._slo, self._limit, self._ttft_only = slo, limit, ttft_only
         self._num_left = num - slo.num_needed(num)
 
-    def __call__(self, one: Served) -> bool:
-        scale = one.ttft_s / self._slo.ttft_s if self._ttft_only else self._slo.scale(one)
+    def __call__(self, served: Served) -> bool:
+        scale = served.ttft_s / self._slo.ttft_s if self._ttft_only else self._slo.scale(served)
         self._num_left -= scale > self._limit
         return self._num_left < 0
 
@@ -280,8 +280,8 @@ class Evaluator:
         served = Cluster(case.specs(plan), prefilled=prefilled).run(jobs, race)
         if served is None:
             return None
-        made = summarize(case, plan, served)
-        return made if made.strain <= limit else None
+        result = summarize(case, plan, served)
+        return result if result.strain <= limit else None
 
     def _prefill(self, plan: Plan, limit: float) -> dict[int, Prefilled] | None:
         pool = next(pool for pool in plan.pools if pool.role == PREFILL)
@@ -296,39 +296,41 @@ class Evaluator:
         if served is None:
             self._late[pool] = limit
             return None
-        done = self._prefilled[pool] = {one.job.number: Prefilled(one.engine, one.first_s) for one in served}
+        done = self._prefilled[pool] = {
+            request.job.number: Prefilled(request.engine, request.first_s) for request in served
+        }
         return done
 
 
 def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
     """Requests of models that are nowhere never come."""
     num = len(case.jobs)
-    scales = sorted([case.slo.scale(one) for one in served] + [math.inf] * (num - len(served)))
+    scales = sorted([case.slo.scale(request) for request in served] + [math.inf] * (num - len(served)))
     needed = case.slo.num_needed(num) - 1
     scale = scales[needed]
-    num_good = sum(one <= 1 for one in scales)
-    begin, end = case.jobs[0].at_s, max((one.last_s for one in served), default=math.inf)
-    num_tokens = sum(one.job.num_output for one in served)
+    num_good = sum(scale <= 1 for scale in scales)
+    begin, end = case.jobs[0].at_s, max((request.last_s for request in served), default=math.inf)
+    num_tokens = sum(request.job.num_output for request in served)
     gpu_s = plan.num_devices * (end - begin)
     gpu_hours = gpu_s / 3600 / (num_tokens / 1e6) if num_tokens else math.inf
-    sent = sum(one.num_sent for one in served)
+    sent = sum(request.num_sent for request in served)
     return Result(
         plan,
         max(scale, gpu_hours / case.budget),
         scale,
         (
-            _at([one.ttft_s / case.slo.ttft_s for one in served], needed),
-            _at([one.tpot_s / case.slo.tpot_s for one in served], needed),
+            _at([request.ttft_s / case.slo.ttft_s for request in served], needed),
+            _at([request.tpot_s / case.slo.tpot_s for request in served], needed),
         ),
         num_good / num,
-        quantiles([one.ttft_s for one in served]),
-        quantiles([one.tpot_s for one in served if one.job.num_output > 1]),
-        quantiles([gap for one in served for gap in one.gaps_s]),
+        quantiles([request.ttft_s for request in served]),
+        quantiles([request.tpot_s for request in served if request.job.num_output > 1]),
+        quantiles([gap for request in served for gap in request.gaps_s]),
         end - begin,
         num_tokens,
         num_good / gpu_s,
         gpu_hours,
-        sum(one.hidden * one.num_sent for one in served) / sent if sent else 1.0,
+        sum(request.hidden * request.num_sent for request in served) / sent if sent else 1.0,
     )
 
 

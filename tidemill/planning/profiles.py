@@ -18,11 +18,11 @@ _TOKENS, _PAIRS = 2048, 10**6  # of a step at which rates of prompts are compare
 class Costs:
     """By model and shape; None: there is no profile."""
 
-    def __init__(self, models: Mapping[str, ModelConfig], hardware: Hardware, given: Sequence[str] | None = None) -> None:
-        """`given`: PROFILE, or MODEL=PROFILE for one of several models."""
+    def __init__(self, models: Mapping[str, ModelConfig], hardware: Hardware, texts: Sequence[str] | None = None) -> None:
+        """`texts`: PROFILE, or MODEL=PROFILE for one of several models."""
         self.models, self._hardware = models, hardware
         self._profiles: dict[str, Profile] = {}
-        named = self._named(given or ())
+        named = self._named(texts or ())
         for name, model in models.items():
             own = named.get(name) or f"{hardware.name}-{name}".lower()
             if own != _NONE and (name in named or own in shipped_profiles()):
@@ -35,9 +35,9 @@ class Costs:
         model = self.models[name]
         return derived(profile.cost, estimate(model, self._hardware, ONE), estimate(model, self._hardware, shape))
 
-    def _named(self, given: Sequence[str]) -> dict[str, str]:
+    def _named(self, texts: Sequence[str]) -> dict[str, str]:
         found = {}
-        for text in given:
+        for text in texts:
             name, equals, profile = text.rpartition("=")
             if not equals and len(self.models) == 1:
                 name = next(iter(self.models))
@@ -51,8 +51,8 @@ class Costs:
     def source(self) -> str:
         """The source of the costs."""
         parts = [
-            f"{'estimated' if one.is_estimated else 'measured'} for {one.model.name} on {one.machine} ({one.date}), and derived"
-            for one in self._profiles.values()
+            f"{'estimated' if p.is_estimated else 'measured'} for {p.model.name} on {p.machine} ({p.date}), and derived"
+            for p in self._profiles.values()
         ]
         return "; ".join(parts + ([_ESTIMATED] if len(parts) < len(self.models) else []))
 
@@ -88,17 +88,17 @@ class Measured(FittedCost, frozen=True):
         return self.least_s
 
 
-def derived(cost: FittedCost, one: Estimate, cut: Estimate) -> Measured:
+def derived(cost: FittedCost, single: Estimate, cut: Estimate) -> Measured:
     """The costs of several devices: each part is measured on one, times what the estimates say that cutting the model does to
     it."""
     values = {name: getattr(cost, name) for name in cost.__struct_fields__}
-    if one == cut:
+    if single == cut:
         return Measured(**values)
-    by_context = cut.decode_line(1)[1] / one.decode_line(1)[1]
+    by_context = cut.decode_line(1)[1] / single.decode_line(1)[1]
     changed = {
-        "decode": Curve(cost.decode.at, [s * _ratio(one, cut, n, n) for n, s in zip(*_points(cost.decode), strict=True)]),
-        "mixed": Curve(cost.mixed.at, [s * _ratio(one, cut, n, 1) for n, s in zip(*_points(cost.mixed), strict=True)]),
-        "pair_s": cost.pair_s * _pair_s(cut) / _pair_s(one),
+        "decode": Curve(cost.decode.at, [s * _ratio(single, cut, n, n) for n, s in zip(*_points(cost.decode), strict=True)]),
+        "mixed": Curve(cost.mixed.at, [s * _ratio(single, cut, n, 1) for n, s in zip(*_points(cost.mixed), strict=True)]),
+        "pair_s": cost.pair_s * _pair_s(cut) / _pair_s(single),
     }
     of_context = ("decode_context_s", "longest_s", "mixed_context_s", "shared_s")
     return Measured(**values | changed | {name: values[name] * by_context for name in of_context})
@@ -108,8 +108,8 @@ def _points(curve: Curve) -> tuple[list[int], list[float]]:
     return curve.at, curve.seconds
 
 
-def _ratio(one: Estimate, cut: Estimate, num_tokens: int, num_draws: int) -> float:
-    return cut.seconds(num_tokens, num_draws, 0, 0) / one.seconds(num_tokens, num_draws, 0, 0)
+def _ratio(single: Estimate, cut: Estimate, num_tokens: int, num_draws: int) -> float:
+    return cut.seconds(num_tokens, num_draws, 0, 0) / single.seconds(num_tokens, num_draws, 0, 0)
 
 
 def _pair_s(cost: Estimate) -> float:

@@ -52,7 +52,7 @@ class Scaled:
         return self._found(sorted([*tuned, *best[2:]], key=_order))
 
     def _found(self, best: list[Result]) -> Found:
-        others = [one for one in best[1:] if one.plan.family != best[0].plan.family]
+        others = [result for result in best[1:] if result.plan.family != best[0].plan.family]
         results, num = list(self._known.values()), self._evaluator.num_simulated
         return Found(best[0], others[0] if others else None, results, len(self._tried), num, False)
 
@@ -70,8 +70,8 @@ class Scaled:
 
             return _Units(make, shape.num_devices, case.num_devices // shape.num_devices)
 
-        made = map(units, self._space.shapes(case, names, case.num_devices))
-        return {one.make(1, self._default).family: one for one in made}
+        all_units = map(units, self._space.shapes(case, names, case.num_devices))
+        return {each.make(1, self._default).family: each for each in all_units}
 
     def _disaggregated(self, num_devices: int) -> dict[object, _Units]:
         """Hosts, with the split that is best under the load of one if these are enough devices."""
@@ -170,7 +170,7 @@ class Scaled:
                 results = [(self._result(plan), groups) for groups, plan in tries]
                 if not results:
                     break
-                result, groups = min(results, key=lambda one: (_placed_last(one[0]), _order(one[0])))
+                result, groups = min(results, key=lambda found: (_placed_last(found[0]), _order(found[0])))
                 if best is not None and _placed_last(best) <= _placed_last(result) and _order(best) <= _order(result):
                     break
                 best, placed = result, groups

@@ -60,15 +60,18 @@ def exhaustive(case: Case, levels: Mapping[int, Sequence[Plan]]) -> Found:
     evaluator = Evaluator(case)
     results = [result for plans in levels.values() for plan in plans if (result := evaluator.evaluate(plan)) is not None]
     winner = min(
-        results, key=lambda one: (0, one.plan.num_devices, one.strain) if one.attains else (1, one.strain, one.plan.num_devices)
+        results,
+        key=lambda result: (
+            (0, result.plan.num_devices, result.strain) if result.attains else (1, result.strain, result.plan.num_devices)
+        ),
     )
-    others = [one for one in results if one.plan.family != winner.plan.family]
+    others = [result for result in results if result.plan.family != winner.plan.family]
     if winner.attains and others:
         own = winner.plan.num_devices
-        nums = {one.plan.num_devices for one in others}
+        nums = {result.plan.num_devices for result in others}
         nearest = min((num for num in nums if num >= own), default=max(nums))
-        others = [one for one in others if one.plan.num_devices == nearest]
-    runner_up = min(others, key=lambda one: (one.strain, one.plan.num_devices), default=None)
+        others = [result for result in others if result.plan.num_devices == nearest]
+    runner_up = min(others, key=lambda result: (result.strain, result.plan.num_devices), default=None)
     return Found(winner, runner_up, results, len(results), evaluator.num_simulated, True)
 
 
@@ -157,7 +160,7 @@ class Levels:
 
 def _two(results: Sequence[Result]) -> list[Result]:
     """The two best results: the best, and the first of another family."""
-    others = [one for one in results[1:] if one.plan.family != results[0].plan.family]
+    others = [result for result in results[1:] if result.plan.family != results[0].plan.family]
     return [results[0], *others[:1]]
 
 

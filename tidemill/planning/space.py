@@ -33,7 +33,7 @@ class Space:
         return sorted(fitting, key=lambda shape: (shape.num_devices, shape.stages))
 
     def all_limits(self) -> list[Limits]:
-        found = [Limits(*one) for one in itertools.product(self.policies, self.token_budgets, self.max_requests)]
+        found = [Limits(*values) for values in itertools.product(self.policies, self.token_budgets, self.max_requests)]
         return [limits for limits in found if limits.max_requests <= limits.token_budget]
 
     def role_limits(self) -> list[Limits]:
@@ -45,10 +45,10 @@ class Space:
             return list(self._multiplexed(case, num))
         names = tuple(case.models)
         shapes = self.shapes(case, names, num)
-        made = list(self._colocated(shapes, names, num)) if self.colocated else []
+        plans = list(self._colocated(shapes, names, num)) if self.colocated else []
         if self.disaggregated and num <= case.hardware.on_host:
-            made += self._disaggregated(shapes if self.unbuilt else shapes[: shapes[:1] == [Shape()]], names, num)
-        return made
+            plans += self._disaggregated(shapes if self.unbuilt else shapes[: shapes[:1] == [Shape()]], names, num)
+        return plans
 
     def _colocated(self, shapes: Sequence[Shape], names: tuple[str, ...], num: int) -> Iterator[Plan]:
         for shape in shapes:

@@ -174,13 +174,13 @@ class Calibration:
         for loads in map(list, kinds):
             self._draw.shuffle(loads)
             placed += [((i + 0.5) / len(loads), load) for i, load in enumerate(loads)]
-        return [load for _, load in sorted(placed, key=lambda one: one[0])]
+        return [load for _, load in sorted(placed, key=lambda pair: pair[0])]
 
     def _decode_loads(self, most: int) -> Iterator[_Load]:
         """Batches that decode, at contexts of about the same length, and become smaller: some steps of every size."""
         config = self._core.config
-        given, _ = getattr(self._core.runner, "graph_sizes", ((), ()))
-        sizes = sorted({1, *(size for size in given or _BATCHES if size < config.max_requests), config.max_requests})
+        graph_sizes, _ = getattr(self._core.runner, "graph_sizes", ((), ()))
+        sizes = sorted({1, *(size for size in graph_sizes or _BATCHES if size < config.max_requests), config.max_requests})
         for context in _CONTEXTS:
             own = [size for size in sizes if size * context <= most]
             while own and own[-1] * (context + self._num_output(0, context, own)) > 0.8 * config.num_kv_tokens:
@@ -286,6 +286,6 @@ def profile_of(core: EngineCore, samples: Sequence[Sample], name: str, machine: 
         bytes_of_page(core.model_config, config.kv_dtype, config.page_size, config.layout) if groups else 0,
     )
     shape = ModelShape.of(name, core.model_config, config.weight_bytes, config.kv_dtype)
-    told = FitErrors(errors.num_samples, errors.median, errors.p90, errors.total)
+    fit_errors = FitErrors(errors.num_samples, errors.median, errors.p90, errors.total)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return Profile(FORMAT, __version__, date, machine, shape, engine, cost, told)
+    return Profile(FORMAT, __version__, date, machine, shape, engine, cost, fit_errors)

@@ -190,7 +190,7 @@ class Cluster:
             at_s, _, _, happens = heapq.heappop(self._events)
             num_before = len(self._served)
             happens(at_s)
-            if gives_up is not None and any(gives_up(one) for one in self._served[num_before:]):
+            if gives_up is not None and any(gives_up(served) for served in self._served[num_before:]):
                 return None
         return self._served
 
@@ -228,8 +228,8 @@ class Cluster:
 
     def _count(self, node: _Node, change: int) -> None:
         """Requests under way. Engines that share devices have the load of all of them."""
-        for one in node.neighbours:
-            one.loads[one.name] += change
+        for neighbour in node.neighbours:
+            neighbour.loads[neighbour.name] += change
 
     def _submit(self, node: _Node, live: _Live, prompt_ids: tuple[int, ...], at_s: float) -> None:
         engine = self._at(node, at_s)
@@ -386,8 +386,8 @@ def _alone(tokens: range) -> StepPlan:
 
 def _served(job: Job, times: list[float], engine: int, sent: _Sent | None = None) -> Served:
     gaps = [later - before for before, later in itertools.pairwise(times)]
-    made = Served(job, times[0], times[-1], gaps, engine)
-    return made if sent is None else replace(made, num_sent=sent.num_tokens, hidden=sent.hidden)
+    served = Served(job, times[0], times[-1], gaps, engine)
+    return served if sent is None else replace(served, num_sent=sent.num_tokens, hidden=sent.hidden)
 
 
 _END, _STEP = 0, 1

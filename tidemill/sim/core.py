@@ -44,10 +44,10 @@ class SimCore(EngineCore):
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
         """Nobody reads what tokens there are: `produced` tells of them."""
-        self.produced = [one for one in progress if one.request.seq in self._live_of]
-        for one in self.produced:
-            if one.finish_reason:
-                self._forget(one.request.seq)
+        self.produced = [item for item in progress if item.request.seq in self._live_of]
+        for item in self.produced:
+            if item.finish_reason:
+                self._forget(item.request.seq)
         return []
 
     def is_live(self, request_id: str) -> bool:

@@ -32,8 +32,8 @@ class Speculation:
 class SimDrafter:
     name = "simulated"
 
-    def __init__(self, how: Speculation, clock: VirtualClock) -> None:
-        self._how, self._clock, self.is_free = how, clock, how.draft_s == 0.0
+    def __init__(self, speculation: Speculation, clock: VirtualClock) -> None:
+        self._how, self._clock, self.is_free = speculation, clock, speculation.draft_s == 0.0
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         if asks and not self.is_free:

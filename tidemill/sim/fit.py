@@ -52,11 +52,11 @@ def fit(
 ) -> tuple[FittedCost, Errors]:
     """`samples`: in the order in which they were measured. `decode_sizes`, `mixed_sizes`: what steps are padded to.
     `steps_ahead`: of the runner; without, the host's time is part of every step's. `shared_unit`: of attention, see `Shapes`."""
-    submits = [one.submit_s for one in samples if not one.follows and one.submit_s]
+    submits = [sample.submit_s for sample in samples if not sample.follows and sample.submit_s]
     if not steps_ahead:
-        samples = [replace(one, follows=True) for one in samples]
-    num_mixed = sum(1 for one in samples if one.follows and one.shape.num_prompt)
-    num_decode = sum(1 for one in samples if one.follows and not one.shape.num_prompt)
+        samples = [replace(sample, follows=True) for sample in samples]
+    num_mixed = sum(1 for sample in samples if sample.follows and sample.shape.num_prompt)
+    num_decode = sum(1 for sample in samples if sample.follows and not sample.shape.num_prompt)
     if num_decode < 2 * _LEAST or num_mixed < 2 * _LEAST:
         raise ConfigError("There are too few measured steps to fit a profile.", fix="Measure for longer: --seconds.")
     # On a GPU steps depend on those before. Elsewhere noise would be taken for it.
@@ -71,19 +71,19 @@ def fit(
 def _fit_with(
     samples: Sequence[Sample], decode_sizes: list[int], mixed_sizes: list[int], shared_unit: int, decay_s: float
 ) -> FittedCost:
-    steady = [(one, level) for one, level in zip(samples, _levels(samples, decay_s), strict=True) if one.follows]
-    decode = [(one.shape, one.seconds, level) for one, level in steady if not one.shape.num_prompt]
-    mixed = [(one.shape, one.seconds, level) for one, level in steady if one.shape.num_prompt]
+    steady = [(sample, level) for sample, level in zip(samples, _levels(samples, decay_s), strict=True) if sample.follows]
+    decode = [(sample.shape, sample.seconds, level) for sample, level in steady if not sample.shape.num_prompt]
+    mixed = [(sample.shape, sample.seconds, level) for sample, level in steady if sample.shape.num_prompt]
     d_curve, (d_context, d_longest, d_new, d_shared, d_sharing), d_rise = _fit_kind(
         [padded(shape.num_decoding, decode_sizes) for shape, _, _ in decode],
-        [[one.decode_context, one.longest, one.num_new, one.num_shared, one.num_shared > 0] for one, _, _ in decode],
+        [[shape.decode_context, shape.longest, shape.num_new, shape.num_shared, shape.num_shared > 0] for shape, _, _ in decode],
         [seconds for _, seconds, _ in decode],
         [level for _, _, level in decode],
         decode_sizes,
     )
     m_curve, (m_context, m_pairs, m_draws, m_new, m_longest), m_rise = _fit_kind(
         [padded(shape.num_decoding + shape.num_prompt, mixed_sizes) for shape, _, _ in mixed],
-        [[one.decode_context, one.pairs, one.num_draws, one.num_new, one.longest_prompt] for one, _, _ in mixed],
+        [[shape.decode_context, shape.pairs, shape.num_draws, shape.num_new, shape.longest_prompt] for shape, _, _ in mixed],
         [seconds - d_shared * shape.num_shared for shape, seconds, _ in mixed],
         [level for _, _, level in mixed],
         mixed_sizes,
@@ -112,8 +112,8 @@ def _fit_with(
 def _host(samples: Sequence[Sample]) -> tuple[float, float, float]:
     """The host's time for planning and launching, the time that a step with new requests adds, and the time per token of
     these."""
-    going_on = [one.host_s for one in samples if not one.shape.num_new]
-    starting = [(one.shape.num_new, one.host_s) for one in samples if one.shape.num_new]
+    going_on = [sample.host_s for sample in samples if not sample.shape.num_new]
+    starting = [(sample.shape.num_new, sample.host_s) for sample in samples if sample.shape.num_new]
     host_s = statistics.median(going_on or [own_s for _, own_s in starting])
     if len(starting) < 2 * _LEAST:
         return host_s, 0.0, 0.0
@@ -132,24 +132,24 @@ def _levels(samples: Sequence[Sample], decay_s: float) -> list[float]:
     if not decay_s:
         return [0.0] * len(samples)
     heat, now, levels = Heat(decay_s), 0.0, []
-    for one in samples:
-        if not one.follows:  # how long the device was idle is not known; those steps are not fitted
+    for sample in samples:
+        if not sample.follows:  # how long the device was idle is not known; those steps are not fitted
             heat = Heat(decay_s)
         levels.append(heat.level(now))
-        if one.shape.num_prompt:
-            heat.add(now, now + one.seconds, one.shape.num_decoding + one.shape.num_prompt)
-        now += one.seconds
+        if sample.shape.num_prompt:
+            heat.add(now, now + sample.seconds, sample.shape.num_decoding + sample.shape.num_prompt)
+        now += sample.seconds
     return levels
 
 
 def errors_of(cost: FittedCost, samples: Sequence[Sample]) -> Errors:
     """The errors for steps that follow another."""
     said, took = [], []
-    for one, level in zip(samples, _levels(samples, cost.heat_decay_s), strict=True):
-        if one.follows:
-            rise = cost.mixed_rise if one.shape.num_prompt else cost.decode_rise
-            said.append(cost.shape_s(one.shape) * (1 + rise * level))
-            took.append(one.seconds)
+    for sample, level in zip(samples, _levels(samples, cost.heat_decay_s), strict=True):
+        if sample.follows:
+            rise = cost.mixed_rise if sample.shape.num_prompt else cost.decode_rise
+            said.append(cost.shape_s(sample.shape) * (1 + rise * level))
+            took.append(sample.seconds)
     off = sorted(abs(own / seconds - 1) for own, seconds in zip(said, took, strict=True))
     return Errors(len(off), off[len(off) // 2], off[len(off) * 9 // 10], sum(said) / sum(took) - 1)
 
@@ -199,10 +199,10 @@ def _least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
     return found
 
 
-def _knots(sizes: Sequence[int], given: Sequence[int]) -> list[int]:
+def _knots(sizes: Sequence[int], points: Sequence[int]) -> list[int]:
     """Points of the ladder that enough samples are near to."""
     low, high = min(sizes), max(sizes)
-    ladder = sorted({low, *(point for point in given or (*_LADDER, *range(2560, high, 512)) if low < point < high), high})
+    ladder = sorted({low, *(point for point in points or (*_LADDER, *range(2560, high, 512)) if low < point < high), high})
     kept = [ladder[0]]
     for point in ladder[1:]:
         if point == high or sum(1 for size in sizes if kept[-1] < size <= point) >= _LEAST:

@@ -333,11 +333,11 @@ class SimEngine:
         if not self._core.produced:
             return
         produced, self._core.produced = self._core.produced, []
-        for one in produced:
-            request_id, num = one.request.request_id, len(one.token_ids)
+        for item in produced:
+            request_id, num = item.request.request_id, len(item.token_ids)
             self._result.token_times_s[request_id] += [now] * num
             self.tally.num_output += num
-            if one.finish_reason:
+            if item.finish_reason:
                 self._end(request_id)
 
     def _catch_up(self) -> None:
@@ -379,7 +379,7 @@ class SimEngine:
 def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
     """Every arrival to its end, in the engine's own step loop. Token values are arbitrary; only their number matters."""
     engine = SimEngine(config, cost)
-    for arrival in sorted(arrivals, key=lambda one: one.arrival_s):
+    for arrival in sorted(arrivals, key=lambda arrival: arrival.arrival_s):
         engine.run_until(arrival.arrival_s)
         engine.submit(arrival)
     engine.run_until(math.inf)
@@ -398,10 +398,10 @@ def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _params(num_output: int, n: int) -> SamplingParams:
-    made = copy.copy(_PARAMS)  # checking them takes longer than all else that submitting does
-    msgspec.structs.force_setattr(made, "max_tokens", num_output)
-    msgspec.structs.force_setattr(made, "n", n)
-    return made
+    params = copy.copy(_PARAMS)  # checking them takes longer than all else that submitting does
+    msgspec.structs.force_setattr(params, "max_tokens", num_output)
+    msgspec.structs.force_setattr(params, "n", n)
+    return params
 
 
 _COUNTED = {StepPlanned, Admitted, PagesEvicted, Preempted}

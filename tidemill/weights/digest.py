@@ -17,15 +17,15 @@ def fingerprint_of(path: Path) -> bytes:
     """A fingerprint of models that were trained differently, without reading all of them: sizes, and bytes from all over the
     files."""
     files = [path] if path.is_file() else [*weight_files(path), path / "config.json"]
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
-        made.update(f"{file.name if path.is_dir() else ''}\n{size}\n".encode())
+        digest.update(f"{file.name if path.is_dir() else ''}\n{size}\n".encode())
         with file.open("rb") as opened:
             for sample in range(_SAMPLES):
                 opened.seek(size * sample // _SAMPLES)
-                made.update(opened.read(_SAMPLE_BYTES))
-    return made.digest()
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.digest()
 
 
 def digest_of(path: Path, num_threads: int = 4) -> bytes:
@@ -35,10 +35,10 @@ def digest_of(path: Path, num_threads: int = 4) -> bytes:
     pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _PIECE)]
     with ThreadPoolExecutor(num_threads) as threads:
         sums = list(threads.map(_sum_of, pieces))
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for (file, start), (size, checksum) in zip(pieces, sums, strict=True):
-        made.update(f"{file.name if path.is_dir() else ''}\n{start} {size} {checksum}\n".encode())
-    return made.digest()
+        digest.update(f"{file.name if path.is_dir() else ''}\n{start} {size} {checksum}\n".encode())
+    return digest.digest()
 
 
 def _sum_of(piece: tuple[Path, int]) -> tuple[int, int]:

@@ -19,9 +19,9 @@ def _grid(type_name: str, times: int = 1) -> np.ndarray:
     """The package's grid as integers: [entries, values of an entry]."""
     import gguf
 
-    made = getattr(gguf.quants, type_name)
-    made.init_grid()
-    return (made.grid[0, 0] * times).astype(np.int8)
+    quants = getattr(gguf.quants, type_name)
+    quants.init_grid()
+    return (quants.grid[0, 0] * times).astype(np.int8)
 
 
 def _signs(codes: np.ndarray, width: int) -> np.ndarray:
@@ -50,16 +50,16 @@ def _eights(type_name: str) -> np.ndarray:
 def _fours(type_name: str) -> np.ndarray:
     """uint32 [entries * 16]: four codes of a grid entry with their signs."""
     grid = _grid(type_name)
-    made = grid[:, None] * _signs(np.arange(16), 4)[None]
-    return np.ascontiguousarray(made.reshape(-1, 4)).view(np.uint32).ravel()
+    fours = grid[:, None] * _signs(np.arange(16), 4)[None]
+    return np.ascontiguousarray(fours.reshape(-1, 4)).view(np.uint32).ravel()
 
 
 @cache
 def _shifted() -> np.ndarray:
     """uint64 [2048 * 2]: eight times a grid entry of IQ1 plus or minus one eighth."""
     grid = _grid("IQ1_S", times=8)
-    made = np.stack([grid + np.int8(1), grid - np.int8(1)], axis=1)
-    return np.ascontiguousarray(made.reshape(-1, 8)).view(np.uint64).ravel()
+    shifted = np.stack([grid + np.int8(1), grid - np.int8(1)], axis=1)
+    return np.ascontiguousarray(shifted.reshape(-1, 8)).view(np.uint64).ravel()
 
 
 @cache

@@ -116,8 +116,8 @@ def _check(path: Path, said: dict[str, Any], config: ModelConfig, kv_dtype: str)
     if said.get("format") != _FORMAT:
         raise CalibrationError(f"{path}: format {str(said.get('format'))[:50]!r} is not known.", fix=_AGAIN)
     if said.get("config") != config_digest(config):
-        given = said.get("model")
-        theirs = given if isinstance(given, dict) else {}
+        model = said.get("model")
+        theirs = model if isinstance(model, dict) else {}
         differs = next((name for name, value in model_shape(config).items() if name in theirs and theirs[name] != value), "")
         ours = f": its {differs} is {str(theirs[differs])[:50]}, not {model_shape(config)[differs]}" if differs else ""
         raise CalibrationError(f"{path} was calibrated for another model{ours}.", fix=_AGAIN, param="kv_calibration")

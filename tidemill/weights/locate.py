@@ -141,7 +141,7 @@ def depth_of(value: Any) -> int:
         below: list[Any] = []
         for one in level:
             below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        level = [one for one in below if isinstance(one, dict | list)]
+        level = [value for value in below if isinstance(value, dict | list)]
     return depth
 
 

@@ -153,15 +153,15 @@ class _Settings:
 
     def _pattern(self, key: str) -> dict[str, float]:
         """Names of modules, or ends of them, as PEFT writes them. It takes regular expressions, too; here they are refused."""
-        given = self._data.get(key) or {}
-        if not isinstance(given, dict):
+        pattern = self._data.get(key) or {}
+        if not isinstance(pattern, dict):
             raise AdapterError(f"{self._source}: {key} must map names of modules to numbers.")
-        for name in given:
+        for name in pattern:
             if not re.fullmatch(r"\^?[\w.]{1,500}", name):
                 raise AdapterError(
                     f"{self._source}: {key} has the regular expression {name[:100]!r}.", fix="Name modules in full."
                 )
-        return {name.removeprefix("^"): self._number(f"{key} of {name}", value) for name, value in given.items()}
+        return {name.removeprefix("^"): self._number(f"{key} of {name}", value) for name, value in pattern.items()}
 
     def _number(self, key: str, value: object) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not -1e9 < value < 1e9:
@@ -208,11 +208,11 @@ def _shown(places: Mapping[str, tuple[int, int]]) -> str:
 
 
 def _digest(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
-    made = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
-        made.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        made.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return made.hexdigest()
+        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ def read_hottest(folder: Path, num_layers: int, num_neurons: int, num_hot: int) 
     from safetensors import SafetensorError, safe_open
 
     path = folder / TENSORS
-    made = []
+    hottest = []
     try:
         with safe_open(path, framework="pt") as file:
             for layer in range(num_layers):
@@ -29,7 +29,7 @@ def read_hottest(folder: Path, num_layers: int, num_neurons: int, num_hot: int) 
                 if tuple(often.shape) != (num_neurons,) or not bool(often.isfinite().all()):
                     what = f"has shape {list(often.shape)}; the model has {num_neurons} neurons in a layer"
                     raise CheckpointError(f"{path}: tensor {tensor_name(layer)} {what}, each with a finite number.", fix=_FIX)
-                made.append(often.sort(descending=True, stable=True).indices[:num_hot].sort().values)
+                hottest.append(often.sort(descending=True, stable=True).indices[:num_hot].sort().values)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.", fix=_FIX) from error
-    return made
+    return hottest

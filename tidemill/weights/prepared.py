@@ -68,12 +68,12 @@ def _up(num: int, unit: int) -> int:
 
 def key_of(path: Path, about: str) -> str:
     """The key of prepared weights: the checkpoint's files and `about`, what is made of them."""
-    made = hashlib.sha256(f"{VERSION}\n{about}\n".encode())
+    digest = hashlib.sha256(f"{VERSION}\n{about}\n".encode())
     for file in parts(path) if path.is_file() else [path]:
-        made.update(fingerprint_of(file))
+        digest.update(fingerprint_of(file))
     for file in parts(path) if path.is_file() else weight_files(path):
-        made.update(f"{file.stat().st_mtime_ns}\n".encode())
-    return made.hexdigest()[:40]
+        digest.update(f"{file.stat().st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:40]
 
 
 class WeightFile(Protocol):

@@ -48,9 +48,9 @@ class Stored:
         )
         if self.dtype in dtypes and fits and all(self.shape):
             return self
-        asked = "" if shape is None else f" of shape {['any' if size is None else size for size in shape]}"
+        of_shape = "" if shape is None else f" of shape {['any' if size is None else size for size in shape]}"
         raise CheckpointError(
-            f"{self._path}: tensor {self.name} is {self.dtype} {list(self.shape)}; {' or '.join(dtypes)}{asked} was expected.",
+            f"{self._path}: tensor {self.name} is {self.dtype} {list(self.shape)}; {' or '.join(dtypes)}{of_shape} was expected.",
             fix=_FIX,
         )
 

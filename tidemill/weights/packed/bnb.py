@@ -116,10 +116,10 @@ class BitsAndBytes(Scheme):
         super().__init__(settings, path)
         if not settings.get("load_in_8bit") and not settings.get("load_in_4bit"):
             raise self.refuse("bitsandbytes says neither load_in_8bit nor load_in_4bit", "Quantize the model again.")
-        given = settings.get("llm_int8_threshold", _THRESHOLD)
-        if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 <= given < _LARGEST_THRESHOLD:
-            raise self.refuse(f"llm_int8_threshold is {str(given)[:50]!r}", "It must be a number from 0 (no outliers) on.")
-        self._threshold = float(given)
+        threshold = settings.get("llm_int8_threshold", _THRESHOLD)
+        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold < _LARGEST_THRESHOLD:
+            raise self.refuse(f"llm_int8_threshold is {str(threshold)[:50]!r}", "It must be a number from 0 (no outliers) on.")
+        self._threshold = float(threshold)
 
     def tensor(self, module: str, parts: dict[str, Stored]) -> PackedTensor | None:
         for kind in ("nf4", "fp4"):

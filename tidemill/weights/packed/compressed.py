@@ -228,16 +228,18 @@ class _Group:
             raise scheme.refuse(f"block_structure is {str(block)[:50]!r}", "It must be two whole numbers above 0.")
         self.block = None if block is None else (block[0], block[1])
         targets = settings.get("targets") or []
-        if not isinstance(targets, list) or not all(isinstance(one, str) and len(one) <= _MAX_PATTERN for one in targets):
+        if not isinstance(targets, list) or not all(
+            isinstance(target, str) and len(target) <= _MAX_PATTERN for target in targets
+        ):
             raise scheme.refuse("targets of a group of config_groups must be short names", "Quantize the model again.")
-        self._targets: list[str | re.Pattern[str]] = [_pattern(scheme, one) for one in targets]
+        self._targets: list[str | re.Pattern[str]] = [_pattern(scheme, target) for target in targets]
 
     def matches(self, module: str) -> bool:
         return any(
-            one.match(module) is not None
-            if isinstance(one, re.Pattern)
-            else one in ("Linear", module) or module.endswith(f".{one}")
-            for one in self._targets
+            target.match(module) is not None
+            if isinstance(target, re.Pattern)
+            else target in ("Linear", module) or module.endswith(f".{target}")
+            for target in self._targets
         )
 
     def activations(self, scale: Stored | None) -> Activations | None:

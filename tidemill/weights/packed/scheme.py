@@ -41,13 +41,13 @@ def read_scheme(settings: object, path: Path) -> Scheme | None:
     if not isinstance(settings, dict):
         raise CheckpointError(f"{path / 'config.json'}: quantization_config is {str(settings)[:50]!r}, not a table.")
     method = settings.get("quant_method", "bitsandbytes" if settings.get("load_in_4bit") else None)
-    made = METHODS.get(method) if isinstance(method, str) else None
-    if made is None:
+    scheme = METHODS.get(method) if isinstance(method, str) else None
+    if scheme is None:
         raise CheckpointError(
             f"{path} is quantized by {str(method)[:50]!r}, which cannot be read.",
             fix=f"{', '.join(METHODS)} can be. Else use the unquantized checkpoint or a GGUF of it.",
         )
-    return made(settings, path)
+    return scheme(settings, path)
 
 
 def gathered(scheme: Scheme, files: Iterable[tuple[Path, Any]]) -> Iterator[WeightTensor | tuple[Any, str, Path]]:
@@ -64,15 +64,15 @@ def gathered(scheme: Scheme, files: Iterable[tuple[Path, Any]]) -> Iterator[Weig
                 if found[1] in modules.setdefault(found[0], {}):
                     raise CheckpointError(f"{path}: tensor {name} stands in the checkpoint twice.")
                 modules[found[0]][found[1]] = Stored(file, name, path)
-    made: dict[str, WeightTensor | None] = {}
+    tensors: dict[str, WeightTensor | None] = {}
     for file, name, path, found in order:
         if found is None:
             yield file, name, path
             continue
         module = found[0]
-        if module not in made:
-            made[module] = tensor = scheme.tensor(module, modules[module])
+        if module not in tensors:
+            tensors[module] = tensor = scheme.tensor(module, modules[module])
             if tensor is not None:
                 yield tensor
-        if made[module] is None:
+        if tensors[module] is None:
             yield file, name, path

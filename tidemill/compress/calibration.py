@@ -57,36 +57,38 @@ class _Texts:
     model_config: _Vocabulary
 
 
-def calibration_ids(model: Path, vocab_size: int, asked: Calibration, work: Path, report: Reporter | None = None) -> torch.Tensor:
+def calibration_ids(
+    model: Path, vocab_size: int, calibration: Calibration, work: Path, report: Reporter | None = None
+) -> torch.Tensor:
     """[sequences, length]. Documents follow each other; `work`: where text that the model writes is kept meanwhile."""
-    asked.check()
+    calibration.check()
     report = report or Quiet()
-    if asked.data is not None:
+    if calibration.data is not None:
         report.stage("Reading text", 1)
         texts = _Texts(Tokenizer.load(model), _Vocabulary(vocab_size))
-        made = read_text(texts, asked.data, asked.num_tokens, asked.length)
+        examples = read_text(texts, calibration.data, calibration.num_tokens, calibration.length)
         report.at(1)
     else:
-        made = _written(model, asked, work, report)
-    ids = [token for one in made for token in one.ids]
-    num_sequences = asked.num_tokens // asked.length
-    if len(ids) < num_sequences * asked.length:
+        examples = _written(model, calibration, work, report)
+    ids = [token for example in examples for token in example.ids]
+    num_sequences = calibration.num_tokens // calibration.length
+    if len(ids) < num_sequences * calibration.length:
         raise ConfigError(
-            f"The calibration text has {len(ids)} tokens; {num_sequences * asked.length} were asked for.",
-            fix=f"Give more text, or --samples {max(len(ids) // asked.length, 1)}.",
+            f"The calibration text has {len(ids)} tokens; {num_sequences * calibration.length} were asked for.",
+            fix=f"Give more text, or --samples {max(len(ids) // calibration.length, 1)}.",
             param="calibration",
         )
-    return torch.tensor(ids[: num_sequences * asked.length]).view(num_sequences, asked.length)
+    return torch.tensor(ids[: num_sequences * calibration.length]).view(num_sequences, calibration.length)
 
 
-def _written(model: Path, asked: Calibration, work: Path, report: Reporter) -> Any:
+def _written(model: Path, calibration: Calibration, work: Path, report: Reporter) -> Any:
     from tidemill.engine.llm import LLM
     from tidemill.engine.load import inspect
 
     context = min(1024, inspect(str(model))[2].max_context)
     llm = LLM(str(model), device="cpu", max_requests=32, max_context=context, progress=False)
     try:
-        report.stage("Writing text", asked.num_tokens)
-        return write_text(llm, TextFile(work / "text.jsonl", ""), asked.num_tokens, asked.seed, report.at)
+        report.stage("Writing text", calibration.num_tokens)
+        return write_text(llm, TextFile(work / "text.jsonl", ""), calibration.num_tokens, calibration.seed, report.at)
     finally:
         llm.close()

@@ -57,7 +57,7 @@ class Decoder:
 
     def linears(self, layer: int) -> dict[str, nn.Module]:
         """The matrices of a layer by name: those that quantization, pruning and the like change."""
-        return {self._names[one]: one for one in self.layers[layer].modules() if is_linear(one)}
+        return {self._names[module]: module for module in self.layers[layer].modules() if is_linear(module)}
 
     def tensor_names(self, layer: int) -> list[str]:
         """The names of the layer's stored tensors."""
@@ -107,15 +107,15 @@ class Decoder:
     def calls(self, length: int) -> list[Call]:
         """The arguments of sequences of this length, by layer."""
         if length not in self._calls:
-            made: list[Call] = []
+            calls: list[Call] = []
 
             def see(number: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                made.append(Call(args, kwargs))
+                calls.append(Call(args, kwargs))
                 return hidden
 
             with self._instead_of_layers(see):
                 self.model.base_model(input_ids=torch.zeros(1, length, dtype=torch.int64, device=self.device), use_cache=False)
-            self._calls = {length: made}  # one length at a time: masks are large
+            self._calls = {length: calls}  # one length at a time: masks are large
         return self._calls[length]
 
     def logits(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
@@ -184,8 +184,8 @@ def compute_device(name: str) -> torch.device:
 def _refuse_experts(config: dict[str, Any]) -> None:
     """Their matrices are stored in ways of their own."""
     text = config.get("text_config")
-    for one in (config, text if isinstance(text, dict) else {}):
-        if any(isinstance(num := one.get(key), int) and num > 0 for key in _EXPERTS):
+    for settings in (config, text if isinstance(text, dict) else {}):
+        if any(isinstance(num := settings.get(key), int) and num > 0 for key in _EXPERTS):
             raise ConfigError(
                 "The model has experts, which quantize, prune, distill and convert do not support yet.", fix="Give a dense model."
             )

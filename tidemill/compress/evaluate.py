@@ -70,7 +70,7 @@ def text_windows(llm: LLM, text: Path | None, num_tokens: int, skip: int = 0) ->
     """Pieces of a text of at most WINDOW tokens, `num_tokens` in all. `skip`: tokens at its begin that are not used."""
     size = min(WINDOW, llm.config.max_context - 1)
     if text is not None:
-        pieces = [one.ids for one in read_text(llm, text, num_tokens + skip, size)]
+        pieces = [example.ids for example in read_text(llm, text, num_tokens + skip, size)]
         ids = [token for piece in pieces for token in piece] if skip else []
     else:
         ids = llm.tokenizer.encode(default_text())
@@ -140,9 +140,9 @@ def _seen_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
     compute = model.logits
 
     def seen(hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        made = compute(hidden_TH, out)
-        parts.append(made.clone())
-        return made
+        logits = compute(hidden_TH, out)
+        parts.append(logits.clone())
+        return logits
 
     model.logits = seen  # type: ignore[method-assign]
     try:
@@ -176,7 +176,7 @@ def evaluate(
     models: dict[str, LLM], windows: list[list[int]], suites: list[Suite], report: Reporter, text_hash: str | None = None
 ) -> list[Evaluation]:
     """Evaluates one model, or an original and others. `text_hash`: the hash of the text that the windows are of."""
-    made = []
+    evaluations = []
     original = next(iter(models.values()))
     speeds = measure_speeds(list(models.values()))
     for (model, llm), speed in zip(models.items(), speeds, strict=True):
@@ -190,5 +190,5 @@ def evaluate(
             scores |= suite.run(llm, report.at)
         num_bytes = open_checkpoint(locate(model)).num_bytes
         kv_bytes = llm.model_config.kv_bytes_per_token(llm.config.kv_dtype)
-        made.append(Evaluation(model, num_bytes, kv_bytes, speed, quality, scores, text_hash))
-    return made
+        evaluations.append(Evaluation(model, num_bytes, kv_bytes, speed, quality, scores, text_hash))
+    return evaluations

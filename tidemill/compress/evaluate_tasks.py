@@ -69,7 +69,7 @@ class Generated:
             num_right = 0
             for first in range(0, len(items), _GROUP):
                 some = items[first : first + _GROUP]
-                num_right += sum(one.is_right(text) for one, text in zip(some, _answers(llm, some), strict=True))
+                num_right += sum(item.is_right(text) for item, text in zip(some, _answers(llm, some), strict=True))
                 done += len(some)
                 tick(done)
             scores[name] = Score(len(items), num_right / len(items))
@@ -77,11 +77,11 @@ class Generated:
 
 
 def _answers(llm: LLM, items: list[Item]) -> list[str]:
-    params = [SamplingParams(temperature=0.0, max_tokens=one.max_tokens, stop=one.stop) for one in items]
+    params = [SamplingParams(temperature=0.0, max_tokens=item.max_tokens, stop=item.stop) for item in items]
     if items[0].is_chat and llm.tokenizer.chat_template is not None:
-        asked = [[{"role": "user", "content": one.prompt}] for one in items]
-        return [output.text for output in llm.chat(asked, params, progress=False)]
-    return [output.text for output in llm.generate([one.prompt for one in items], params, progress=False)]
+        conversations = [[{"role": "user", "content": item.prompt}] for item in items]
+        return [output.text for output in llm.chat(conversations, params, progress=False)]
+    return [output.text for output in llm.generate([item.prompt for item in items], params, progress=False)]
 
 
 # ---- generated suites
@@ -100,8 +100,8 @@ def arithmetic(num: int, seed: int) -> Generated:
         text, value = line(below)
         return Item(shots + text, _first_number_is(value), 8)
 
-    made = {f"arithmetic@{digits}": [item(10**digits) for _ in range(num)] for digits in (1, 2)}
-    return Generated("arithmetic", 2 * num, lambda _: made)
+    items = {f"arithmetic@{digits}": [item(10**digits) for _ in range(num)] for digits in (1, 2)}
+    return Generated("arithmetic", 2 * num, lambda _: items)
 
 
 def _first_number_is(value: int) -> Callable[[str], bool]:
@@ -154,7 +154,7 @@ def json_following(num: int, seed: int) -> Generated:
     def task() -> tuple[str, dict[str, str], dict[str, Any]]:
         fields = {name: draw.choice(_KINDS) for name in draw.sample(_FIELDS, draw.randint(2, 4))}
         value = {name: draw.choice(_VALUES[kind]) for name, kind in fields.items()}
-        facts = ", ".join(f"{name} is {str(one).lower() if one in (True, False) else one}" for name, one in value.items())
+        facts = ", ".join(f"{name} is {str(fact).lower() if fact in (True, False) else fact}" for name, fact in value.items())
         return f"Schema: {json.dumps(fields)}\nFacts: {facts}\nObject:", fields, value
 
     items = []
@@ -228,10 +228,10 @@ class MultipleChoice:
         right = right_norm = 0
         for first in range(0, len(self.items), _GROUP):
             some = self.items[first : first + _GROUP]
-            for one, sums in zip(some, _likelihoods(llm, some), strict=True):
-                lengths = [max(1, len(choice.strip())) for choice in one.choices]
-                right += _best(sums) == one.answer
-                right_norm += _best([total / length for total, length in zip(sums, lengths, strict=True)]) == one.answer
+            for question, sums in zip(some, _likelihoods(llm, some), strict=True):
+                lengths = [max(1, len(choice.strip())) for choice in question.choices]
+                right += _best(sums) == question.answer
+                right_norm += _best([total / length for total, length in zip(sums, lengths, strict=True)]) == question.answer
             tick(first + len(some))
         return {self.name: Score(len(self.items), right / len(self.items), right_norm / len(self.items))}
 
@@ -243,15 +243,15 @@ def _best(values: list[float]) -> int:
 def _likelihoods(llm: LLM, items: list[Choice]) -> list[list[float]]:
     """Sums of log probabilities of the choices' tokens."""
     prompts, params = [], []
-    for one in items:
-        start = len(llm.tokenizer.encode(one.context))
-        for choice in one.choices:
-            ids = llm.tokenizer.encode(one.context + choice)
+    for question in items:
+        start = len(llm.tokenizer.encode(question.context))
+        for choice in question.choices:
+            ids = llm.tokenizer.encode(question.context + choice)
             prompts.append(ids)
             first = max(1, min(start, len(ids) - 1))
             params.append(SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=first))
     outputs = iter(llm.generate(prompts, params, progress=False))
-    return [[_total(next(outputs)) for _ in one.choices] for one in items]
+    return [[_total(next(outputs)) for _ in question.choices] for question in items]
 
 
 def _total(output: Any) -> float:
@@ -284,7 +284,7 @@ def _choice(line: str, where: str) -> Choice:
     question, context = value.get("question"), value.get("context")
     choices: list[Any] = value["choices"] if isinstance(value.get("choices"), list) else []
     text = question if isinstance(question, str) else context
-    has_choices = 2 <= len(choices) <= _MAX_CHOICES and all(isinstance(one, str) and one for one in choices)
+    has_choices = 2 <= len(choices) <= _MAX_CHOICES and all(isinstance(text, str) and text for text in choices)
     if not isinstance(text, str) or not text or not has_choices:
         raise ConfigError(f"{where} is no item of multiple choice.", fix=fix, param="tasks")
     number = _answer(value.get("answer"), choices)
@@ -292,13 +292,13 @@ def _choice(line: str, where: str) -> Choice:
         what = f"{where}: the answer is {str(value.get('answer'))[:100]!r}."
         raise ConfigError(what, fix="It must be the index, the letter or the text of a choice.", param="tasks")
     context = f"Question: {question}\nAnswer:" if isinstance(question, str) else text.rstrip()
-    return Choice(context, tuple(f" {one}" for one in choices), number)
+    return Choice(context, tuple(f" {text}" for text in choices), number)
 
 
-def _answer(given: Any, choices: list[str]) -> int | None:
-    if given in choices:
-        return choices.index(given)
-    if isinstance(given, str) and len(given) == 1:
-        given = ord(given.upper()) - ord("A")
-    is_index = type(given) is int and 0 <= given < len(choices)
-    return given if is_index else None
+def _answer(label: Any, choices: list[str]) -> int | None:
+    if label in choices:
+        return choices.index(label)
+    if isinstance(label, str) and len(label) == 1:
+        label = ord(label.upper()) - ord("A")
+    is_index = type(label) is int and 0 <= label < len(choices)
+    return label if is_index else None

@@ -17,9 +17,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SHARD_BYTES = 2**31
 
 
-def output_dtype(source: Source, given: str | None) -> str:
+def output_dtype(source: Source, dtype: str | None) -> str:
     """The type that the source says it is stored in; GGUF's values are all float16's."""
-    name = given or source.config.get("dtype") or source.config.get("torch_dtype") or "float16"
+    name = dtype or source.config.get("dtype") or source.config.get("torch_dtype") or "float16"
     if name not in DTYPES:
         raise ConfigError(f"--out-dtype {name} is not known.", fix=f"Give one of {', '.join(DTYPES)}.", param="out-dtype")
     return str(name)
@@ -81,8 +81,8 @@ class FolderWriter:
 def names_outside(decoder: Decoder) -> list[str]:
     """Stored tensors that belong to no layer. A head that is the embedding is not stored."""
     inside = {name for number in range(decoder.num_layers) for name in decoder.tensor_names(number)}
-    made = [name for name in decoder.model.state_dict() if name not in inside]
+    names = [name for name in decoder.model.state_dict() if name not in inside]
     if not decoder.source.config.get("tie_word_embeddings", getattr(decoder.model.config, "tie_word_embeddings", False)):
-        return made
+        return names
     head = decoder.model.get_output_embeddings()
-    return [name for name in made if head is None or name != f"{decoder.name_of(head)}.weight"]
+    return [name for name in names if head is None or name != f"{decoder.name_of(head)}.weight"]

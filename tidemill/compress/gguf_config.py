@@ -63,7 +63,7 @@ def hf_config(checkpoint: Checkpoint, config: ModelConfig) -> Settings:
 
 
 def _factors(checkpoint: Checkpoint) -> torch.Tensor | None:
-    tensor = next((one for one in checkpoint.tensors() if one.name == "rope_freqs.weight"), None)
+    tensor = next((tensor for tensor in checkpoint.tensors() if tensor.name == "rope_freqs.weight"), None)
     if tensor is None:
         return None
     values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
@@ -127,8 +127,8 @@ def _gemma2(config: ModelConfig) -> Settings:
 def _by_kind(config: ModelConfig) -> Settings:
     """Windowed layers and others are rotated differently."""
     rope = {"sliding_attention" if spec.window else "full_attention": spec.rotation for spec in config.attention_layers}
-    made = {kind: _rope(rotation, config.head_dim) for kind, rotation in rope.items() if rotation is not None}
-    return {"rope_parameters": made}
+    parameters = {kind: _rope(rotation, config.head_dim) for kind, rotation in rope.items() if rotation is not None}
+    return {"rope_parameters": parameters}
 
 
 def _gemma3(config: ModelConfig) -> Settings:

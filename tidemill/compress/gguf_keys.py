@@ -37,7 +37,7 @@ def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{source}: {config.architecture} cannot be written as GGUF.", fix=f"These can: {known}.")
     arch = ARCHITECTURES[config.architecture]
-    full = next((one for one in config.attention_layers if one.rotation and not one.window), config.attention_layers[0])
+    full = next((spec for spec in config.attention_layers if spec.rotation and not spec.window), config.attention_layers[0])
     keys: Keys = {
         "context_length": config.max_context,
         "embedding_length": config.hidden_size,
@@ -46,7 +46,7 @@ def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...
         "vocab_size": config.vocab_size,
         "attention.head_count": full.num_heads,
     }
-    made = Described(arch, keys)
+    described = Described(arch, keys)
     if arch == "gpt2":
         keys["attention.layer_norm_epsilon"] = float(config.norm_eps)
     else:
@@ -58,10 +58,10 @@ def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...
         }
         keys |= _windows(config, arch) | _own(config, arch, full)
     if full.rotation is not None:
-        keys |= _rotation(full.rotation, made.tensors)
-    made.keys = {f"{arch}.{name}": value for name, value in keys.items()}
-    _check(config, made, source, shapes)
-    return made
+        keys |= _rotation(full.rotation, described.tensors)
+    described.keys = {f"{arch}.{name}": value for name, value in keys.items()}
+    _check(config, described, source, shapes)
+    return described
 
 
 def _windows(config: ModelConfig, arch: str) -> Keys:
@@ -72,7 +72,7 @@ def _windows(config: ModelConfig, arch: str) -> Keys:
     keys: Keys = {"attention.sliding_window": max(windows)}
     every = _EVERY.get(arch)
     if every and windows != [0 if (i + 1) % every == 0 else max(windows) for i in range(len(windows))]:
-        keys["attention.sliding_window_pattern"] = [bool(one) for one in windows]
+        keys["attention.sliding_window_pattern"] = [bool(window) for window in windows]
     return keys
 
 
@@ -81,7 +81,7 @@ def _own(config: ModelConfig, arch: str, full: AttentionSpec) -> Keys:
     if arch == "gemma2":
         return {"attn_logit_softcapping": full.softcap, "final_logit_softcapping": config.logits_softcap}
     if arch == "gemma3":
-        local = next((one.rotation for one in config.attention_layers if one.window), None)
+        local = next((spec.rotation for spec in config.attention_layers if spec.window), None)
         return {"rope.freq_base_swa": float(local.theta)} if local else {}
     if arch == "granite":
         return {
@@ -147,16 +147,16 @@ class _Planned:
         return iter(self.planned)
 
 
-def _check(config: ModelConfig, made: Described, source: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    given: list[WeightTensor] = [RandomTensor(name, shape) for name, shape in shapes.items()]
-    given += [_Tensor(name, values) for name, values in made.tensors.items()]
-    planned = _Planned(source, made.architecture, made.keys, given)
+def _check(config: ModelConfig, described: Described, source: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    tensors: list[WeightTensor] = [RandomTensor(name, shape) for name, shape in shapes.items()]
+    tensors += [_Tensor(name, values) for name, values in described.tensors.items()]
+    planned = _Planned(source, described.architecture, described.keys, tensors)
     read = model_class(planned).read_config(planned)
     expected = replace(config, layers=tuple(map(_as_read, config.attention_layers)))
-    for one in fields(ModelConfig):
-        mine, theirs = getattr(expected, one.name), getattr(read, one.name)
-        if one.name not in _UNCOMPARED and mine != theirs:
-            where, mine, theirs = _difference(one.name, mine, theirs)
+    for each in fields(ModelConfig):
+        mine, theirs = getattr(expected, each.name), getattr(read, each.name)
+        if each.name not in _UNCOMPARED and mine != theirs:
+            where, mine, theirs = _difference(each.name, mine, theirs)
             raise CheckpointError(
                 f"{source}: GGUF cannot hold this model's {where}: {mine!s:.200} would be read as {theirs!s:.200}.",
                 fix="Choose another --format.",
@@ -168,9 +168,9 @@ def _difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
     if name != "layers" or len(mine) != len(theirs):
         return name, mine, theirs
     layer = next(i for i in range(len(mine)) if mine[i] != theirs[i])
-    one, other = mine[layer], theirs[layer]
-    part = next(part.name for part in fields(one) if getattr(one, part.name) != getattr(other, part.name))
-    return f"{part} of layer {layer}", getattr(one, part), getattr(other, part)
+    own, other = mine[layer], theirs[layer]
+    part = next(part.name for part in fields(own) if getattr(own, part.name) != getattr(other, part.name))
+    return f"{part} of layer {layer}", getattr(own, part), getattr(other, part)
 
 
 def _as_read(spec: AttentionSpec) -> AttentionSpec:

@@ -38,19 +38,22 @@ def vocabulary(folder: Path, vocab_size: int) -> Keys:
         raise CheckpointError(f"{file} cannot be written as GGUF: {why}.", fix="Choose another --format.")
     tokens, types = _tokens(data, own, vocab_size, file)
     keys: Keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types} | _ends(own, folder)
-    merges = [" ".join(one) if isinstance(one, list) else one for one in model["merges"]]
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
     if model.get("byte_fallback"):
         scored = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": _scores(tokens, merges)}
-        tried = [scored | {"tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": one} for one in (True, False)]
+        tried = [
+            scored | {"tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": adds_space}
+            for adds_space in (True, False)
+        ]
     else:
-        tried = [{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": one} for one in _CUTS]
-    added = [one["content"] for one in data.get("added_tokens", [])[:64] if one["content"] != model.get("unk_token")]
+        tried = [{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": pre} for pre in _CUTS]
+    added = [token["content"] for token in data.get("added_tokens", [])[:64] if token["content"] != model.get("unk_token")]
     probes = [*_PROBES, "".join(added)]
     expected = [own.encode(text, add_special=False) for text in probes]
-    for one in tried:
-        backend = build_tokenizer(keys | one, str(folder)).backend
+    for kind_keys in tried:
+        backend = build_tokenizer(keys | kind_keys, str(folder)).backend
         if [backend.encode(text, add_special_tokens=False).ids for text in probes] == expected:
-            return keys | one
+            return keys | kind_keys
     known = ", ".join(_CUTS) if len(tried) == len(_CUTS) else "SentencePiece"
     raise CheckpointError(
         f"{file} cannot be written as GGUF: no way to cut texts that the format knows gives its tokens.",
@@ -63,7 +66,7 @@ def _tokens(data: dict[str, Any], own: Tokenizer, vocab_size: int, file: Path) -
     names = {token: name for name, token in own.vocabulary.items()}
     if max(names) >= vocab_size:
         raise CheckpointError(f"{file} has the token {max(names)}; the model has {vocab_size}.")
-    added = {one["id"]: _CONTROL if one["special"] else _USER_DEFINED for one in data.get("added_tokens", [])}
+    added = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in data.get("added_tokens", [])}
     unknown = data["model"].get("unk_token")
     tokens, types = [], []
     for token in range(vocab_size):

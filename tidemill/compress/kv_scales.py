@@ -29,7 +29,7 @@ class _Seen:
 def kv_scales(job: LayerJob) -> dict[str, torch.Tensor]:
     """The KV scales of the layer as it is now, on the calibration text: keys as they are rotated. By stored name."""
     seen = _Seen()
-    attention = next((one for one in job.layer.children() if hasattr(one, "layer_idx")), None)
+    attention = next((child for child in job.layer.children() if hasattr(child, "layer_idx")), None)
     if attention is None:
         raise ConfigError("Keys and values of this model cannot be observed.", fix="Leave --kv-scales out.", param="kv-scales")
     hook = attention.register_forward_pre_hook(

@@ -40,7 +40,7 @@ class Budget:
             raise ConfigError(f"--budget is {self.bits}.", fix="Give bits a weight, like 4.5.", param="budget")
         if self.how not in (KL, SECOND_ORDER):
             raise ConfigError(f"--sensitivity is {self.how}.", fix=f"It must be {KL} or {SECOND_ORDER}.", param="sensitivity")
-        if len(set(self.choices)) < 2 or not all(2 <= one <= 8 for one in self.choices):
+        if len(set(self.choices)) < 2 or not all(2 <= bits <= 8 for bits in self.choices):
             fix = "Give at least two from 2 to 8, like 3,4,8."
             raise ConfigError(f"--choices is {','.join(map(str, self.choices))}.", fix=fix, param="choices")
 
@@ -78,8 +78,8 @@ def choose_bits(
 
 def allocate(options: dict[str, list[Option]], max_bytes: int) -> dict[str, int]:
     """From the fewest bytes on, what saves the most loss for a byte is raised, while that fits."""
-    chosen = {key: min(own, key=lambda one: one.num_bytes) for key, own in options.items()}
-    used = sum(one.num_bytes for one in chosen.values())
+    chosen = {key: min(own, key=lambda option: option.num_bytes) for key, own in options.items()}
+    used = sum(option.num_bytes for option in chosen.values())
     if used > max_bytes:
         needed = used / max(max_bytes, 1)
         raise ConfigError(
@@ -89,18 +89,18 @@ def allocate(options: dict[str, list[Option]], max_bytes: int) -> dict[str, int]
         )
     while True:
         raises = [
-            ((chosen[key].loss - one.loss) / (one.num_bytes - chosen[key].num_bytes), key, one)
+            ((chosen[key].loss - option.loss) / (option.num_bytes - chosen[key].num_bytes), key, option)
             for key, own in options.items()
-            for one in own
-            if one.num_bytes > chosen[key].num_bytes
-            and one.loss < chosen[key].loss
-            and used + one.num_bytes - chosen[key].num_bytes <= max_bytes
+            for option in own
+            if option.num_bytes > chosen[key].num_bytes
+            and option.loss < chosen[key].loss
+            and used + option.num_bytes - chosen[key].num_bytes <= max_bytes
         ]
         if not raises:
-            return {key: one.bits for key, one in chosen.items()}
-        _, key, one = max(raises, key=lambda item: (item[0], item[1]))
-        used += one.num_bytes - chosen[key].num_bytes
-        chosen[key] = one
+            return {key: option.bits for key, option in chosen.items()}
+        _, key, option = max(raises, key=lambda item: (item[0], item[1]))
+        used += option.num_bytes - chosen[key].num_bytes
+        chosen[key] = option
 
 
 Measured = dict[str, tuple[list[str], list[Option]]]  # matrices that get the same bits, and what they may be
@@ -110,7 +110,7 @@ Measured = dict[str, tuple[list[str], list[Option]]]  # matrices that get the sa
 def _by_error(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, report: Reporter) -> Measured:
     """tr(E H Eᵀ) / tr(W H Wᵀ) of each matrix, H the second moments of its inputs; the original's states go on."""
     states = torch.cat([decoder.embed(ids[i : i + 1]).cpu() for i in range(ids.shape[0])])
-    made: Measured = {}
+    measured: Measured = {}
     report.stage("Sensitivity", decoder.num_layers)
     for number in range(decoder.num_layers):
         with decoder.layer(number) as layer:
@@ -124,10 +124,10 @@ def _by_error(decoder: Decoder, grid: Grid, ids: torch.Tensor, budget: Budget, r
                     rounded = quantize(matrix, replace(grid, bits=bits))
                     loss = float(output_error(rounded.dequantize() - matrix, found[name])) / max(whole, 1e-30)
                     options.append(Option(bits, rounded.num_bytes, loss * matrix.numel()))
-                made[name] = [name], options
+                measured[name] = [name], options
             job.outputs(states)
         report.at(number + 1)
-    return made
+    return measured
 
 
 @torch.no_grad()

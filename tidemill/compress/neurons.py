@@ -51,8 +51,8 @@ def measure_neurons(options: MeasureOptions, report: Reporter | None = None) -> 
 
     with work.begins():
         walk(decoder, work, measure, ids, seed=options.calibration.seed, report=report)
-    made = [work.tensors(number)["frequency"] for number in range(decoder.num_layers)]
+    frequencies = [work.tensors(number)["frequency"] for number in range(decoder.num_layers)]
     work.result.mkdir(exist_ok=True)
-    save_file({tensor_name(number): often for number, often in enumerate(made)}, work.result / TENSORS)
+    save_file({tensor_name(number): often for number, often in enumerate(frequencies)}, work.result / TENSORS)
     work.publish()
-    return made
+    return frequencies

@@ -90,8 +90,13 @@ def train_predictors(options: PredictorOptions, report: Reporter | None = None) 
         kept: dict[str, torch.Tensor] = {}
         for kind in kinds:
             observed = _neurons(job) if kind == NEURONS else _heads(job)
-            made, figures = train(observed, options)
-            kept |= {f"{kind}.a": made.a_RH, f"{kind}.b": made.b_UR, f"{kind}.bias": made.bias_U, f"{kind}.figures": figures}
+            predictor, figures = train(observed, options)
+            kept |= {
+                f"{kind}.a": predictor.a_RH,
+                f"{kind}.b": predictor.b_UR,
+                f"{kind}.bias": predictor.bias_U,
+                f"{kind}.figures": figures,
+            }
         return kept
 
     walk(decoder, work, change, ids, seed=options.calibration.seed, report=report)
@@ -101,7 +106,7 @@ def train_predictors(options: PredictorOptions, report: Reporter | None = None) 
 def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple[str, ...]) -> dict[str, Any]:
     work.result.mkdir(exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
-    made: dict[str, Any] = {kind: {name: [] for name in _FIGURES} for kind in kinds}
+    figures_by_kind: dict[str, Any] = {kind: {name: [] for name in _FIGURES} for kind in kinds}
     for number in range(decoder.num_layers):
         for name, tensor in work.tensors(number).items():
             kind, _, part = name.partition(".")
@@ -109,12 +114,12 @@ def _write(options: PredictorOptions, decoder: Decoder, work: Work, kinds: tuple
                 tensors[f"{kind}.{number}.{part}"] = tensor
                 continue
             for figure, value in zip(_FIGURES, tensor.tolist(), strict=True):
-                made[kind][figure].append(round(value, 6))
+                figures_by_kind[kind][figure].append(round(value, 6))
     save_file(tensors, work.result / TENSORS)
-    about = {"version": VERSION, "keep": options.keep, "num_layers": decoder.num_layers, **made}
+    about = {"version": VERSION, "keep": options.keep, "num_layers": decoder.num_layers, **figures_by_kind}
     (work.result / SETTINGS).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
     work.publish()
-    return made
+    return figures_by_kind
 
 
 # ---- what layers do
@@ -134,9 +139,9 @@ def _heads(job: LayerJob) -> Observed:
     config = job.decoder.model.config
     num = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     seen = observe(job, (query, out))
-    given, weights = seen[out].unflatten(1, (num, -1)), matrix_of(job.linears[out]).unflatten(1, (num, -1))
-    added = [given[:, head] @ weights[:, head].t() for head in range(num)]
-    return Observed(seen[query], torch.stack([one.square().sum(1) for one in added], 1))
+    outputs, weights = seen[out].unflatten(1, (num, -1)), matrix_of(job.linears[out]).unflatten(1, (num, -1))
+    added = [outputs[:, head] @ weights[:, head].t() for head in range(num)]
+    return Observed(seen[query], torch.stack([part.square().sum(1) for part in added], 1))
 
 
 def find_linears(job: LayerJob, endings: tuple[str, ...], what: str) -> list[str]:
@@ -156,11 +161,11 @@ def observe(job: LayerJob, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
             found[name].append(x_TK.clone())
 
     job.observe(see)
-    made = {name: torch.cat(parts) for name, parts in found.items()}
-    for name, values in made.items():
+    observed = {name: torch.cat(parts) for name, parts in found.items()}
+    for name, values in observed.items():
         if not bool(values.isfinite().all()):
             raise CalibrationError(f"Inputs of {name} are not finite.", fix="Is the checkpoint whole? Try tidemill generate.")
-    return made
+    return observed
 
 
 # ---- learning
@@ -184,10 +189,10 @@ def train(observed: Observed, options: PredictorOptions) -> tuple[Predictor, tor
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    made = model.predictor()
-    scores = made.scores(x[num_learned:])
+    predictor = model.predictor()
+    scores = predictor.scores(x[num_learned:])
     threshold, share, kept = _threshold(scores, added[num_learned:], options.keep)
-    return Predictor(made.a_RH, made.b_UR, made.bias_U - threshold), torch.tensor([share, kept])
+    return Predictor(predictor.a_RH, predictor.b_UR, predictor.bias_U - threshold), torch.tensor([share, kept])
 
 
 class _Learned(torch.nn.Module):

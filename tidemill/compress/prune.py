@@ -106,9 +106,9 @@ def prune(options: PruneOptions, report: Reporter | None = None) -> dict[str, An
         ids = calibration_tokens(source, decoder, options.calibration, work, report) if options.needs_text else None
     walk(decoder, work, change, ids, seed=options.calibration.seed, report=report)
     result = _low_rank(options, decoder, work) if options.is_low_rank else _result(options, decoder, work)
-    made = _write(decoder, work, result, output_dtype(source, options.out_dtype))
+    counts = _write(decoder, work, result, output_dtype(source, options.out_dtype))
     work.publish()
-    return made
+    return counts
 
 
 @dataclass(slots=True)
@@ -133,12 +133,15 @@ def _write(decoder: Decoder, work: Work, result: _Result, dtype: str) -> dict[st
         tensors = changed | decoder.read([name for name in decoder.tensor_names(number) if name not in gone])
         for name, tensor in sorted(tensors.items()):
             writer.add(new + name.removeprefix(old), tensor)
-        for name, one in stored.items():
-            for part, tensor in layout.tensors(name, one).items():
+        for name, weight in stored.items():
+            for part, tensor in layout.tensors(name, weight).items():
                 writer.add(part, tensor, as_is=True)
-        matrices = [*(one for one in tensors.values() if one.dim() == 2), *(one.dequantize() for one in stored.values())]
-        num_zero += sum(int((one == 0).sum()) for one in matrices)
-        num_values += sum(one.numel() for one in matrices)
+        matrices = [
+            *(tensor for tensor in tensors.values() if tensor.dim() == 2),
+            *(tensor.dequantize() for tensor in stored.values()),
+        ]
+        num_zero += sum(int((matrix == 0).sum()) for matrix in matrices)
+        num_values += sum(matrix.numel() for matrix in matrices)
         is_quantized = bool(stored)
     writer.close(decoder.source, result.config | ({"quantization_config": layout.config()} if is_quantized else {}))
     return {"layers": len(result.layers), "zeros": num_zero, "values": num_values, "bytes": writer.total_bytes}
@@ -163,16 +166,16 @@ def _low_rank(options: PruneOptions, decoder: Decoder, work: Work) -> _Result:
 
     def tensors(number: int) -> dict[str, torch.Tensor]:
         kept = work.tensors(number)
-        made: dict[str, torch.Tensor] = {}
+        factors: dict[str, torch.Tensor] = {}
         for name, module in decoder.linears(number).items():
             if not ranks[name]:
                 continue
             b, a = kept[f"{name}.{B}"][:, : ranks[name]], kept[f"{name}.{A}"][: ranks[name]]
             if not options.merged:
-                made |= {f"{name}.{B}": b, f"{name}.{A}": a}
+                factors |= {f"{name}.{B}": b, f"{name}.{A}": a}
             else:
-                made[f"{name}.weight"] = b @ a if isinstance(module, nn.Linear) else (b @ a).t()
-        return made
+                factors[f"{name}.weight"] = b @ a if isinstance(module, nn.Linear) else (b @ a).t()
+        return factors
 
     if options.merged:
         return _Result(layers, decoder.source.config, tensors)
@@ -180,11 +183,11 @@ def _low_rank(options: PruneOptions, decoder: Decoder, work: Work) -> _Result:
     return _Result(layers, decoder.source.config | low_rank_config(ranks), tensors, gone)
 
 
-def calibration_tokens(source: Source, decoder: Decoder, asked: Calibration, work: Work, report: Reporter) -> torch.Tensor:
+def calibration_tokens(source: Source, decoder: Decoder, calibration: Calibration, work: Work, report: Reporter) -> torch.Tensor:
     """The text's tokens, kept so that a run that goes on has the same."""
     kept = work.saved("text")
     if kept is None:
-        ids = calibration_ids(source.path, decoder.model.config.vocab_size, asked, work.folder, report)
+        ids = calibration_ids(source.path, decoder.model.config.vocab_size, calibration, work.folder, report)
         kept = {"ids": ids}
         work.save("text", kept)
     return kept["ids"]
@@ -203,9 +206,9 @@ def _weights(options: PruneOptions, decoder: Decoder) -> Change:
         for name, module in job.linears.items():
             weight = matrix_of(module)
             if options.method == "magnitude":
-                made = magnitude(weight, pattern, options.sparsity)
+                pruned = magnitude(weight, pattern, options.sparsity)
             elif options.method == "wanda":
-                made = wanda(weight, found[name].squares_K, pattern, options.sparsity)
+                pruned = wanda(weight, found[name].squares_K, pattern, options.sparsity)
             else:
                 moments = found[name].moments_KK
                 assert moments is not None
@@ -216,8 +219,8 @@ def _weights(options: PruneOptions, decoder: Decoder) -> Change:
                     set_matrix(module, stored.dequantize())
                     kept |= stored.to_state(name)
                     continue
-                made = sparsegpt(weight, inverses[id(moments)], pattern, options.sparsity)
-            set_matrix(module, made)
+                pruned = sparsegpt(weight, inverses[id(moments)], pattern, options.sparsity)
+            set_matrix(module, pruned)
             kept[f"{name}.weight"] = module.weight.detach()  # type: ignore[union-attr, operator]
         return kept
 
@@ -303,8 +306,8 @@ def _heads(options: PruneOptions, decoder: Decoder) -> Change:
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         (q_name, q), (k_name, k), (v_name, v), (o_name, o) = _find(job, _ATTENTION, "heads")
         dim = q.out_features // num_heads
-        norms = [one for name, one in job.layer.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
-        if any(one.numel() != dim for one in norms):
+        norms = [norm for name, norm in job.layer.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+        if any(norm.numel() != dim for norm in norms):
             raise ConfigError("The norms of this model go over all heads, so that none can go.", param="structure")
         inputs = _inputs(options, job, o_name)
         columns = best_groups(_scores(matrix_of(o), inputs), per_group * dim, num_kept)
@@ -329,7 +332,7 @@ def _layers(options: PruneOptions, decoder: Decoder) -> Change:
     @torch.no_grad()
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         if not options.needs_text:
-            return {_SCORE: sum((matrix_of(one).square().sum() for one in job.linears.values()), torch.zeros(()))}
+            return {_SCORE: sum((matrix_of(linear).square().sum() for linear in job.linears.values()), torch.zeros(()))}
         total, count = 0.0, 0
         for batch in job.batches():
             cosines = nn.functional.cosine_similarity(batch, job.run(batch), dim=-1)

@@ -133,8 +133,8 @@ def sparse_integers(
     grid = Grid(bits, 0, symmetric=True)
     scales, _ = fit(sparsegpt(weight_NK, inverse, pattern, sparsity), grid)
     row = scales[:, 0]
-    made = sparsegpt(weight_NK, inverse, pattern, sparsity, lambda column: round_to(column, row, None, grid) * row)
-    return IntWeight(bits, round_to(made, scales, None, grid).short(), scales, weight_NK.shape[1])
+    pruned = sparsegpt(weight_NK, inverse, pattern, sparsity, lambda column: round_to(column, row, None, grid) * row)
+    return IntWeight(bits, round_to(pruned, scales, None, grid).short(), scales, weight_NK.shape[1])
 
 
 # ---- structured: whole inputs of a matrix go

@@ -50,12 +50,12 @@ def layer_of(work: Work) -> Callable[[int], Layer]:
 def filled(decoder: Decoder, number: int, layer: Layer) -> dict[str, torch.Tensor]:
     """Stored tensors of a layer in float32."""
     stored, changed = layer
-    made = dict(changed)
+    tensors = dict(changed)
     for name, module in decoder.linears(number).items():
         if name in stored:
             matrix = stored[name].dequantize()
-            made[f"{name}.weight"] = matrix if isinstance(module, torch.nn.Linear) else matrix.t().contiguous()
-    return made
+            tensors[f"{name}.weight"] = matrix if isinstance(module, torch.nn.Linear) else matrix.t().contiguous()
+    return tensors
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def hidden_states(
     for number in range(decoder.num_layers):
         layer = layer_at(number) if layer_at is not None else ({}, {})
         with decoder.layer(number, filled(decoder, number, layer)) as module:
-            act = {name: own for name, one in layer[0].items() if (own := activations_of(one)) is not None}
+            act = {name: own for name, weight in layer[0].items() if (own := activations_of(weight)) is not None}
             job = LayerJob(decoder, number, module, states, act=act)
             job.outputs(states)
         tick(number + 1)
@@ -87,16 +87,16 @@ def compare(
 ) -> Quality:
     """Every token but the first of a sequence counts, given those before it. `own`, `original`: hidden states after the last
     layer. `head`: the original's decoder, if what comes after the layers was changed, too."""
-    made, head = Quality(), head or decoder
+    quality, head = Quality(), head or decoder
     for ids, hidden, true in zip(ids_BL, own, own if original is None else original, strict=True):
         for first in range(0, len(ids) - 1, _ROWS):
             rows = slice(first, min(first + _ROWS, len(ids) - 1))
             logprobs = decoder.logits(hidden[None, rows])[0].float().log_softmax(-1)
             targets = ids[rows.start + 1 : rows.stop + 1].to(logprobs.device)
-            made.nll -= float(logprobs.gather(1, targets[:, None]).double().sum())
-            made.count += len(targets)
+            quality.nll -= float(logprobs.gather(1, targets[:, None]).double().sum())
+            quality.count += len(targets)
             if original is not None:
                 truth = head.logits(true[None, rows])[0].float().log_softmax(-1)
-                made.kl += float((truth.exp() * (truth - logprobs)).double().sum())
-                made.same += int((truth.argmax(-1) == logprobs.argmax(-1)).sum())
-    return made
+                quality.kl += float((truth.exp() * (truth - logprobs)).double().sum())
+                quality.same += int((truth.argmax(-1) == logprobs.argmax(-1)).sum())
+    return quality

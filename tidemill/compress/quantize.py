@@ -66,42 +66,44 @@ class Result:
         return 8 * self.num_matrix_bytes / max(self.num_values, 1)
 
 
-def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
+def quantize(options: QuantizeOptions, report: Reporter | None = None) -> Result:
     """Quantizes a model; the finished part of an interrupted run is not done again."""
     report = report or Quiet()
-    method = method_class(given.method)(given.options)
-    layout = _layout(given, method)
-    if given.budget is not None:
-        given.budget.check(method)
-    source = Source.open(given.model)
-    dtype = output_dtype(source, given.dtype or _half(source))
-    decoder = Decoder(source, given.device)
+    method = method_class(options.method)(options.options)
+    layout = _layout(options, method)
+    if options.budget is not None:
+        options.budget.check(method)
+    source = Source.open(options.model)
+    dtype = output_dtype(source, options.dtype or _half(source))
+    decoder = Decoder(source, options.device)
     file = GGUFLayout(decoder, dtype) if layout == GGUF else None
     method.has_offsets = file is not None
-    if given.kind is not None:
-        _take_type(decoder, method, given)
-    calibration = given.calibration
+    if options.kind is not None:
+        _take_type(decoder, method, options)
+    calibration = options.calibration
     calibration.check()
-    needs_text = method.needs_text or given.budget is not None or given.kv_scales
+    needs_text = method.needs_text or options.budget is not None or options.kv_scales
     if calibration.data is not None and not needs_text:
         raise ConfigError(f"{method.name} as it is asked for needs no --calibration.", fix="Leave it out.", param="calibration")
-    smaller_group = _fit_group(decoder, method, layout, "group" in given.options)
-    work = Work(given.out, _settings(given, method, layout, dtype, source, needs_text))
+    smaller_group = _fit_group(decoder, method, layout, "group" in options.options)
+    work = Work(options.out, _settings(options, method, layout, dtype, source, needs_text))
     with work.begins():
         ids = _text(source, calibration, work, report) if needs_text else None
-        if given.budget is not None:
+        if options.budget is not None:
             assert ids is not None
-            method.bits_of = choose_bits(decoder, method, ids, given.budget, work, report)
+            method.bits_of = choose_bits(decoder, method, ids, options.budget, work, report)
             _check_matrices(decoder, method, layout)
-    walked = ids if method.needs_text or given.kv_scales else None
-    change = _with_kv_scales(method, work) if given.kv_scales else method
+    walked = ids if method.needs_text or options.kv_scales else None
+    change = _with_kv_scales(method, work) if options.kv_scales else method
     walk(decoder, work, change, walked, needs_truth=method.needs_truth, seed=calibration.seed, report=report)
     if file is not None:
         num_values, num_bytes = file.write(work, report)
     else:
         num_values, num_bytes = _write_folder(decoder, work, layout, dtype, report)
     work.publish()
-    return Result(given.out, layout, source.num_bytes, size_of(given.out), num_values, num_bytes, method.bits_of, smaller_group)
+    return Result(
+        options.out, layout, source.num_bytes, size_of(options.out), num_values, num_bytes, method.bits_of, smaller_group
+    )
 
 
 def _with_kv_scales(method: Method, work: Work) -> Change:
@@ -113,33 +115,35 @@ def _with_kv_scales(method: Method, work: Work) -> Change:
     return change
 
 
-def _layout(given: QuantizeOptions, method: Method) -> str:
-    wants_file = given.kind is not None or (given.out.suffix == ".gguf" and GGUF in method.formats)
-    first = WITH_KV_SCALES if given.kv_scales and WITH_KV_SCALES in method.formats else method.formats[0]
-    layout = given.layout or (GGUF if wants_file else first)
-    if given.kv_scales and layout != WITH_KV_SCALES:
+def _layout(options: QuantizeOptions, method: Method) -> str:
+    wants_file = options.kind is not None or (options.out.suffix == ".gguf" and GGUF in method.formats)
+    first = WITH_KV_SCALES if options.kv_scales and WITH_KV_SCALES in method.formats else method.formats[0]
+    layout = options.layout or (GGUF if wants_file else first)
+    if options.kv_scales and layout != WITH_KV_SCALES:
         why = f"--format {layout} does not hold scales of keys and values."
         raise ConfigError(why, fix=f"Choose --format {WITH_KV_SCALES}, or leave --kv-scales out.", param="kv-scales")
-    if given.kind is not None and layout != GGUF:
+    if options.kind is not None and layout != GGUF:
         raise ConfigError("--type is a type of GGUF files.", fix="Choose --format gguf, or leave it out.", param="type")
     if layout not in method.formats:
         fix = f"Choose {', '.join(method.formats)}."
         raise ConfigError(f"--format {layout} cannot hold what {method.name} makes.", fix=fix, param="format")
-    if (layout == GGUF) != (given.out.suffix == ".gguf"):
-        raise ConfigError(f"--out is {given.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out")
+    if (layout == GGUF) != (options.out.suffix == ".gguf"):
+        raise ConfigError(
+            f"--out is {options.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out"
+        )
     return layout
 
 
-def _take_type(decoder: Decoder, method: Method, given: QuantizeOptions) -> None:
+def _take_type(decoder: Decoder, method: Method, options: QuantizeOptions) -> None:
     """Settles the type of each matrix, by its columns."""
-    assert given.kind is not None
-    taken = [name for name in ("bits", "group", "weights", "symmetric") if name in given.options]
-    if taken or given.budget is not None:
+    assert options.kind is not None
+    taken = [name for name in ("bits", "group", "weights", "symmetric") if name in options.options]
+    if taken or options.budget is not None:
         other = taken[0] if taken else "budget"
-        raise ConfigError(f"--type {given.kind} decides --{other}.", fix="Give one of them.", param=other)
+        raise ConfigError(f"--type {options.kind} decides --{other}.", fix="Give one of them.", param=other)
     for number in range(decoder.num_layers):
         for name, module in decoder.linears(number).items():
-            method.grids[name] = grid_of(given.kind.upper(), matrix_of(module).shape[1])
+            method.grids[name] = grid_of(options.kind.upper(), matrix_of(module).shape[1])
 
 
 def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) -> int | None:
@@ -149,7 +153,7 @@ def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) ->
         _check_matrices(decoder, method, layout)
         return None
     except ConfigError as error:
-        for smaller in () if is_given or size is None else [one for one in _SMALLER_GROUPS if one < size]:
+        for smaller in () if is_given or size is None else [size_below for size_below in _SMALLER_GROUPS if size_below < size]:
             method.options["group"] = smaller
             with suppress(ConfigError):
                 _check_matrices(decoder, method, layout)
@@ -162,15 +166,15 @@ def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) ->
 def _with_what_fits(error: ConfigError, decoder: Decoder, method: Method, layout: str) -> ConfigError:
     """The same error; where it advises another format, only one that does hold what was asked for, or what else fits."""
     advised = re.findall(r"--format ([\w-]+\w)", error.fix)
-    if not advised or all(_fits(decoder, method, one) for one in advised):
+    if not advised or all(_fits(decoder, method, each) for each in advised):
         return error
-    fits = [f"--format {one}" + (" and a file of --out that ends in .gguf" if one == GGUF else "") for one in method.formats
-            if one != layout and _fits(decoder, method, one)]  # fmt: skip
+    fits = [f"--format {other}" + (" and a file of --out that ends in .gguf" if other == GGUF else "") for other in method.formats
+            if other != layout and _fits(decoder, method, other)]  # fmt: skip
     size = method.options.get("group")
     for group in _GROUPS if size is not None and not fits else ():
         method.options["group"] = group
-        fits += [f"--group {group}" + ("" if one == layout else f" --format {one}") for one in method.formats
-                 if one != GGUF and _fits(decoder, method, one)][:1]  # fmt: skip
+        fits += [f"--group {group}" + ("" if other == layout else f" --format {other}") for other in method.formats
+                 if other != GGUF and _fits(decoder, method, other)][:1]  # fmt: skip
     if size is not None:
         method.options["group"] = size
     fix = f"Choose {' or '.join(fits)}." if fits else "No format holds it: choose other --bits, or another --method."
@@ -203,7 +207,7 @@ def _half(source: Source) -> str | None:
 
 
 def _settings(
-    given: QuantizeOptions, method: Method, layout: str, dtype: str, source: Source, needs_text: bool
+    options: QuantizeOptions, method: Method, layout: str, dtype: str, source: Source, needs_text: bool
 ) -> dict[str, Any]:
     return {
         "model": str(source.path.resolve()),
@@ -211,12 +215,12 @@ def _settings(
         "method": method.name,
         "options": method.options,
         "layout": layout,
-        "type": given.kind,
+        "type": options.kind,
         "dtype": dtype,
-        "kv_scales": given.kv_scales,
-        "budget": None if given.budget is None else given.budget.settings(),
-        "text": given.calibration.settings() if needs_text else None,
-        "seed": given.calibration.seed,
+        "kv_scales": options.kv_scales,
+        "budget": None if options.budget is None else options.budget.settings(),
+        "text": options.calibration.settings() if needs_text else None,
+        "seed": options.calibration.seed,
     }
 
 
@@ -239,12 +243,12 @@ def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: R
         writer.add(tensor_name, tensor)
     for number in range(decoder.num_layers):
         stored, changed = from_state(work.tensors(number))
-        for matrix, one in stored.items():
-            for tensor_name, tensor in layout.tensors(matrix, one).items():
+        for matrix, weight in stored.items():
+            for tensor_name, tensor in layout.tensors(matrix, weight).items():
                 writer.add(tensor_name, tensor, as_is=True)
-            num_values += one.dequantize().numel()
-            num_bytes += one.num_bytes
-        others = {one for one in decoder.tensor_names(number) if one.removesuffix(".weight") not in stored} - changed.keys()
+            num_values += weight.dequantize().numel()
+            num_bytes += weight.num_bytes
+        others = {name for name in decoder.tensor_names(number) if name.removesuffix(".weight") not in stored} - changed.keys()
         for tensor_name, tensor in sorted({**changed, **decoder.read(others)}.items()):
             writer.add(tensor_name, tensor)
         of_kv = work.saved(_KV.format(number)) or {}

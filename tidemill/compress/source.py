@@ -114,7 +114,7 @@ class Source:
 
     def gguf_name(self, own: str) -> str | None:
         """The GGUF name of a tensor of Hugging Face's name; None: GGUF has none."""
-        return next((stored for stored, one in self._names.items() if one.name == own), None)
+        return next((stored for stored, entry in self._names.items() if entry.name == own), None)
 
     def gguf_rows(self, stored: str) -> torch.Tensor | None:
         """The order in which a GGUF file has the rows of a Hugging Face tensor; None: the same."""
@@ -160,7 +160,7 @@ def _empty(checkpoint: Checkpoint) -> CausalLM:
 def _gguf_names(checkpoint: Checkpoint, model: CausalLM, model_type: str) -> dict[str, _Stored]:
     """GGUF's names to Hugging Face's."""
     is_gemma, is_gpt2 = model_type.startswith("gemma"), model_type == "gpt2"
-    made: dict[str, _Stored] = {}
+    names: dict[str, _Stored] = {}
     taken: dict[str, str] = {}
     for _, part, hf, gguf in model.names:
         if not hf or not gguf or hf.startswith("="):
@@ -172,8 +172,8 @@ def _gguf_names(checkpoint: Checkpoint, model: CausalLM, model_type: str) -> dic
                     raise CheckpointError(f"{checkpoint.path}: tensor {own} is in several tensors of the file.")
                 added = -1.0 if is_gemma and own.endswith("norm.weight") else 0.0
                 transposed = is_gpt2 and suffix == ".weight" and ".h." in own and ".ln_" not in own
-                made[stored] = _Stored(own, model.row_order("gguf", part + suffix.removeprefix(".weight")), added, transposed)
-    return made
+                names[stored] = _Stored(own, model.row_order("gguf", part + suffix.removeprefix(".weight")), added, transposed)
+    return names
 
 
 def num_values(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -27,13 +27,13 @@ class Stored(ABC):
 
     def to_state(self, name: str) -> dict[str, torch.Tensor]:
         """Under names of its own, for the state of a run."""
-        made = {}
+        state = {}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if value is not None:
-                given = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-                made[f"{name}{MARK}{self.kind}{MARK}{field.name}"] = given
-        return made
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                state[f"{name}{MARK}{self.kind}{MARK}{field.name}"] = tensor
+        return state
 
     @classmethod
     def from_state(cls, parts: dict[str, torch.Tensor]) -> Self:
@@ -141,7 +141,7 @@ class TableWeight(Stored):
     def num_bytes(self) -> int:
         floats = [self.largest, self.nested_largest, self.nested_table, self.table]
         nested = 0 if self.nested_codes is None else self.nested_codes.numel()
-        return self.codes_NK.numel() // 2 + nested + sum(4 * one.numel() for one in floats if one is not None)
+        return self.codes_NK.numel() // 2 + nested + sum(4 * tensor.numel() for tensor in floats if tensor is not None)
 
 
 @dataclass(slots=True)
@@ -165,7 +165,9 @@ class CentroidWeight(Stored):
         return (self.codes_NK.numel() * self.bits + 7) // 8 + 4 * self.centroids.numel() + 8 * self.places.numel()
 
 
-KINDS: dict[str, type[Stored]] = {one.kind: one for one in (IntWeight, Fp8Weight, TableWeight, CentroidWeight)}
+KINDS: dict[str, type[Stored]] = {
+    weight_class.kind: weight_class for weight_class in (IntWeight, Fp8Weight, TableWeight, CentroidWeight)
+}
 
 
 def from_state(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
@@ -179,4 +181,4 @@ def from_state(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Stored], dic
             continue
         kind, _, field = rest.partition(MARK)
         parts.setdefault((name, kind), {})[field] = value
-    return {name: KINDS[kind].from_state(given) for (name, kind), given in parts.items()}, dense
+    return {name: KINDS[kind].from_state(fields_of) for (name, kind), fields_of in parts.items()}, dense

@@ -45,12 +45,12 @@ class Learning:
 
 def layer_tensors(decoder: Decoder, chosen: list[int]) -> dict[str, torch.Tensor]:
     """The stored tensors of a model with these layers, which are numbered anew."""
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for place, number in enumerate(chosen):
         old, new = (decoder.name_of(decoder.layers[i]) for i in (number, place))
         read = decoder.read(decoder.tensor_names(number))
-        made |= {new + name.removeprefix(old): value for name, value in read.items()}
-    return made
+        tensors |= {new + name.removeprefix(old): value for name, value in read.items()}
+    return tensors
 
 
 def build(config: dict[str, Any], tensors: dict[str, torch.Tensor], device: str) -> Any:
@@ -65,51 +65,67 @@ def build(config: dict[str, Any], tensors: dict[str, torch.Tensor], device: str)
 
 
 def learn(
-    student: Any, teacher: Any, chosen: list[int], ids_SL: torch.Tensor, how: Learning, work: Work, report: Reporter,
+    student: Any, teacher: Any, chosen: list[int], ids_SL: torch.Tensor, learning: Learning, work: Work, report: Reporter,
     is_stopped: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Changes the student. `chosen`: the teacher's layer that each of the student's began as. Embeddings and head stay."""
-    how.check()
-    if how.steps == 0:
+    learning.check()
+    if learning.steps == 0:
         return
-    frozen = {id(one) for part in (student.get_input_embeddings(), student.get_output_embeddings()) for one in part.parameters()}
+    frozen = {
+        id(parameter)
+        for part in (student.get_input_embeddings(), student.get_output_embeddings())
+        for parameter in part.parameters()
+    }
     for value in student.parameters():
         value.requires_grad_(id(value) not in frozen)
     module = nn.ModuleDict({"student": student})
     loss: Callable[[torch.Tensor], torch.Tensor]
-    if how.loss == "ted":
-        filters = _teacher_filters(teacher, chosen, ids_SL, how, work, report, is_stopped)
+    if learning.loss == "ted":
+        filters = _teacher_filters(teacher, chosen, ids_SL, learning, work, report, is_stopped)
         module["filters"] = filters
-        loss = _Ted(student, teacher, chosen, [one.detach().clone() for one in filters.parameters()], filters, how)
+        loss = _Ted(
+            student, teacher, chosen, [parameter.detach().clone() for parameter in filters.parameters()], filters, learning
+        )
     else:
-        loss = _Plain(student, teacher, how)
-    report.stage("Training the student", how.steps)
-    _train(module, lambda step: loss(_batch(ids_SL, how, step)), how.steps, how.rate, how, work, "student", report, is_stopped)
+        loss = _Plain(student, teacher, learning)
+    report.stage("Training the student", learning.steps)
+    _train(
+        module,
+        lambda step: loss(_batch(ids_SL, learning, step)),
+        learning.steps,
+        learning.rate,
+        learning,
+        work,
+        "student",
+        report,
+        is_stopped,
+    )
     student.requires_grad_(False)
 
 
 def _train(
-    module: nn.Module, loss: Callable[[int], torch.Tensor], steps: int, rate: float, how: Learning, work: Work, name: str,
+    module: nn.Module, loss: Callable[[int], torch.Tensor], steps: int, rate: float, learning: Learning, work: Work, name: str,
     report: Reporter, is_stopped: Callable[[], bool],
 ) -> None:  # fmt: skip
     def checked(step: int) -> torch.Tensor:
-        made = loss(step)
-        if not bool(made.isfinite()):
+        loss_value = loss(step)
+        if not bool(loss_value.isfinite()):
             raise CalibrationError(f"The loss of step {step} is not finite.", fix="Give a lower --rate, or look at the text.")
-        return made
+        return loss_value
 
-    schedule = Schedule(steps, rate, asdict(how) | {"part": name}, work.folder / f"{name}.train.safetensors")
+    schedule = Schedule(steps, rate, asdict(learning) | {"part": name}, work.folder / f"{name}.train.safetensors")
     if not run_steps(module, checked, schedule, lambda done, loss: report.at(done, f"loss {loss:.3f}"), is_stopped):
         raise Stopped
 
 
-def _batch(ids_SL: torch.Tensor, how: Learning, step: int) -> torch.Tensor:
+def _batch(ids_SL: torch.Tensor, learning: Learning, step: int) -> torch.Tensor:
     """Every epoch has an order of its own."""
     num = ids_SL.shape[0]
-    per_epoch = max(1, num // how.batch)
+    per_epoch = max(1, num // learning.batch)
     epoch, number = divmod(step, per_epoch)
-    order = torch.randperm(num, generator=torch.Generator().manual_seed(how.seed * 1_000_003 + epoch))
-    return ids_SL[order[number * how.batch : (number + 1) * how.batch]]
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(learning.seed * 1_000_003 + epoch))
+    return ids_SL[order[number * learning.batch : (number + 1) * learning.batch]]
 
 
 def distribution_loss(logits: torch.Tensor, true: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -146,7 +162,7 @@ class _Filter(nn.Module):
 
 
 def _teacher_filters(
-    teacher: Any, chosen: list[int], ids_SL: torch.Tensor, how: Learning, work: Work, report: Reporter,
+    teacher: Any, chosen: list[int], ids_SL: torch.Tensor, learning: Learning, work: Work, report: Reporter,
     is_stopped: Callable[[], bool],
 ) -> nn.ModuleList:  # fmt: skip
     """A filter for each chosen layer, so that norm and head make of its filtered states what they make of the last ones. A step
@@ -157,13 +173,15 @@ def _teacher_filters(
     def loss(step: int) -> torch.Tensor:
         number = step % len(chosen)
         with torch.no_grad():
-            made = teacher(input_ids=_batch(ids_SL, how, step).to(teacher.device), use_cache=False, output_hidden_states=True)
-        states = filters[number](made.hidden_states[chosen[number] + 1])
-        return distribution_loss(_to_logits(teacher, states), made.logits, how.temperature)
+            output = teacher(
+                input_ids=_batch(ids_SL, learning, step).to(teacher.device), use_cache=False, output_hidden_states=True
+            )
+        states = filters[number](output.hidden_states[chosen[number] + 1])
+        return distribution_loss(_to_logits(teacher, states), output.logits, learning.temperature)
 
-    steps = max(len(chosen), how.steps // 2)
+    steps = max(len(chosen), learning.steps // 2)
     report.stage("Training filters", steps)
-    _train(filters, loss, steps, _FILTER_RATE, how, work, "filters", report, is_stopped)
+    _train(filters, loss, steps, _FILTER_RATE, learning, work, "filters", report, is_stopped)
     return filters
 
 
@@ -184,10 +202,14 @@ class _Ted:
     how: Learning
 
     def __call__(self, ids_BL: torch.Tensor) -> torch.Tensor:
-        given: dict[str, Any] = {"input_ids": ids_BL.to(self.student.device), "use_cache": False, "output_hidden_states": True}
-        made = self.student(**given)
+        arguments: dict[str, Any] = {
+            "input_ids": ids_BL.to(self.student.device),
+            "use_cache": False,
+            "output_hidden_states": True,
+        }
+        made = self.student(**arguments)
         with torch.no_grad():
-            true = self.teacher(**given)
+            true = self.teacher(**arguments)
         distance = torch.zeros((), device=made.logits.device)
         for number, (layer, weight) in enumerate(zip(self.chosen, self.true_filters, strict=True)):
             if number + 1 == len(self.chosen):

@@ -25,5 +25,5 @@ def layout_class(name: str) -> type[Layout]:
         known = ", ".join([*LAYOUTS, GGUF])
         raise ConfigError(f"--format {name} is not known.", fix=f"Choose {known}.", param="format")
     module, _, cls = LAYOUTS[name].partition(":")
-    made: type[Layout] = getattr(importlib.import_module(f"tidemill.compress.layouts.{module}"), cls)
-    return made
+    found: type[Layout] = getattr(importlib.import_module(f"tidemill.compress.layouts.{module}"), cls)
+    return found

@@ -20,11 +20,11 @@ class BitsAndBytes(Layout):
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
         if isinstance(stored, TableWeight):
             return self._four_bits(name, stored)
-        one = self.integers(name, stored)
-        if one.bits != 8 or one.zeros_NG is not None or one.scales_NG.shape[1] > 1 or one.act_scale is not None:
+        weight = self.integers(name, stored)
+        if weight.bits != 8 or weight.zeros_NG is not None or weight.scales_NG.shape[1] > 1 or weight.act_scale is not None:
             raise self.refuse(name, "it is neither NF4 nor 8 bits per channel", "Choose --method llm-int8 or nf4.")
-        self._config = {"load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": one.threshold or 0.0}
-        return _bytes(name, one)
+        self._config = {"load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": weight.threshold or 0.0}
+        return _bytes(name, weight)
 
     def _four_bits(self, name: str, stored: TableWeight) -> dict[str, torch.Tensor]:
         codes = stored.codes_NK.reshape(-1)
@@ -36,16 +36,16 @@ class BitsAndBytes(Layout):
             "dtype": "float16",
             "shape": list(stored.codes_NK.shape),
         }
-        made = {
+        tensors = {
             "weight": (codes[0::2] << 4 | codes[1::2]).reshape(-1, 1),
             "weight.quant_map": stored.table,
             "weight.absmax": stored.nested_codes if stored.largest is None else stored.largest,
         }
         is_double = stored.nested_codes is not None
         if is_double:
-            made |= {"weight.nested_absmax": stored.nested_largest, "weight.nested_quant_map": stored.nested_table}
+            tensors |= {"weight.nested_absmax": stored.nested_largest, "weight.nested_quant_map": stored.nested_table}
             state |= {"nested_blocksize": stored.nested_block, "nested_dtype": "float32", "nested_offset": stored.nested_offset}
-        made["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         self._config = {
             "load_in_4bit": True,
             "load_in_8bit": False,
@@ -54,7 +54,7 @@ class BitsAndBytes(Layout):
             "bnb_4bit_compute_dtype": "float16",
             "bnb_4bit_quant_storage": "uint8",
         }
-        return {f"{name}.{part}": value for part, value in made.items() if value is not None}
+        return {f"{name}.{part}": value for part, value in tensors.items() if value is not None}
 
     def config(self) -> dict[str, Any]:
         return {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"], **self._config}

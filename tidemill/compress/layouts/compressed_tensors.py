@@ -22,13 +22,13 @@ class CompressedTensors(Layout):
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
         if isinstance(stored, Fp8Weight):
-            made, scheme = self._floats(name, stored)
+            tensors, scheme = self._floats(name, stored)
         else:
-            made, scheme = self._integers(name, self.integers(name, stored))
+            tensors, scheme = self._integers(name, self.integers(name, stored))
         if (act := getattr(stored, "act_scale", None)) is not None:
-            made["input_scale"] = torch.tensor([act], dtype=torch.float32)
+            tensors["input_scale"] = torch.tensor([act], dtype=torch.float32)
         self._groups.setdefault(repr(scheme), (scheme, []))[1].append(name)
-        return {f"{name}.{part}": value for part, value in made.items()}
+        return {f"{name}.{part}": value for part, value in tensors.items()}
 
     def check(self, name: str, stored: IntWeight) -> None:
         if stored.threshold is not None:
@@ -58,10 +58,10 @@ class CompressedTensors(Layout):
         if is_bytes:
             return {"weight": stored.codes_NK.to(torch.int8), **scales}, scheme | {"format": "int-quantized"}
         codes, zeros = unsigned(stored)
-        made = {"weight_packed": pack(codes, stored.bits), "weight_shape": torch.tensor([num_out, width]), **scales}
+        tensors = {"weight_packed": pack(codes, stored.bits), "weight_shape": torch.tensor([num_out, width]), **scales}
         if stored.zeros_NG is not None:
-            made["weight_zero_point"] = pack(zeros.t().contiguous(), stored.bits).t().contiguous()
-        return made, scheme | {"format": "pack-quantized"}
+            tensors["weight_zero_point"] = pack(zeros.t().contiguous(), stored.bits).t().contiguous()
+        return tensors, scheme | {"format": "pack-quantized"}
 
     def _floats(self, name: str, stored: Fp8Weight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         per = "channel" if stored.block_rows == 1 else "tensor" if stored.scales.numel() == 1 else "block"

@@ -93,16 +93,16 @@ class GGUFLayout:
 
     def _entries(self, work: Work, report: Reporter | None = None) -> Iterator[_Entry]:
         """In the file's order, so that a layer's results are read once."""
-        given: list[tuple[str, str, GGUFTensor | None]]
+        entries: list[tuple[str, str, GGUFTensor | None]]
         if self._described is None:
             tensors = [tensor for file in self._files for tensor in file.tensors.values()]
-            given = [(tensor.name, self._source.hf_name(tensor.name) or "", tensor) for tensor in tensors]
+            entries = [(tensor.name, self._source.hf_name(tensor.name) or "", tensor) for tensor in tensors]
         else:
-            given = [(stored, own, None) for own, stored in self._folder_names().items()]
+            entries = [(stored, own, None) for own, stored in self._folder_names().items()]
             for name, values in self._described.tensors.items():
                 yield _Entry(name, "F32", tuple(values.shape), values.float().numpy)
         at, stored, changed = -1, dict[str, Stored](), dict[str, torch.Tensor]()
-        for name, own, copied in given:
+        for name, own, copied in entries:
             number = self._layers.get(own, -1)
             if number >= 0 and number != at:
                 at, (stored, changed) = number, from_state(work.tensors(number))
@@ -137,8 +137,8 @@ class GGUFLayout:
         kind = "F32" if len(shape) < 2 else _FLOATS[self._dtype]
 
         def make() -> np.ndarray:
-            made = self._source.as_gguf(name, read())
-            typed = made if kind == "F32" else made.to(DTYPES[self._dtype])
+            tensor = self._source.as_gguf(name, read())
+            typed = tensor if kind == "F32" else tensor.to(DTYPES[self._dtype])
             if not bool(typed.isfinite().all()):
                 fix = "Give --out-dtype bfloat16 or float32."
                 raise ConfigError(f"Tensor {name} holds values that {self._dtype} does not.", fix=fix, param="out-dtype")

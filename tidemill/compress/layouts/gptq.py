@@ -53,18 +53,18 @@ class GPTQLayout(_Grouped):
         self._is_symmetric, self._is_ordered = True, False
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
-        one = self.integers(name, stored)
-        self.check(name, one)
-        codes, zeros = unsigned(one)
-        self._is_symmetric &= one.zeros_NG is None
-        self._is_ordered |= one.groups_K is not None
+        weight = self.integers(name, stored)
+        self.check(name, weight)
+        codes, zeros = unsigned(weight)
+        self._is_symmetric &= weight.zeros_NG is None
+        self._is_ordered |= weight.groups_K is not None
         # The first version of the layout holds zero points less 1, so that it has none of 0.
-        kept = zeros - 1 if one.zeros_NG is None else zeros
+        kept = zeros - 1 if weight.zeros_NG is None else zeros
         return {
-            f"{name}.qweight": pack(codes, one.bits).t().contiguous(),
-            f"{name}.qzeros": pack(kept.t().contiguous(), one.bits),
-            f"{name}.scales": one.scales_NG.t().to(torch.float16).contiguous(),
-            f"{name}.g_idx": one.column_groups().to(torch.int32),
+            f"{name}.qweight": pack(codes, weight.bits).t().contiguous(),
+            f"{name}.qzeros": pack(kept.t().contiguous(), weight.bits),
+            f"{name}.scales": weight.scales_NG.t().to(torch.float16).contiguous(),
+            f"{name}.g_idx": weight.column_groups().to(torch.int32),
         }
 
     def config(self) -> dict[str, Any]:
@@ -94,13 +94,13 @@ class AWQLayout(_Grouped):
             raise self.refuse(name, f"its {width} columns are no whole groups of {stored.group}", fix)
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
-        one = self.integers(name, stored)
-        self.check(name, one)
-        codes, zeros = unsigned(one)
+        weight = self.integers(name, stored)
+        self.check(name, weight)
+        codes, zeros = unsigned(weight)
         return {
             f"{name}.qweight": _interleaved(codes.t()),
             f"{name}.qzeros": _interleaved(zeros.t()),
-            f"{name}.scales": one.scales_NG.t().to(torch.float16).contiguous(),
+            f"{name}.scales": weight.scales_NG.t().to(torch.float16).contiguous(),
         }
 
     def config(self) -> dict[str, Any]:

@@ -26,5 +26,5 @@ def method_class(name: str) -> type[Method]:
     if name not in METHODS:
         raise ConfigError(f"--method {name} is not known.", fix=f"Choose {', '.join(METHODS)}.", param="method")
     module, _, cls = METHODS[name].partition(":")
-    made: type[Method] = getattr(importlib.import_module(f"tidemill.compress.methods.{module}"), cls)
-    return made
+    found: type[Method] = getattr(importlib.import_module(f"tidemill.compress.methods.{module}"), cls)
+    return found

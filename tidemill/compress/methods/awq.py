@@ -41,12 +41,12 @@ class AWQ(Method):
             if scales is not None:
                 changed |= fold.apply(job, scales)
                 found[fold.linears[0]].divide(scales)  # the others share it
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
             matrix, grid = matrix_of(module), self.grid(name)
             is_clipped = self["clip"] and grid.group >= 0 and not name.endswith(_NOT_CLIPPED)
-            made[name] = quantize(matrix, grid, clipped(matrix, grid, found[name]) if is_clipped else None)
-        return made, changed
+            stored[name] = quantize(matrix, grid, clipped(matrix, grid, found[name]) if is_clipped else None)
+        return stored, changed
 
     def _search(self, job: LayerJob, fold: Fold, found: dict[str, Inputs]) -> torch.Tensor | None:
         """The scales with the least error of outputs; None: none is better than without."""

@@ -19,7 +19,7 @@ Check = Callable[[Any], bool]
 
 
 def among(*allowed: Any) -> tuple[Check, str]:
-    return lambda value: value in allowed, ", ".join(str(one) for one in allowed)
+    return lambda value: value in allowed, ", ".join(str(value) for value in allowed)
 
 
 def between(low: float, high: float) -> tuple[Check, str]:
@@ -55,16 +55,16 @@ class Method(ABC):
     uses_text: ClassVar[bool] = False
     uses_truth: ClassVar[bool] = False
 
-    def __init__(self, given: dict[str, Any], bits_of: dict[str, int] | None = None) -> None:
+    def __init__(self, options: dict[str, Any], bits_of: dict[str, int] | None = None) -> None:
         """`bits_of`: of matrices whose bits differ from the option's."""
-        for key, value in given.items():
+        for key, value in options.items():
             if key not in self.defaults:
-                takes = ", ".join(_flag(one) for one in self.defaults)
+                takes = ", ".join(_flag(option) for option in self.defaults)
                 raise ConfigError(f"{_flag(key)} is no option of {self.name}.", fix=f"It takes {takes}.", param=key)
             check, allowed = self.limits.get(key, CHECKS[key])
             if not check(value):
                 raise ConfigError(f"{_flag(key)} is {value}.", fix=f"It must be {allowed}.", param=key)
-        self.options: dict[str, Any] = self.defaults | given
+        self.options: dict[str, Any] = self.defaults | options
         self.bits_of = bits_of or {}
         self.grids: dict[str, Grid] = {}  # of matrices that options do not decide
         self.has_offsets = False  # whether groups that are not symmetric begin anywhere, not at a multiple of their scale
@@ -94,14 +94,14 @@ class Method(ABC):
         """The matrix as it will be stored, without values; None: the method makes no integers."""
         if "symmetric" not in self.options:
             return None
-        grid, how = self.grid(name), self.options.get("activations", NONE)
+        grid, activations = self.grid(name), self.options.get("activations", NONE)
         width = grid.width(shape[1])
         empty = torch.empty(shape, device="meta")
-        one = IntWeight(grid.bits, empty, empty, width, zeros_NG=None if grid.symmetric else empty)
-        one.groups_K = empty if self.options.get("act_order") == "group" and grid.group > 0 else None
-        one.threshold, one.steps = self.options.get("threshold"), grid.steps or None
-        with_activations(one, how, 1.0 if self.options.get("static") else None, 127)
-        return one
+        weight = IntWeight(grid.bits, empty, empty, width, zeros_NG=None if grid.symmetric else empty)
+        weight.groups_K = empty if self.options.get("act_order") == "group" and grid.group > 0 else None
+        weight.threshold, weight.steps = self.options.get("threshold"), grid.steps or None
+        with_activations(weight, activations, 1.0 if self.options.get("static") else None, 127)
+        return weight
 
     @abstractmethod
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
@@ -109,10 +109,10 @@ class Method(ABC):
 
     def __call__(self, job: LayerJob) -> dict[str, torch.Tensor]:
         stored, state = self.quantize(job)
-        for name, one in stored.items():
-            set_matrix(job.linears[name], one.dequantize())
-            state |= one.to_state(name)
-            act = activations_of(one)
+        for name, weight in stored.items():
+            set_matrix(job.linears[name], weight.dequantize())
+            state |= weight.to_state(name)
+            act = activations_of(weight)
             if act is not None:
                 job.act[name] = act
         return state
@@ -129,13 +129,13 @@ def activations_of(stored: Stored) -> Quantizer | None:
     return None
 
 
-def with_activations(one: IntWeight | Fp8Weight, how: str, largest: float | None, most: int) -> None:
+def with_activations(weight: IntWeight | Fp8Weight, activations: str, largest: float | None, most: int) -> None:
     """`largest`: absolute value of the calibration text's activations, if their scale is static."""
-    if how == NONE:
+    if activations == NONE:
         return
-    one.act_per = int(how == TOKEN)
-    if largest is not None and how == TENSOR:
-        one.act_scale = max(largest / most, 1e-10)
+    weight.act_per = int(activations == TOKEN)
+    if largest is not None and activations == TENSOR:
+        weight.act_scale = max(largest / most, 1e-10)
 
 
 def _flag(option: str) -> str:

@@ -50,8 +50,8 @@ class Fold:
             matrix[self.rows] /= own[:, None]
             set_matrix(self.before, matrix)
         else:
-            one = 1.0 if _adds_one(self.before) else 0.0
-            weight.data.copy_((weight.data + one) / own - one)
+            offset = 1.0 if _adds_one(self.before) else 0.0
+            weight.data.copy_((weight.data + offset) / own - offset)
             changed[f"{name}.weight"] = weight.data
         bias = getattr(self.before, "bias", None)
         if isinstance(bias, torch.Tensor):
@@ -73,8 +73,8 @@ def folds(job: LayerJob) -> Iterator[Fold]:
     second = children.get("pre_feedforward_layernorm") or (
         first and children.get("post_attention_layernorm", children.get("ln_2"))
     )
-    attention = [linears[one] for one in _OF_ATTENTION if one in linears]
-    mlp = [linears[one] for one in _OF_MLP if one in linears]
+    attention = [linears[name] for name in _OF_ATTENTION if name in linears]
+    mlp = [linears[name] for name in _OF_MLP if name in linears]
     if any("expert" in name for name in job.linears):
         mlp = []  # a router has the same inputs
     if first is not None and attention:

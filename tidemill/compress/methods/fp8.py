@@ -25,12 +25,12 @@ class FP8(Method):
 
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
         found = collect(job) if self.needs_text else {}
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
-            one = to_fp8(matrix_of(module), self["weights"])
-            with_activations(one, self["activations"], found[name].largest if name in found else None, int(MOST))
-            made[name] = one
-        return made, {}
+            weight = to_fp8(matrix_of(module), self["weights"])
+            with_activations(weight, self["activations"], found[name].largest if name in found else None, int(MOST))
+            stored[name] = weight
+        return stored, {}
 
 
 def to_fp8(matrix_NK: torch.Tensor, per: str) -> Fp8Weight:

@@ -33,15 +33,15 @@ class GPTQ(Method):
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
         found = collect(job, moments=True)
         factors: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
             moments = found[name].moments_KK
             assert moments is not None
             key = id(moments), self["act_order"] != "off"
             if key not in factors:
                 factors = {key: factor(moments, key[1], self["damping"])}
-            made[name] = gptq(matrix_of(module), *factors[key], self.grid(name), self["act_order"])
-        return made, {}
+            stored[name] = gptq(matrix_of(module), *factors[key], self.grid(name), self["act_order"])
+        return stored, {}
 
 
 def factor(moments_KK: torch.Tensor, is_ordered: bool, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +106,6 @@ def gptq(matrix_NK: torch.Tensor, order_K: torch.Tensor, upper_KK: torch.Tensor,
             errors[:, i] = error
         rest[:, end:] -= errors @ upper_KK[begin:end, end:]
     inverse = torch.argsort(order_K)
-    made = as_stored(codes[:, inverse], scales, zeros, width, grid)
-    made.groups_K = groups[inverse].int() if by_order else None
-    return made
+    stored = as_stored(codes[:, inverse], scales, zeros, width, grid)
+    stored.groups_K = groups[inverse].int() if by_order else None
+    return stored

@@ -35,23 +35,23 @@ class Inputs:
 
 def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> dict[str, Inputs]:
     """By linear."""
-    made: dict[str, Inputs] = {}
+    inputs: dict[str, Inputs] = {}
     last = torch.empty(0)  # held, so that its address is not that of another tensor meanwhile
     owner = ""
 
     def see(name: str, x_TK: torch.Tensor) -> None:
         nonlocal last, owner
         is_last = (x_TK.data_ptr(), x_TK.shape) == (last.data_ptr(), last.shape)
-        if is_last and (name not in made or made[name] is made[owner]):  # what the linear before got, too
-            made[name] = made[owner]
+        if is_last and (name not in inputs or inputs[name] is inputs[owner]):  # what the linear before got, too
+            inputs[name] = inputs[owner]
             return
         last, owner = x_TK, name
         largest, mean = x_TK.abs().amax(0), x_TK.abs().sum(0)
-        if name not in made:
+        if name not in inputs:
             zeros = torch.zeros_like(mean)
             square = torch.zeros(mean.numel(), mean.numel(), device=mean.device) if moments else None
-            made[name] = Inputs(0, zeros, zeros, zeros, square, x_TK[:0])
-        own = made[name]
+            inputs[name] = Inputs(0, zeros, zeros, zeros, square, x_TK[:0])
+        own = inputs[name]
         own.num_tokens += x_TK.shape[0]
         own.largest_K, own.mean_K = torch.maximum(own.largest_K, largest), own.mean_K + mean
         own.squares_K = own.squares_K + x_TK.square().sum(0)
@@ -62,16 +62,16 @@ def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> di
             own.sample_TK = torch.cat([own.sample_TK, x_TK[::stride]])[:num_samples]
 
     job.observe(see)
-    if unseen := job.linears.keys() - made:
+    if unseen := job.linears.keys() - inputs:
         raise CalibrationError(
             f"The inputs of {min(unseen)} cannot be observed: the model does not call it as a linear.",
             fix="Choose a method that needs no calibration text: quantize --method rtn, prune --method magnitude.",
         )
-    for name, own in {id(one): (name, one) for name, one in made.items()}.values():
+    for name, own in {id(own): (name, own) for name, own in inputs.items()}.values():
         if not bool(own.mean_K.isfinite().all()):
             raise CalibrationError(f"Inputs of {name} are not finite.", fix="Is the checkpoint whole? Try tidemill generate.")
         own.mean_K = own.mean_K / max(own.num_tokens, 1)
-    return made
+    return inputs
 
 
 def output_error(error_NK: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -38,7 +38,7 @@ def nf4(matrix_NK: torch.Tensor, block: int, is_double: bool) -> TableWeight:
     flat = matrix_NK.reshape(-1)
     padded = torch.cat([flat, flat.new_zeros(-flat.numel() % block)]).view(-1, block)
     largest = padded.abs().amax(1).clamp(min=1e-12)
-    made = TableWeight(torch.empty(0), NF4_TABLE.to(flat.device), block, largest)
+    weight = TableWeight(torch.empty(0), NF4_TABLE.to(flat.device), block, largest)
     if is_double:
         offset = largest.mean()
         shifted = largest - offset
@@ -46,11 +46,11 @@ def nf4(matrix_NK: torch.Tensor, block: int, is_double: bool) -> TableWeight:
         of_parts = parts.abs().amax(1).clamp(min=1e-12)
         table = dynamic_table().to(flat.device)
         codes = nearest(parts / of_parts[:, None], table).view(-1)[: largest.numel()]
-        made.largest, made.nested_codes, made.nested_table = None, codes.to(torch.uint8), table
-        made.nested_largest, made.nested_block, made.nested_offset = of_parts, _NESTED_BLOCK, float(offset)
-    scaled = padded / made.of_blocks()[:, None]
-    made.codes_NK = nearest(scaled, made.table).to(torch.uint8).view(-1)[: flat.numel()].view(matrix_NK.shape)
-    return made
+        weight.largest, weight.nested_codes, weight.nested_table = None, codes.to(torch.uint8), table
+        weight.nested_largest, weight.nested_block, weight.nested_offset = of_parts, _NESTED_BLOCK, float(offset)
+    scaled = padded / weight.of_blocks()[:, None]
+    weight.codes_NK = nearest(scaled, weight.table).to(torch.uint8).view(-1)[: flat.numel()].view(matrix_NK.shape)
+    return weight
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -59,9 +59,9 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def dynamic_table() -> torch.Tensor:
     """256 numbers from -1 to 1: a sign, a decimal exponent in unary, and the fraction in the bits that are left."""
-    made = [0.0, 1.0]
+    values = [0.0, 1.0]
     for exponent in range(_EXPONENTS):
         edges = torch.linspace(0.1, 1.0, 2**exponent + 1, dtype=torch.float64)
         for value in ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (exponent - _EXPONENTS + 1)).tolist():
-            made += [value, -value]
-    return torch.tensor(sorted(made), dtype=torch.float64).float()
+            values += [value, -value]
+    return torch.tensor(sorted(values), dtype=torch.float64).float()

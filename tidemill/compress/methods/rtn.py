@@ -23,13 +23,13 @@ class RoundToNearest(Method):
 
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
         found = collect(job) if self.needs_text else {}
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
-            one = quantize(matrix_of(module), self.grid(name))
-            with_activations(one, self["activations"], found[name].largest if name in found else None, 127)
-            one.threshold = self.options.get("threshold")
-            made[name] = one
-        return made, {}
+            weight = quantize(matrix_of(module), self.grid(name))
+            with_activations(weight, self["activations"], found[name].largest if name in found else None, 127)
+            weight.threshold = self.options.get("threshold")
+            stored[name] = weight
+        return stored, {}
 
 
 class LLMInt8(RoundToNearest):
@@ -39,6 +39,6 @@ class LLMInt8(RoundToNearest):
     defaults: ClassVar[dict[str, Any]] = {"threshold": 6.0}
     formats = ("bitsandbytes",)
 
-    def __init__(self, given: dict[str, Any], bits_of: dict[str, int] | None = None) -> None:
-        super().__init__(given)
+    def __init__(self, options: dict[str, Any], bits_of: dict[str, int] | None = None) -> None:
+        super().__init__(options)
         self.options |= {"bits": 8, "weights": CHANNEL, "symmetric": True, "activations": TOKEN}

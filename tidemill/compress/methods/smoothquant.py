@@ -37,13 +37,13 @@ class SmoothQuant(Method):
             if scales is not None:
                 changed |= fold.apply(job, scales)
                 found[fold.linears[0]].divide(scales)
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
-            one = quantize(matrix_of(module), self.grid(name))
+            weight = quantize(matrix_of(module), self.grid(name))
             is_static = self["static"] and self["activations"] == TENSOR
-            with_activations(one, self["activations"], found[name].largest if is_static else None, 127)
-            made[name] = one
-        return made, changed
+            with_activations(weight, self["activations"], found[name].largest if is_static else None, 127)
+            stored[name] = weight
+        return stored, changed
 
     def _search(self, job: LayerJob, fold: Fold, found: dict[str, Inputs]) -> torch.Tensor | None:
         inputs = found[fold.linears[0]]

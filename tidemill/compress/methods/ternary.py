@@ -37,12 +37,12 @@ class Ternary(Method):
             rounding = {name: lambda matrix: _fake(matrix, self._width(matrix)) for name in job.linears}
             act = {} if self["activations"] == NONE else {name: lambda x: fake_activations(x, True) for name in job.linears}
             tune(job, rounding, act, self["steps"], self["rate"])
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
-            one = ternary(matrix_of(module), self._width(matrix_of(module)))
-            with_activations(one, self["activations"], None, 127)
-            made[name] = one
-        return made, {}
+            weight = ternary(matrix_of(module), self._width(matrix_of(module)))
+            with_activations(weight, self["activations"], None, 127)
+            stored[name] = weight
+        return stored, {}
 
     def _width(self, matrix_NK: torch.Tensor) -> int:
         grid = self.grid("")

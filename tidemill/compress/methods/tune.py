@@ -23,7 +23,7 @@ def tune(job: LayerJob, rounding: Mapping[str, Rounding], act: Mapping[str, Quan
     assert job.target is not None
     before = {name: matrix_of(module).clone() for name, module in job.linears.items()}
     learned = {name: matrix.clone().requires_grad_(True) for name, matrix in before.items()}
-    groups = [{"params": [one], "lr": rate * float(before[name].abs().mean())} for name, one in learned.items()]
+    groups = [{"params": [parameter], "lr": rate * float(before[name].abs().mean())} for name, parameter in learned.items()]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / max(steps, 1))))
     with _linears_as(job, learned, rounding, act):

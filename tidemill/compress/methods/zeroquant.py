@@ -32,9 +32,9 @@ class ZeroQuant(Method):
             rounding = {name: partial(fake, grid=self.grid(name)) for name in job.linears}
             act = {} if self["activations"] == NONE else {name: lambda x: fake_activations(x, True) for name in rounding}
             tune(job, rounding, act, self["steps"], self["rate"])
-        made: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name, module in job.linears.items():
-            one = quantize(matrix_of(module), self.grid(name))
-            with_activations(one, self["activations"], None, 127)
-            made[name] = one
-        return made, {}
+            weight = quantize(matrix_of(module), self.grid(name))
+            with_activations(weight, self["activations"], None, 127)
+            stored[name] = weight
+        return stored, {}

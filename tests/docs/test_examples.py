@@ -222,9 +222,9 @@ def test_curl_is_run(block, folder, roomy):
 
 
 def test_the_table_of_fields_without_effect():
-    from tidemill.server.api import fields_doc
+    from tidemill.cli import fields_doc
 
     pages = [page for page in DOCS.rglob("*.md") if fields_doc.BEGIN in page.read_text()]
     assert [name(page) for page in pages if fields_doc.table() in page.read_text()], (
-        "python -m tidemill.server.api.fields_doc"
+        "python -m tidemill.cli.fields_doc"
     )

@@ -12,8 +12,8 @@ from tidemill.engine import adapter_names, inbox
 from tidemill.events import Event
 from tidemill.frontend import structured
 from tidemill.server.api.openai import types
-from tidemill.server.generation import conversation, logprobs, prompts, service
-from tidemill.server.http import body, connections, context
+from tidemill.server.generation import logprobs, prompts, service
+from tidemill.server.http import context, limits
 from tidemill.server.observe import live
 from tidemill.server.store import batch_lines
 
@@ -41,11 +41,11 @@ def test_every_event_has_an_occasion():
 @pytest.mark.parametrize(
     ("row", "limit"),
     [
-        ("body", f"{body.MAX_BODY_BYTES >> 20} MiB"),
-        ("file", f"{body.MAX_UPLOAD_BYTES >> 20} MiB"),
-        ("objects, lists and members of a body", f"{body.MAX_PARTS:,}"),
-        ("items of a body, such as token ids", f"{body.MAX_ITEMS:,}"),
-        ("messages", f"{conversation.MAX_MESSAGES:,}"),
+        ("body", f"{limits.MAX_BODY_BYTES >> 20} MiB"),
+        ("file", f"{limits.MAX_UPLOAD_BYTES >> 20} MiB"),
+        ("objects, lists and members of a body", f"{limits.MAX_PARTS:,}"),
+        ("items of a body, such as token ids", f"{limits.MAX_ITEMS:,}"),
+        ("messages", f"{limits.MAX_MESSAGES:,}"),
         ("prompts times samples", f"{prompts.MAX_CHOICES}"),
         ("texts of one embedding, rerank or score request", f"{prompts.MAX_INPUTS:,}"),
         ("log-probabilities of one response", f"{logprobs.MAX_LOGPROB_CELLS:,}"),
@@ -57,9 +57,9 @@ def test_every_event_has_an_occasion():
         ("batch", f"{batch_lines.MAX_LINES:,} lines of {batch_lines.MAX_LINE_BYTES >> 20} MiB"),
         ("adapters", f"{adapter_names.MAX_ADAPTERS:,}"),
         ("live views", f"{live.MAX_WATCHERS}"),
-        ("connections", f"{connections.MAX_CONNECTIONS:,}"),
-        ("idle connections of one address", f"{connections.MAX_IDLE_PER_ADDRESS:,}"),
-        ("headers", f"{connections.MAX_HEADER_BYTES >> 10} KiB"),
+        ("connections", f"{limits.MAX_CONNECTIONS:,}"),
+        ("idle connections of one address", f"{limits.MAX_IDLE_PER_ADDRESS:,}"),
+        ("headers", f"{limits.MAX_HEADER_BYTES >> 10} KiB"),
     ],
 )
 def test_limits_are_those_of_the_code(row, limit):

@@ -20,23 +20,25 @@ from tidemill.errors import Draining, InvalidRequest, QueueFull, RequestTooLarge
 from tidemill.router.request import MAX_CACHED_HEAD_BYTES, CachedHead, Request
 from tidemill.router.upstream import Headers
 from tidemill.server.http.access import Caller
-from tidemill.server.http.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
-from tidemill.server.http.connections import (
+from tidemill.server.http.errors import error_body, format_error, headers_of
+from tidemill.server.http.limits import (
+    BODY_WITHIN_S,
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,
     KEEP_ALIVE_SPARE_S,
+    MAX_BODY_BYTES,
+    MAX_BUFFERED_BYTES,
     MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_OPEN_BODY_BYTES,
+    MAX_PIPELINED,
+    MAX_UPLOAD_BYTES,
+    PART_WITHIN_S,
     READ_WITHIN_S,
     REST_WITHIN_S,
 )
-from tidemill.server.http.errors import error_body, format_error, headers_of
 from tidemill.server.http.target import path_of
 
-BODY_WITHIN_S, PART_WITHIN_S = 120.0, 20.0  # all of a body, and the next part of it
-MAX_HEADERS = 256
-MAX_PIPELINED = 16  # requests that wait for the response to the one before
-MAX_OPEN_BODY_BYTES = 4096  # of a request without a key, where keys are needed
-MAX_BUFFERED_BYTES = 2**30  # of the bodies of all requests together
 _SWEEP_EVERY_S = 1.0
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}

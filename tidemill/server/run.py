@@ -38,14 +38,9 @@ from tidemill.server.generation.retention import Pins
 from tidemill.server.generation.service import ResponseDefaults, Service
 from tidemill.server.http.access import Access
 from tidemill.server.http.aside import switch_often
-from tidemill.server.http.connections import (
-    KEEP_ALIVE_S,
-    KEEP_ALIVE_SPARE_S,
-    BoundedProtocol,
-    Connections,
-    max_connections,
-)
+from tidemill.server.http.connections import BoundedProtocol, Connections, max_connections
 from tidemill.server.http.context import RequestLog
+from tidemill.server.http.limits import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S
 from tidemill.server.http.listen import Listen
 from tidemill.server.observe.advice import Advisor
 from tidemill.server.observe.explain import AnyExplainer, Explainer, ExplainerOfReplicas

@@ -11,7 +11,6 @@ from typing import Any
 from tidemill.frontend.parsers.model_format import SWITCHES
 from tidemill.server.http.context import RequestContext
 
-MAX_MESSAGES = 2**14
 # For templates that know low, medium and high only.
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 

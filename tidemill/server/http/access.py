@@ -22,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.sched.request import BACKGROUND
 from tidemill.server import page
-from tidemill.server.http.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.http.context import RequestContext
 from tidemill.server.http.errors import error_body, format_error, headers_of
+from tidemill.server.http.limits import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.http.target import path_of
 
 OPEN_PATHS = (

@@ -32,16 +32,16 @@ from tidemill.errors import InvalidRequest, RequestTooLarge
 from tidemill.sampling import ABOVE, INTEGERS, REALS
 from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
+from tidemill.server.http.limits import (
+    BODY_WITHIN_S,
+    MAX_BODY_BYTES,
+    MAX_ITEMS,
+    MAX_PARTS,
+    PART_WITHIN_S,
+)
 from tidemill.server.http.responses import ClientGone
 
 M = TypeVar("M", bound=BaseModel)
-MAX_BODY_BYTES = 8 * 2**20
-MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
-# Parsing a body keeps the event loop from others for some calls of a library, so the number of its
-# parts is bounded. A text with
-# more of these characters would hardly fit a context.
-MAX_PARTS = 2**16  # objects, lists and members
-MAX_ITEMS = 2**19  # such as token ids
 _MAX_MISTAKES = 1000  # that are looked at one by one
 _FEW_MISTAKES = 4  # of which the values are looked at, too
 _MAX_SHOWN = 100  # characters of a value in an error
@@ -64,9 +64,6 @@ _BESIDES_JSON: dict[str, tuple[str, dict[str, Any]]] = {
     "embed_dtype": ("application/octet-stream", {"type": "string", "format": "binary"}),
 }
 _BY_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send for web pages
-_NEXT_PART_WITHIN_S = 20.0
-_ALL_WITHIN_S = 120.0
-UPLOAD_WITHIN_S = 3600.0
 
 
 UnsignedSeed = Annotated[
@@ -158,7 +155,7 @@ async def raw_body(request: Request, untyped: bool = False) -> bytes:
             f"The content encoding {coding[:100]!r} is not supported.",
             fix="Send the body uncompressed.",
         )
-    return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
+    return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, BODY_WITHIN_S)])
 
 
 def is_too_much(body: bytes) -> bool:
@@ -199,9 +196,7 @@ async def parts_of(
     stream, end = request.stream(), time.monotonic() + within_s
     while True:
         try:
-            part = await asyncio.wait_for(
-                anext(stream), min(_NEXT_PART_WITHIN_S, end - time.monotonic())
-            )
+            part = await asyncio.wait_for(anext(stream), min(PART_WITHIN_S, end - time.monotonic()))
         except StopAsyncIteration:
             return
         except ClientDisconnect:
@@ -209,7 +204,7 @@ async def parts_of(
         except TimeoutError:
             raise TooSlow(
                 f"A body must arrive within {within_s:.0f} s, and each part of it within "
-                f"{_NEXT_PART_WITHIN_S:.0f} s."
+                f"{PART_WITHIN_S:.0f} s."
             ) from None
         num_bytes += len(part)
         if num_bytes > max_bytes:

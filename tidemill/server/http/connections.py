@@ -12,16 +12,18 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemill.server.http.body import MAX_BODY_BYTES
+from tidemill.server.http.limits import (
+    HEADERS_WITHIN_S,
+    KEEP_ALIVE_S,
+    KEEP_ALIVE_SPARE_S,
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_HEADER_BYTES,
+    MAX_IDLE_PER_ADDRESS,
+    READ_WITHIN_S,
+    REST_WITHIN_S,
+)
 
-MAX_HEADER_BYTES = 64 * 1024
-HEADERS_WITHIN_S = 10.0
-REST_WITHIN_S = 5.0  # of a body whose response was complete before it was all there
-READ_WITHIN_S = 60.0  # some of a response, by a client that is behind
-KEEP_ALIVE_S = 75.0  # an idle connection, as clients see it in the Keep-Alive header
-KEEP_ALIVE_SPARE_S = 5.0  # longer than that: a request sent in the last moment still arrives
-MAX_CONNECTIONS = 8192
-MAX_IDLE_PER_ADDRESS = 1024  # connections without a request under way
 _MAX_FILES = 2**16  # that this process asks for
 _RESERVED_FILES = 256  # which connections leave to engine restarts, workers and storage
 _CLOSE = b"connection: close\r\ncontent-length: 0\r\n\r\n"

@@ -11,7 +11,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import FileResponse, Response
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.http.body import MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S, NotJSON, parts_of
+from tidemill.server.http.body import NotJSON, parts_of
+from tidemill.server.http.limits import MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S
 from tidemill.server.http.responses import json_response
 from tidemill.server.store.storage import Storage, Upload, file_object
 

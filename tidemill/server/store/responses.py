@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.http.aside import LARGE_BYTES, encoded
+from tidemill.server.http.limits import MAX_MESSAGES
 
 _json = msgspec.json.Encoder().encode
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 * 2**20  # of one tenant

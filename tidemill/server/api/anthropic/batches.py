@@ -17,7 +17,8 @@ from starlette.responses import Response, StreamingResponse
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.http.aside import aside
-from tidemill.server.http.body import MAX_PARTS, Body, body_of, schema_of
+from tidemill.server.http.body import Body, body_of, schema_of
+from tidemill.server.http.limits import MAX_PARTS
 from tidemill.server.http.responses import json_response
 from tidemill.server.store import batch_lines
 from tidemill.server.store.batches import Batches, BatchRequest, ExpiresAfter

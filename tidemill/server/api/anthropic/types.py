@@ -11,9 +11,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import Grammar, SamplingParams, closed
-from tidemill.server.generation.conversation import MAX_MESSAGES, template_tools, with_one_system
+from tidemill.server.generation.conversation import template_tools, with_one_system
 from tidemill.server.generation.retention import ANY_MESSAGE, CacheControl
 from tidemill.server.http.body import Body
+from tidemill.server.http.limits import MAX_MESSAGES
 
 _BILLING = (
     "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request

@@ -11,7 +11,6 @@ from tidemill.errors import InvalidRequest
 from tidemill.server.api.openai.codec import OpenAICodec, check_choices
 from tidemill.server.api.openai.messages import Message
 from tidemill.server.api.openai.types import ChatRequest
-from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.custom_tools import custom_input
 from tidemill.server.generation.logprobs import as_list, cells, openai_logprobs
 from tidemill.server.generation.message import Part, PartEvent
@@ -19,6 +18,7 @@ from tidemill.server.generation.prompts import MAX_CHOICES, truncated
 from tidemill.server.generation.request import Choice, Generation, Output, Prompt
 from tidemill.server.generation.retention import mark_leases
 from tidemill.server.http.body import Body
+from tidemill.server.http.limits import MAX_MESSAGES
 
 
 class ChatCodec(OpenAICodec):

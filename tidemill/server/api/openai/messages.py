@@ -9,10 +9,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.generation.conversation import MAX_MESSAGES, template_tools
+from tidemill.server.generation.conversation import template_tools
 from tidemill.server.generation.custom_tools import custom_function
 from tidemill.server.generation.retention import ANY_MESSAGE, CacheControl, read_mark
 from tidemill.server.http.body import Body
+from tidemill.server.http.limits import MAX_MESSAGES
 
 
 class CalledFunction(Body):

@@ -27,7 +27,6 @@ from tidemill.sampling import (
     closed,
 )
 from tidemill.server.api.openai.messages import ChatMessages, Message, NamedTool, Tool, check_ends
-from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.custom_tools import check_forced
 from tidemill.server.generation.prompts import MAX_INPUTS, PromptField, one_kind
 from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
@@ -36,6 +35,7 @@ from tidemill.server.generation.vectors import EmbedDType, Endianness
 from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
 from tidemill.server.http.body import Body
 from tidemill.server.http.context import ID_PATTERN
+from tidemill.server.http.limits import MAX_MESSAGES
 
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.api.responses.types import Items, Metadata, make_id, messages_of, stored_item
-from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.http.aside import aside
 from tidemill.server.http.body import Body, body_of, schema_of
+from tidemill.server.http.limits import MAX_MESSAGES
 from tidemill.server.http.responses import json_response
 from tidemill.server.store.files import read_limit
 from tidemill.server.store.responses import Item, Store, Stored, Unknown, page_of

@@ -21,13 +21,13 @@ from tidemill.sampling import (
     SamplingParams,
     closed,
 )
-from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.custom_tools import check_forced, custom_function
 from tidemill.server.generation.retention import MAX_KEY_CHARS, Retention
 from tidemill.server.generation.sampling import biases
 from tidemill.server.http.access import LEAST_URGENT, MOST_URGENT
 from tidemill.server.http.body import Body
 from tidemill.server.http.context import ID_PATTERN
+from tidemill.server.http.limits import MAX_MESSAGES
 
 MAX_REFERENCES = 128  # to stored items, in one request
 # Tools that run at OpenAI or in a client's program, and that a model may do without.

@@ -16,7 +16,6 @@ from tidemill.errors import InvalidRequest
 from tidemill.kv_policy import KVPolicy
 from tidemill.sampling import SamplingParams
 from tidemill.server.api.openai.messages import ChatMessages, Message, Tool
-from tidemill.server.generation.conversation import MAX_MESSAGES
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.retention import (
     NameTaken,
@@ -29,6 +28,7 @@ from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body, body_of, schema_of
 from tidemill.server.http.context import ID_PATTERN
+from tidemill.server.http.limits import MAX_MESSAGES
 from tidemill.server.http.responses import until_disconnect
 
 DEFAULT_TTL_S, MAX_TTL_S = 3600, 7 * 86400

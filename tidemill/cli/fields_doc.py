@@ -1,5 +1,5 @@
 """The table of docs/reference/api/index.md that lists fields without effect: python -m
-tidemill.server.api.fields_doc"""
+tidemill.cli.fields_doc"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.server.generation.sampling import NEUTRAL
 from tidemill.server.http.body import Body
 
 BEGIN, END = (
-    "<!-- Made by `python -m tidemill.server.api.fields_doc`. -->",
+    "<!-- Made by `python -m tidemill.cli.fields_doc`. -->",
     "<!-- End of the table. -->",
 )
 _APIS = {

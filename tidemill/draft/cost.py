@@ -44,11 +44,11 @@ def step_seconds(runner: CpuRunner, most: int, repeats: int = 30) -> list[float]
     model = runner.model
     assert isinstance(model, CausalLM)
     context = _context(runner)
-    made = []
+    seconds = []
     for num in range(1, most + 1):
         batch = batch_of(runner, [0] * (context + num), context)
-        made.append(_fastest_s(lambda batch=batch: model.logits(runner.forward(batch)), repeats))  # type: ignore[misc]
-    return made
+        seconds.append(_fastest_s(lambda batch=batch: model.logits(runner.forward(batch)), repeats))  # type: ignore[misc]
+    return seconds
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ class Costs:
 
 def acceptance(drafted: Sequence[Drafted]) -> list[float]:
     """The share of places where the first 1, 2, ... drafts are all right."""
-    right = torch.cat([one.is_right for one in drafted]).cumprod(1).double()
+    right = torch.cat([part.is_right for part in drafted]).cumprod(1).double()
     return [round(share, 4) for share in right.mean(0).tolist()] if len(right) else []
 
 
@@ -86,13 +86,13 @@ def speed(drafted: Sequence[Drafted], costs: Costs, least: float) -> float:
     """Tokens in the time of one plain step, along the texts, if a draft is made while those before it and it are right with a
     probability of at least `least`, by the head's own account. 1 is the speed without drafts."""
     tokens, seconds = 0, 0.0
-    for one in drafted:
-        num_good = (one.probs.cumprod(1) >= least).cumprod(1).sum(1).clamp(max=len(costs.steps_s) - 1).tolist()
-        num_right = one.is_right.cumprod(1)
+    for part in drafted:
+        num_good = (part.probs.cumprod(1) >= least).cumprod(1).sum(1).clamp(max=len(costs.steps_s) - 1).tolist()
+        num_right = part.is_right.cumprod(1)
         place = 0
         while place < len(num_good):
             num = num_good[place]
-            num_made = 1 if costs.at_once else min(num + 1, one.probs.shape[1])  # the last one made is not good enough
+            num_made = 1 if costs.at_once else min(num + 1, part.probs.shape[1])  # the last one made is not good enough
             seconds += costs.steps_s[num] + costs.draft_s * num_made
             accepted = int(num_right[place, :num].sum()) if num else 0
             tokens += accepted + 1

@@ -30,12 +30,12 @@ def guesses(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> 
     if isinstance(head, MedusaHeads):
         return list(enumerate(head(batch.inputs_BTH), 1))  # all heads, always
     assert isinstance(head, EagleHead)
-    made, states, cache = [], batch.inputs_BTH, Cache()
+    shifted, states, cache = [], batch.inputs_BTH, Cache()
     for shift in range(1, num_guesses + 1):
         ids_BT = F.pad(batch.ids_BT[:, shift:], (0, shift))
         states = head(target.embed(ids_BT), states, cache)
-        made.append((shift, states))
-    return made
+        shifted.append((shift, states))
+    return shifted
 
 
 def loss_of(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> torch.Tensor:
@@ -67,13 +67,13 @@ class Drafted:
 @torch.inference_mode()
 def draft_along(head: DraftHead, target: Target, batch: Batch, num_drafts: int) -> Drafted:
     """The drafts along the one sequence of a batch."""
-    made = guesses(head, target, batch, num_drafts)[:num_drafts]
+    shifted = guesses(head, target, batch, num_drafts)[:num_drafts]
     if isinstance(head, ExitHead):  # each draft is an exit of its own, a position on from the one before
-        made = [(shift, torch.roll(made[0][1], -shift, 1)) for shift in range(1, num_drafts + 1)]
+        shifted = [(shift, torch.roll(shifted[0][1], -shift, 1)) for shift in range(1, num_drafts + 1)]
     (places,) = batch.learned_BT[0].nonzero(as_tuple=True)
-    places = places[places + len(made) + 1 < batch.ids_BT.shape[1]]
+    places = places[places + len(shifted) + 1 < batch.ids_BT.shape[1]]
     right, probs = [], []
-    for shift, states_BTH in made:
+    for shift, states_BTH in shifted:
         best = target.logits(states_BTH[0, places]).softmax(-1).max(-1)
         right.append(target.ids_D[best.indices] == batch.ids_BT[0, places + shift + 1])
         probs.append(best.values)

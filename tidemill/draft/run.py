@@ -107,16 +107,16 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
             "acceptance": acceptance(drafted),
             "least_probability": least,
             "speed": speed,
-            "step_costs": [round(one / steps_s[0], 3) for one in steps_s],
+            "step_costs": [round(step_s / steps_s[0], 3) for step_s in steps_s],
             "draft_cost": round(costs.draft_s / steps_s[0], 3),
-            "held_out_tokens": sum(len(one.probs) for one in drafted),
+            "held_out_tokens": sum(len(part.probs) for part in drafted),
         }
         results.append((speed, head, measured))
-    learned = sum(one.num_learned for one in sequences)
+    learned = sum(example.num_learned for example in sequences)
     text = {"text": "its own" if options.data is None else options.data.name, "text_tokens": learned}
     if len(layers) > 1:
         _save_exits(options.out, results, target, text)
-    _, head, measured = max(results, key=lambda one: one[0])
+    _, head, measured = max(results, key=lambda result: result[0])
     about = measured | text
     save_draft(options.out, head, target, about)
     shutil.rmtree(work)
@@ -154,14 +154,14 @@ def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
 
 def _digest(model: CausalLM, sequences: list[Example]) -> str:
     """A digest of everything that hidden states depend on."""
-    made = hashlib.sha256(digest_of(model).encode())
-    for one in sequences:
-        made.update(json.dumps([one.start, *one.ids]).encode())
-    return made.hexdigest()[:16]
+    digest = hashlib.sha256(digest_of(model).encode())
+    for example in sequences:
+        digest.update(json.dumps([example.start, *example.ids]).encode())
+    return digest.hexdigest()[:16]
 
 
 def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> torch.Tensor:
-    tokens = torch.tensor([token for one in sequences for token in one.ids])
+    tokens = torch.tensor([token for example in sequences for token in example.ids])
     counts_V = torch.bincount(tokens, minlength=llm.model_config.vocab_size)
     return draft_vocabulary(counts_V, options.vocab_size, llm.tokenizer.eos_token_ids)
 
@@ -169,7 +169,7 @@ def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> to
 def _states(runner: CpuRunner, work: Path, sequences: list[Example], num_layers: int, report: Reporter) -> Any:
     work.mkdir(exist_ok=True)
     name = "Hidden states" if num_layers == runner.model.config.num_layers else f"States after layer {num_layers}"
-    report.stage(name, sum(len(one.ids) for one in sequences))
+    report.stage(name, sum(len(example.ids) for example in sequences))
     return StatesFile(work / f"states-{num_layers}.f16", runner.model.config.hidden_size, num_layers).fill(
         runner, sequences, report.at
     )

@@ -20,8 +20,8 @@ Tick = Callable[[int], None]  # tokens done
 def batch_of(runner: CpuRunner, ids: list[int], start: int = 0) -> Batch:
     """Tokens from `start` on of a sequence that is alone in row 0."""
     slots_GT, positions = use_first_pages(runner.mixers, len(ids)), torch.arange(start, len(ids))
-    one = np.array([len(ids) - start])
-    return Batch(np.array([0]), np.array([start]), one, one - 1, torch.tensor(ids[start:]), positions, slots_GT[:, start:])
+    counts = np.array([len(ids) - start])
+    return Batch(np.array([0]), np.array([start]), counts, counts - 1, torch.tensor(ids[start:]), positions, slots_GT[:, start:])
 
 
 @torch.inference_mode()
@@ -47,7 +47,7 @@ class StatesFile:
 
     def fill(self, runner: CpuRunner, sequences: list[Example], tick: Tick) -> np.ndarray:
         """[tokens of all sequences, H]"""
-        ends = np.cumsum([len(one.ids) for one in sequences])
+        ends = np.cumsum([len(example.ids) for example in sequences])
         row_bytes = self.hidden_size * 2
         num_rows = self.path.stat().st_size // row_bytes if self.path.exists() else 0
         first = int(np.searchsorted(ends, num_rows, side="right"))
@@ -55,7 +55,7 @@ class StatesFile:
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(begin * row_bytes)
             file.seek(begin * row_bytes)
-            for one, end in zip(sequences[first:], ends[first:], strict=True):
-                file.write(hidden_states(runner, one.ids, self.num_layers).half().numpy().tobytes())
+            for example, end in zip(sequences[first:], ends[first:], strict=True):
+                file.write(hidden_states(runner, example.ids, self.num_layers).half().numpy().tobytes())
                 tick(int(end))
         return np.memmap(self.path, np.float16, "r", shape=(int(ends[-1]), self.hidden_size))

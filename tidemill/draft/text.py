@@ -79,25 +79,25 @@ class TextFile:
 
     def append(self, sequences: list[Example]) -> None:
         with self.path.open("ab") as file:
-            file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in sequences))
+            file.write(b"".join(msgspec.json.encode(example) + b"\n" for example in sequences))
 
 
 def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick) -> list[Example]:
     """Writes the model's answers to the seed prompts, until there are so many tokens. Goes on where the file ends."""
-    made = file.read()
+    examples = file.read()
     prompts = seed_prompts(seed)
-    total = sum(one.num_learned for one in made)
+    total = sum(example.num_learned for example in examples)
     tick(total)
     while total < num_tokens:
-        first, num = len(made), min(_GROUP, -(-(num_tokens - total) // _ANSWER))
+        first, num = len(examples), min(_GROUP, -(-(num_tokens - total) // _ANSWER))
         some = [prompts[number % len(prompts)] for number in range(first, first + num)]
         params = [_params(llm, sample_seed(seed, first + i), first + i) for i in range(len(some))]
         answers = _answer(llm, some, params)
-        made += answers
+        examples += answers
         file.append(answers)
-        total += sum(one.num_learned for one in answers)
+        total += sum(example.num_learned for example in answers)
         tick(total)
-    return made
+    return examples
 
 
 def _params(llm: LLM, seed: int, number: int) -> SamplingParams:
@@ -111,7 +111,7 @@ def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[
         outputs = llm.generate(prompts, params, progress=False)
     else:
         outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=False)
-    return [Example(one.prompt_token_ids + one.outputs[0].token_ids, len(one.prompt_token_ids)) for one in outputs]
+    return [Example(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
 
 
 def text_for(
@@ -121,12 +121,13 @@ def text_for(
     length = min(length, llm.config.max_context)
     if data is not None:
         report.stage("Reading text", 1)
-        made = read_text(llm, data, num_tokens, length)
+        examples = read_text(llm, data, num_tokens, length)
         report.at(1)
-        return made
+        return examples
     report.stage("Writing text", num_tokens)
-    made = write_text(llm, file, num_tokens, seed, report.at)
-    return [one for one in (Example(one.ids[:length], one.start) for one in made) if one.num_learned > 0]
+    examples = write_text(llm, file, num_tokens, seed, report.at)
+    cut = (Example(example.ids[:length], example.start) for example in examples)
+    return [example for example in cut if example.num_learned > 0]
 
 
 def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Example]:
@@ -139,21 +140,23 @@ def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Exa
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", param="calibration") from error
-    made: list[Example] = []
+    examples: list[Example] = []
     total = 0
-    for one in _pieces(llm, path, text, max_len):
-        made.append(one)
-        total += one.num_learned
+    for example in _pieces(llm, path, text, max_len):
+        examples.append(example)
+        total += example.num_learned
         if total >= num_tokens:
             break
     if total < _MIN_TOKENS * 4:
         raise ConfigError(f"{path} holds {total} tokens to learn from.", fix="Give more text.", param="calibration")
-    return made
+    return examples
 
 
 def _pieces(llm: Texts, path: Path, text: str, max_len: int) -> Iterator[Example]:
     is_text = path.suffix == ".txt"
-    documents = [_encoded(llm, text)] if is_text else (_line(llm, *one) for one in _objects(path, text) if "model" not in one[1])
+    documents = (
+        [_encoded(llm, text)] if is_text else (_line(llm, *line) for line in _objects(path, text) if "model" not in line[1])
+    )
     for whole in documents:
         for first in range(0, len(whole.ids), max_len):
             piece = Example(whole.ids[first : first + max_len], max(0, whole.start - first))
@@ -180,12 +183,13 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _line(llm: Texts, where: str, value: dict[str, Any]) -> Example:
     if "ids" in value:
         try:
-            made = msgspec.convert(value, Example)
+            example = msgspec.convert(value, Example)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{where}: {error}.", param="calibration") from error
-        if not all(0 <= token < llm.model_config.vocab_size for token in made.ids) or not 0 <= made.start <= len(made.ids):
+        are_known = all(0 <= token < llm.model_config.vocab_size for token in example.ids)
+        if not are_known or not 0 <= example.start <= len(example.ids):
             raise ConfigError(f"{where}: ids are tokens of another model.", param="calibration")
-        return made
+        return example
     try:
         if isinstance(value.get("messages"), list):
             return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))

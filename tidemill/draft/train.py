@@ -42,7 +42,7 @@ class Corpus:
     _ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ends = np.cumsum([len(one.ids) for one in self.sequences]).tolist()
+        self._ends = np.cumsum([len(example.ids) for example in self.sequences]).tolist()
 
     @property
     def learned(self) -> list[int]:
@@ -58,9 +58,9 @@ class Corpus:
         ids, learned = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
         states, inputs = torch.zeros(*shape, hidden_size), torch.zeros(*shape, hidden_size)
         for row, (i, num) in enumerate(zip(which, lengths, strict=True)):
-            one, rows = self.sequences[i], slice(self._ends[i] - num, self._ends[i])
-            ids[row, :num] = torch.tensor(one.ids)
-            learned[row, max(0, one.start - 1) : num] = True
+            example, rows = self.sequences[i], slice(self._ends[i] - num, self._ends[i])
+            ids[row, :num] = torch.tensor(example.ids)
+            learned[row, max(0, example.start - 1) : num] = True
             states[row, :num] = torch.from_numpy(self.states[rows].astype(np.float32))
             inputs[row, :num] = torch.from_numpy(self.inputs[rows].astype(np.float32))
         return Batch(ids, states, inputs, learned)

@@ -12,10 +12,16 @@ import pytest
 
 from tests.waiting import LONG_S
 from tidemill.client import Address, AsyncClient, BadResponse, Client, Unreachable, WrongKey
-from tidemill.client.streams import Events
+from tidemill.client.streams import Events, chunks
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, TidemillError
 
 CHUNKS = [{"text": "caf\u00e9 \u2028 \u0085"}, {"text": "b"}]  # characters that Unicode takes for ends of lines
+
+
+def _error(kind):
+    return b'data: {"error": {"message": "too much", "type": "%b"}}\n\n' % kind.encode()
+
+
 WHOLE = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode() for chunk in CHUNKS] + [b"data: [DONE]\n\n"]
 
 
@@ -143,7 +149,8 @@ def test_addresses(text, url, unix_socket):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "localhost", "localhost:1 ", "ftp://a:1", "http://", "http://[::1", "http://a:b", "a:1?x=1", "me@a:1", "unix:"]
+    "text", ["", "localhost", "localhost:1 ", "ftp://a:1", "http://", "http://[::1", "http://a:b", "a:1?x=1", "me@a:1", "unix:",
+     "http://a:65536", "http://a..b:1"],
 )
 def test_what_is_no_address(text):
     with pytest.raises(ConfigError, match="http://HOST:PORT, HOST:PORT or unix:PATH"):
@@ -157,6 +164,25 @@ def test_events_are_the_same_wherever_parts_are_cut():
             events = Events()
             parts = (stream[:first], stream[first:second], stream[second:])
             assert [data for part in parts for data in events.feed(part)] == [b"{1\n2}", b"[3]", b"\xe2\x80\xa8"]
+
+
+def test_an_event_of_many_parts_takes_linear_time_and_bounded_memory(monkeypatch):
+    """Each part was once joined to all before it: this took minutes."""
+    events, part = Events(), b"x" * 2**10
+    assert [events.feed(part) for _ in range(2**15)] == [[]] * 2**15
+    assert events.num_waiting == 2**25
+    monkeypatch.setattr("tidemill.client.streams.MAX_EVENT_BYTES", 2**20)
+    with pytest.raises(BadResponse, match="an event of more than 1048576 bytes"):
+        list(chunks("here", iter([part] * 2**11)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("HTTP_PROXY", "foo://here"), ("SSL_CERT_FILE", "/there/is/none")]
+)
+def test_settings_of_the_environment_that_cannot_be_used(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"cannot be used.*{name}"):
+        Client("localhost:1")
 
 
 @both
@@ -195,14 +221,16 @@ def test_a_stream_that_is_left_ends_the_request(server, kind):
         (WHOLE[:2], "break", Unreachable, "does not respond"),
         ([b"data: <html>\n\n"], "end", BadResponse, "no JSON object"),
         ([b"data: [1]\n\n"], "end", BadResponse, "no JSON object"),
-        ([b'data: {"error": {"message": "too much"}}\n\n'], "end", InvalidRequest, "too much"),
+        ([_error("invalid_request_error")], "end", InvalidRequest, "with an error: too much"),
+        ([_error("internal_error")], "end", TidemillError, "with an error: too much"),
         (b"{}", "end", BadResponse, "before it was complete"),
     ],
 )
 def test_streams_that_break_off(server, kind, reply, then, error, words):
     server.reply, server.then = reply, then
-    with kind(server.url) as client, pytest.raises(error, match=words):
+    with kind(server.url) as client, pytest.raises(error, match=words) as raised:
         client.read("/v1/completions", {})
+    assert raised.type is error
 
 
 @both

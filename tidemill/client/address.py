@@ -30,7 +30,9 @@ class Address:
             has_scheme = "://" in text
             parts = urlsplit(text if has_scheme else f"http://{text}")
             httpx.URL(parts.geturl())  # refuses what is no host
-            is_whole = bool(parts.hostname) and (has_scheme or parts.port is not None)
+            host, port = parts.hostname or "", parts.port
+            host.encode("idna")  # refuses empty parts of a name, and long ones
+            is_whole = bool(host) and (has_scheme or port is not None)
         except (ValueError, httpx.InvalidURL):
             raise _not_an_address(text) from None
         extra = parts.query or parts.fragment or parts.username is not None

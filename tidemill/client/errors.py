@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tidemill.errors import ContextTooLong, InvalidRequest, TidemillError
@@ -48,16 +50,34 @@ class BadResponse(TidemillError):
 
 def refusal(url: str, status: int, body: bytes) -> TidemillError:
     """The error that is meant by a response with this status and body."""
+    fields, message = _read(body)
+    if status == 401:
+        return WrongKey(url, message or "status 401.")
+    if not message:
+        return BadResponse(url, f"answers with status {status}")
+    what = f"The server refuses it ({status}): {message}"
+    return _error(fields, what, is_mistake=400 <= status < 500)
+
+
+def failure(event: bytes) -> TidemillError:
+    """The error that is meant by an event of a stream."""
+    fields, message = _read(event)
+    what = f"The server ended the response with an error: {message}"
+    return _error(fields, what, is_mistake=fields.get("type") == InvalidRequest.kind)
+
+
+def _read(body: bytes) -> tuple[dict[str, Any], str]:
+    """The fields of an error, and its message."""
     try:
         error = msgspec.json.decode(body)["error"]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
         error = None
     fields = error if isinstance(error, dict) else {"message": error}
-    message = str(fields.get("message") or "")[:_MAX_CHARS]
-    if status == 401:
-        return WrongKey(url, message or "status 401.")
-    if not message:
-        return BadResponse(url, f"answers with status {status}")
-    by_status = InvalidRequest if 400 <= status < 500 else TidemillError
+    return fields, str(fields.get("message") or "")[:_MAX_CHARS]
+
+
+def _error(fields: dict[str, Any], what: str, is_mistake: bool) -> TidemillError:
+    """`is_mistake`: of the request."""
+    by_status = InvalidRequest if is_mistake else TidemillError
     kind = _BY_CODE.get(str(fields.get("code"))) or by_status
-    return kind(f"The server refuses it ({status}): {message}", param=fields.get("param"))
+    return kind(what, param=fields.get("param"))

@@ -7,25 +7,37 @@ from typing import Any
 
 import msgspec
 
-from tidemill.client.errors import BadResponse, refusal
+from tidemill.client.errors import BadResponse, failure
 
 _decode = msgspec.json.Decoder().decode
 _END = b"[DONE]"
+MAX_EVENT_BYTES = 64 * 2**20
 
 
 class Events:
     """Server-sent events, cut out of parts of a stream as they arrive."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._held = b""  # a carriage return, whose newline may be in the next part
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of an event that is not complete."""
+        return len(self._rest)
 
     def feed(self, part: bytes) -> list[bytes]:
         """The data of the events that this part completes."""
-        text = self._rest + part if self._rest else part
-        if b"\r" in text:
-            held = b"\r" if text.endswith(b"\r") else b""  # its newline may be in the next part
-            text = text[: len(text) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
-        *blocks, self._rest = text.split(b"\n\n")
+        part = self._held + part
+        self._held = b"\r" if part.endswith(b"\r") else b""
+        if b"\r" in part:
+            part = part.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        begin = max(len(self._rest) - 1, 0)
+        self._rest += part
+        if self._rest.find(b"\n\n", begin) < 0:
+            return []
+        *blocks, rest = bytes(self._rest).split(b"\n\n")
+        self._rest = bytearray(rest)
         return [data for block in blocks if (data := _data(block))]
 
 
@@ -37,30 +49,42 @@ def _data(block: bytes) -> bytes:
     return b"\n".join(lines)
 
 
+class _Chunks:
+    """The chunks of one response."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._events, self._is_whole = url, Events(), False
+
+    def read(self, part: bytes) -> Iterator[dict[str, Any]]:
+        for data in self._events.feed(part):
+            if data == _END:
+                self._is_whole = True
+            else:
+                yield _chunk(self._url, data)
+        if self._events.num_waiting > MAX_EVENT_BYTES:
+            raise BadResponse(self._url, f"sends an event of more than {MAX_EVENT_BYTES} bytes")
+
+    def end(self) -> None:
+        if not self._is_whole:
+            what, fix = "ended a response before it was complete", "Check the server's log."
+            raise BadResponse(self._url, what, fix)
+
+
 def chunks(url: str, parts: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a streamed response, which ends with [DONE]."""
-    events, is_whole = Events(), False
+    response = _Chunks(url)
     for part in parts:
-        for data in events.feed(part):
-            if data == _END:
-                is_whole = True
-            else:
-                yield _chunk(url, data)
-    if not is_whole:
-        raise _cut(url)
+        yield from response.read(part)
+    response.end()
 
 
 async def async_chunks(url: str, parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """The same for an asynchronous client."""
-    events, is_whole = Events(), False
+    response = _Chunks(url)
     async for part in parts:
-        for data in events.feed(part):
-            if data == _END:
-                is_whole = True
-            else:
-                yield _chunk(url, data)
-    if not is_whole:
-        raise _cut(url)
+        for chunk in response.read(part):
+            yield chunk
+    response.end()
 
 
 def _chunk(url: str, data: bytes) -> dict[str, Any]:
@@ -71,9 +95,5 @@ def _chunk(url: str, data: bytes) -> dict[str, Any]:
     if not isinstance(chunk, dict):
         raise BadResponse(url, "sends an event that is no JSON object")
     if chunk.get("error"):
-        raise refusal(url, 400, data)
+        raise failure(data)
     return chunk
-
-
-def _cut(url: str) -> BadResponse:
-    return BadResponse(url, "ended a response before it was complete", fix="Check the server's log.")

@@ -24,8 +24,8 @@ Body = dict[str, Any] | bytes | None  # bytes are JSON already
 
 
 class _Connection:
-    """The common part of both clients. `url` is an address as Address reads it. Without a key, the first of TIDEMILL_API_KEY is
-    sent."""
+    """The common part of both clients. `url` is an address as Address reads it. Without a key, the
+    first of TIDEMILL_API_KEY is sent."""
 
     _client: type
     _transport: type  # connects to Unix sockets
@@ -43,13 +43,19 @@ class _Connection:
         address = Address.parse(url)
         self.url, self._root = url, address.url
         limits = httpx.Limits(max_keepalive_connections=None if keep_alive else 0)
-        transport = address.unix_socket and self._transport(uds=address.unix_socket, limits=limits)
-        self._http = self._client(
-            headers={"Content-Type": "application/json"} | _authorization(key),
-            timeout=httpx.Timeout(timeout_s, connect=connect_s),
-            limits=limits,
-            transport=transport,
-        )
+        headers = {"Content-Type": "application/json"} | _authorization(key)
+        path = address.unix_socket
+        try:
+            self._http = self._client(
+                headers=headers,
+                timeout=httpx.Timeout(timeout_s, connect=connect_s),
+                limits=limits,
+                transport=path and self._transport(uds=path, limits=limits),
+            )
+        except (OSError, ValueError, ImportError) as error:
+            what = f"The proxy or the certificates of the environment cannot be used: {error}."
+            fix = "Check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR."
+            raise ConfigError(what, fix=fix) from error
 
     def _whole(self, reply: httpx.Response, kind: type) -> Any:
         """The JSON of a response, which must be of this type."""

@@ -268,6 +268,10 @@ def test_embeddings(roomy, client):
     assert client.embed("tiny", long).prompt_eval_count == 4096
     with pytest.raises(ollama.ResponseError, match="context"):
         client.embed("tiny", long, truncate=False)
+    assert len(client.embed("tiny", "two", dimensions=1).embeddings[0]) == 1
+    for num in (0, -1):
+        with pytest.raises(ollama.ResponseError, match="dimensions"):
+            client.embed("tiny", "two", dimensions=num)
 
 
 def test_models(client, thinker):

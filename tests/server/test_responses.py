@@ -244,8 +244,11 @@ def test_a_stream_in_the_background_can_be_left_and_taken_up_again(client):
     with client.responses.retrieve(name, stream=True, starting_after=5) as stream:
         assert next(stream).sequence_number == 6
         client.responses.cancel(name)
-        assert all(event.type != "response.completed" for event in stream)  # it ends
-    assert client.responses.retrieve(name).status == "cancelled"
+        last = list(stream)[-1]
+    assert (last.type, last.response.status) == ("response.failed", "cancelled")
+    cancelled = client.responses.retrieve(name)
+    assert (cancelled.status, cancelled.output[-1].status) == ("cancelled", "incomplete")
+    assert list(client.responses.retrieve(name, stream=True))[-1] == last
     other = client.responses.create(**ASK)
     with pytest.raises(openai.BadRequestError, match="background and stream"):
         client.responses.retrieve(other.id, stream=True)

@@ -169,7 +169,7 @@ def check_dimensions(service: Service, num: int, param: str, pooling: str = "") 
     for, to these."""
     model = service.ready.model
     trained = model.pooler.dimensions if model.pooler else ()
-    if num > model.hidden_size or pooling == "score":
+    if not 1 <= num <= model.hidden_size or pooling == "score":
         what = f"The model's embeddings have {model.hidden_size} dimensions; got {num}."
         raise InvalidRequest(what, param=param)
     if trained and num not in (*trained, model.hidden_size):

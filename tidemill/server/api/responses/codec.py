@@ -368,6 +368,9 @@ class ResponseCodec(Codec):
 
     def _finish(self, status: str) -> None:
         self.status, self._completed_s = status, int(time.time())
+        for item in self.output:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
 
     def fail(self, error: TidemillError) -> None:
         is_cancelled = isinstance(error, Cancelled)
@@ -423,6 +426,9 @@ class ResponseCodec(Codec):
             for event in self.error(internal):
                 self._add(event)
         finally:
+            if not self.is_over:
+                self._finish("cancelled")
+                self._add(named_event(self._event("response.failed", response=self.response())))
             self.keep_in_store()
 
     def _add(self, event: bytes) -> None:

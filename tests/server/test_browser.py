@@ -61,9 +61,8 @@ def sent(browser):
 def test_a_response_streams_in_with_its_figures(browser):
     note(browser, ignore_eos=True, max_tokens=600)
     browser.type("#text", "first line", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second line", Keys.ENTER)
-    lengths = [browser.until("document.querySelector('.growing .words').textContent.length")]
-    longer = "document.querySelector('.growing .words').textContent.length > arguments[0]"
-    browser.until(longer, lengths[0])
+    length = "document.querySelector('article.assistant .words')?.textContent.length"
+    browser.until(f"{length} > arguments[0]", browser.until(length))
     browser.until(DONE)
     assert sent(browser)[0]["messages"] == [{"role": "user", "content": "first line\nsecond line"}]
     assert "first token" in browser.text(".stats")

@@ -239,6 +239,13 @@ def test_generate_raw(roomy, client):
         client.generate("tiny", "x", template="{{ .Prompt }}")
 
 
+@pytest.mark.parametrize("num", [-1, 10**6])
+def test_a_response_ends_with_the_context(client, num):
+    options = {"temperature": 0, "num_predict": num}
+    reply = client.generate("tiny", "x" * 2996, raw=True, options=options)
+    assert (reply.done_reason, reply.eval_count) == ("length", 1100)
+
+
 def test_generate_fills_in_the_middle(thinker, client):
     made = thinker.generate("tiny", "def f(", suffix="return 1", options={"temperature": 0})
     assert (made.response, made.done_reason) == ("xyz", "stop")

@@ -105,7 +105,9 @@ class LinesCodec(Codec):
     def generation_of(self, prompt: Prompt) -> Generation:
         self._entry = llamacpp_logprobs(self.service.tokenizer)
         keeps = self.body.logprobs and not self.body.stream
-        return Generation(self.service, self.caller, [prompt], keeps_logprobs=keeps)
+        return Generation(
+            self.service, self.caller, [prompt], ends_with_context=True, keeps_logprobs=keeps
+        )
 
     def _thinking(self) -> dict[str, Any]:
         """Variables of the chat template."""

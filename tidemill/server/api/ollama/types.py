@@ -10,6 +10,7 @@ from pydantic import Field
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import MAX_LOGPROBS
 from tidemill.server.generation import sampling_aliases
+from tidemill.server.generation.request import UNLIMITED
 from tidemill.server.generation.sampling import grammar_of
 from tidemill.server.http.body import Body
 from tidemill.server.http.limits import MAX_MESSAGES
@@ -36,8 +37,9 @@ class Options(sampling_aliases.Options):
 
     @property
     def max_tokens(self) -> int | None:
-        """None: up to the end of the context."""
-        return self.num_predict if self.num_predict and self.num_predict > 0 else None
+        """None: the server's default."""
+        num = self.num_predict
+        return UNLIMITED if num is not None and num <= 0 else num
 
 
 class ModelBody(OllamaBody):

@@ -223,8 +223,11 @@ def test_bad_chats(server, client):
 
 def test_unknown_routes_and_methods(server):
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
+    doubled = httpx.post(f"{server.url}/v1/v1/chat/completions", json={})
+    assert "Did you mean /v1/chat/completions?" in doubled.json()["error"]["message"]
     reply = httpx.get(f"{server.url}/v1/completions")
     assert reply.status_code == 405
+    assert "Use POST." in reply.json()["error"]["message"]
     assert reply.json()["error"]["message"]
 
 

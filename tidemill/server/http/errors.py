@@ -3,8 +3,9 @@ tracebacks."""
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -146,6 +147,19 @@ def internal_error() -> dict[str, Any]:
     return _body("An internal error occurred.", "internal_error", None, None)
 
 
+def _paths(routes: Iterable[Any]) -> Iterator[str]:
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        yield from [route.path] if included is None else _paths(included.routes)
+
+
+def _no_route(app: FastAPI, request: Request) -> str:
+    path, known = request.url.path, [path for path in _paths(app.routes) if "{" not in path]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+    what = f"Did you mean {near[0]}?" if near else "GET /openapi.json lists the routes."
+    return f"There is no route {request.method} {path[:100]} here. {what}"
+
+
 def install(app: FastAPI) -> None:
     def answer(
         request: Request,
@@ -169,9 +183,13 @@ def install(app: FastAPI) -> None:
         kind = request.state.call.error = (
             "invalid_request_error" if error.status_code < 500 else "internal_error"
         )
-        return answer(
-            request, _body(str(error.detail), kind, None, None), error.status_code, error.headers
-        )
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = _no_route(app, request)
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"This route does not take {request.method}. Use {allowed}."
+        return answer(request, _body(message, kind, None, None), error.status_code, error.headers)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:

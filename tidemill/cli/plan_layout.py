@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tidemill.cli.settings import Settings, takes
 from tidemill.config import fmt_bytes, parse_bytes
@@ -76,7 +76,8 @@ def _table(model: ModelConfig, ranks: int, phase: Phase, device: Device) -> Tabl
     costs = rank_costs(model, ranks, phase, device)
     best = choose(costs, ranks)
     title = f"{phase.name}: {phase.num_tokens:,} tokens a step on {ranks} ranks"
-    table = Table("layout", "ms", "computing", "reading", "sending", "sent by a rank", "", title=title, title_justify="left")
+    columns = ("ms", "computing", "reading", "sending", "sent by a rank", "")
+    table = Table(Column("layout", overflow="fold"), *columns, title=title, title_justify="left")
     for cost in costs:
         times = (cost.seconds, cost.compute_s, cost.memory_s, cost.sent_s)
         note = "chosen" if cost is best else "" if cost.layout.is_there(ranks) else "estimate only"

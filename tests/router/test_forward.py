@@ -63,6 +63,12 @@ async def test_a_key_of_the_upstream_takes_the_place_of_the_clients():
         await ask(port, post(chat("hi"), "/v1/chat/completions", "authorization: Bearer mine", "x-api-key: mine"))
         assert stub.sent[0].header("authorization") == "Bearer key-of-the-upstream"
         assert stub.sent[0].header("x-api-key") is None
+        path = "/v1beta/models/x:streamGenerateContent"
+        sse = "?alt=sse"
+        for query, kept in (("key=mine", ""), ("alt=sse&key=mine", sse), ("key=mine&alt=sse", sse), ("a=key=1&", "?a=key=1&")):
+            await ask(port, post(chat("hi"), f"{path}?{query}", "x-goog-api-key: mine"))
+            assert stub.sent[-1].line == f"POST {path}{kept} HTTP/1.1"
+            assert stub.sent[-1].header("x-goog-api-key") is None
 
 
 async def test_a_stream_is_passed_on_as_it_comes():

@@ -36,6 +36,13 @@ class Request:
     def get(self, name: bytes) -> bytes:
         return self.first.get(name, b"")
 
+    def drop_key(self) -> None:
+        """Removes a key from the target's query, where some clients of Google's write one, too."""
+        path, _, query = self.target.partition(b"?")
+        if b"key=" in query:
+            kept = [field for field in query.split(b"&") if not field.startswith(b"key=")]
+            self.target = path + b"?" * bool(kept) + b"&".join(kept)
+
     def head_for(self, host: bytes, key: bytes) -> bytes:
         """Its head as it goes on to an upstream. `key`: of all upstreams, instead of the client's; empty: none."""
         if not self.forwarded:

@@ -151,6 +151,8 @@ class Router:
             request.keeps_alive = False
             raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
         caller = request.caller or self.admit(request)
+        if self.upstream_key:
+            request.drop_key()
         own = self._own.get(request.path)
         if own is not None and request.method != b"OPTIONS":
             return own(self, client, request, caller)

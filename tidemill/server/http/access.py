@@ -170,7 +170,10 @@ class Access:
         if caller is None:
             raise Unauthorized(
                 "The API key is missing." if not key else "The API key is not valid.",
-                fix="Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+                fix=(
+                    "Send it as 'Authorization: Bearer KEY', 'x-api-key: KEY' or "
+                    "'x-goog-api-key: KEY'."
+                ),
             )
         if is_admin_path(path):
             self.check_may_see_all(caller)

@@ -141,6 +141,16 @@ def test_timings_per_token(roomy, path, more):
     assert ask(roomy, path, max_tokens=5, timings_per_token=True, **more)["timings"]["predicted_n"] <= 5
 
 
+def test_timings_before_the_first_token_are_not_negative(roomy):
+    """The second sample's first chunk is written before either has a token."""
+    how = {"messages": HI, "n": 2, "max_tokens": 2}
+    chunks = events(roomy, "/v1/chat/completions", timings_per_token=True, **how)
+    first, second, *_ = (chunk.get("timings") for chunk in chunks)
+    assert first is None
+    assert second["predicted_n"] == 0
+    assert second["prompt_ms"] >= 0
+
+
 def test_the_first_chunk_and_a_long_prompt_as_the_clients_of_each_path_know_them(roomy):
     """Programs that ask OpenAI want a text, also in the first chunk; those that ask llama.cpp's own path know its null."""
     for path, content, kind in (

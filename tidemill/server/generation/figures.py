@@ -42,6 +42,8 @@ class Figures:
     def total(parts: Iterable[Figures]) -> Figures:
         """The figures of several prompts that were sent together."""
         several = list(parts)
+        if len(several) == 1:
+            return several[0]
         return Figures(
             num_prompt=sum(part.num_prompt for part in several),
             num_cached=sum(part.num_cached for part in several),
@@ -60,7 +62,9 @@ class Figures:
 
     @property
     def prefill_s(self) -> float:
-        return self.timings.prefill_s if self.timings else self.first_s - self.begun_s
+        if self.timings:
+            return self.timings.prefill_s
+        return (self.first_s or time.monotonic()) - self.begun_s  # so far, or until the first token
 
     @property
     def decode_s(self) -> float:

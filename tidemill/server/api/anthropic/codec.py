@@ -50,9 +50,8 @@ class MessagesCodec(Codec):
         params = body.params()
         ids, options = await prompt_of(service, body, self.caller.call)
         salt = body.cache_salt or ""
-        prefix_leases = await mark_leases(
-            service, self.caller.tenant, ids, body.marks(), options, salt
-        )
+        marks = await aside(body.marks, body.num_parts * _BYTES_PER_PART)
+        prefix_leases = await mark_leases(service, self.caller.tenant, ids, marks, options, salt)
         functions = body.functions() if body.looks_for_calls else ()
         switches = {"thinking": False} if body.thinks is False else options["variables"]
         output_format = service.output_format(

@@ -403,7 +403,7 @@ class Prompt(Body):
 
     def continued(self) -> str:
         """The text that the output continues."""
-        return _continued(self.conversation())
+        return _continued(_turns(self.messages[-1]))
 
 
 def _continued(conversation: list[dict[str, Any]]) -> str:
@@ -459,14 +459,15 @@ class CountRequest(Prompt):
 
 
 def _mark(block: Any) -> CacheControl | None:
-    """Also of a block inside it."""
-    inner = getattr(block, "content", None)
+    """The mark of a block, or of the last block inside it that has one."""
+    fields = vars(block)  # there may be thousands of blocks, and few have these fields
+    inner = fields.get("content")
     marks = (
         [block.cache_control for block in inner if block.cache_control]
         if isinstance(inner, list)
         else []
     )
-    return getattr(block, "cache_control", None) or (marks[-1] if marks else None)
+    return fields.get("cache_control") or (marks[-1] if marks else None)
 
 
 def _text(content: Any) -> str:

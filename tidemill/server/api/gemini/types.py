@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from json import dumps
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic.alias_generators import to_camel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
@@ -36,12 +38,18 @@ class GeminiBody(Body):
         """Names in snake case. A single object instead of a list is a list of one."""
         if not isinstance(body, dict):
             return body
-        fields: dict[str, Any] = {}
+        fields, names = dict[str, Any](), _names_of(cls)
         for camel, value in body.items():
-            name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", camel).lower()
+            name = names.get(camel, camel)
             if value is not None:
                 fields[name] = [value] if name in _LISTS and isinstance(value, dict) else value
         return fields
+
+
+@cache
+def _names_of(body: type[GeminiBody]) -> dict[str, str]:
+    """The names of fields by those in camel case. There may be thousands of small objects."""
+    return {to_camel(name): name for name in (*body.model_fields, *body.without_effect)}
 
 
 class FunctionCall(GeminiBody):

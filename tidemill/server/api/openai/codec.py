@@ -164,7 +164,6 @@ class OpenAICodec(Codec):
     def response(
         self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False
     ) -> dict[str, Any]:
-        figures = self.generation.figures
         response = {
             "id": self.caller.call.request_id,
             "object": name,
@@ -174,10 +173,10 @@ class OpenAICodec(Codec):
             "system_fingerprint": _FINGERPRINT,
         }
         if usage or self.body.wants_usage_always:
-            response["usage"] = figures.usage()
-        times = figures.times() if is_last and self.body.timings else {}
+            response["usage"] = self.generation.figures.usage()
+        times = self.generation.figures.times() if is_last and self.body.timings else {}
         if self.body.timings_per_token and self._has_begun:
-            times |= figures.llamacpp_timings()
+            times |= self.generation.figures.llamacpp_timings()
         return response | {"timings": times} if times else response
 
     # ---- a stream

@@ -99,6 +99,7 @@ def test_a_unix_socket_under_a_root_path(tiny_folder, tmp_path):
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{server.url}/health")  # not on a port
     assert server.stop() == 0
+    assert "in a browser" not in server.process.stdout.read()
     assert not path.exists()
 
 

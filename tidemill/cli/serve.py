@@ -245,7 +245,8 @@ def print_ready(models: Models, listen: Listen, port: int, needs_key: bool, has_
     name, url = models.default.model_name, listen.url(port)
     where = f"{url} through {listen.unix_socket}" if listen.unix_socket else url
     console.print(f"Tidemill serves {', '.join(models.names)} on {where}   (Ctrl-C stops it)\n", style="bold", markup=False)
-    console.print(f"{'Open that address in a browser, or try' if has_page else 'Try'}, in another terminal:", style="dim")
+    in_browser = has_page and listen.unix_socket is None  # a browser has no Unix sockets
+    console.print(f"{'Open that address in a browser, or try' if in_browser else 'Try'}, in another terminal:", style="dim")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
     headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer YOUR_KEY'" if needs_key else "")
     through = f"--unix-socket {listen.unix_socket} " if listen.unix_socket else ""

@@ -100,8 +100,13 @@ class FunctionDeclaration(GeminiBody):
     parameters: dict[str, Any] | None = None
     parameters_json_schema: dict[str, Any] | None = None
 
+    @field_validator("parameters")
+    @classmethod
+    def _as_json_schema(cls, schema: dict[str, Any]) -> Any:
+        return json_schema(schema)  # here, since large bodies are read beside the event loop
+
     def as_function(self) -> dict[str, Any]:
-        parameters = self.parameters_json_schema or json_schema(self.parameters or {})
+        parameters = self.parameters_json_schema or self.parameters or {}
         return {"name": self.name, "description": self.description, "parameters": parameters}
 
 
@@ -153,9 +158,14 @@ class GenerationConfig(GeminiBody):
     response_json_schema: dict[str, Any] | None = None
     thinking_config: ThinkingConfig = Field(default_factory=ThinkingConfig)
 
+    @field_validator("response_schema")
+    @classmethod
+    def _as_json_schema(cls, schema: dict[str, Any]) -> Any:
+        return closed(json_schema(schema))  # here for the same reason
+
     def grammar(self) -> Grammar | None:
         mime_type = self.response_mime_type
-        schema = self.response_json_schema or closed(json_schema(self.response_schema or {}))
+        schema = self.response_json_schema or self.response_schema or {}
         if mime_type == "application/json":
             return grammar_of("json_schema", schema or _OBJECT)
         if mime_type == "text/x.enum":

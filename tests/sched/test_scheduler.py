@@ -68,6 +68,16 @@ def test_a_prompt_is_cut_to_the_budget_and_decoding_comes_first():
     assert counts(step(scheduler)[0]) == [(40, 1, True), (3, 1, True)]
 
 
+def test_a_prompt_that_fills_the_context_is_computed_to_its_end():
+    """Also if one token is left for its last step, as of a request that decodes."""
+    scheduler, _ = make(budget=16, context=32)
+    add(scheduler, "short", 1, max_tokens=1, pooling="mean")
+    add(scheduler, "full", 32, max_tokens=1, pooling="mean")
+    plans = [counts(step(scheduler)[0]) for _ in range(3)]
+    assert plans == [[(0, 1, True), (0, 15, False)], [(15, 16, False)], [(31, 1, True)]]
+    assert not scheduler.has_work
+
+
 def test_a_new_row_is_described_once_and_pages_only_when_added():
     scheduler, _ = make(page_size=4)
     add(scheduler, "a", 4)

@@ -79,7 +79,7 @@ class RequestTable:
         `hands_over`: each sample ends with its next token."""
         now, max_context = self._clock.now(), max_context or self.max_context
         assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
-        room = max_context - len(prompt_ids)
+        room = max(max_context - len(prompt_ids), 1)  # a prompt that is pooled may fill the context
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         samples: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:

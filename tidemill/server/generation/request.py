@@ -115,7 +115,6 @@ class Generation:
     keeps_logprobs: bool = False  # those of the whole output are in one response
     num_prompt_copies: int = 0  # how often those of a prompt are in it
     num_echoed: int = 0  # prompt tokens that it has as text
-    num_sent: int = 0  # choices of each prompt, if not all
     prompt_param: str = "prompt_logprobs"  # asks for those of the prompt
 
     @property

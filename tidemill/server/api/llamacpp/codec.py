@@ -23,7 +23,6 @@ from tidemill.server.generation.pooled import (
 from tidemill.server.generation.prompts import empty_prompt, ids_of, infill
 from tidemill.server.generation.request import Choice, Generation, Output, Prompt
 from tidemill.server.generation.service import Service
-from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import data_event
 
 
@@ -156,9 +155,6 @@ class OptionsCodec(Codec):
         refused = ContextTooLong(what, fix=fix, param=error.param)
         refused.figures = error.figures
         return refused
-
-    def error(self, error: TidemillError) -> Iterable[bytes]:
-        return (data_event(error_body(error)),)
 
 
 class LlamaCompletionCodec(OptionsCodec):

@@ -81,7 +81,7 @@ class CompletionCodec(OpenAICodec):
             Prompt(prompt, params, prefix_leases=self.prefix_leases(prompt, i, cache), salt=salt)
             for i, prompt in enumerate(ids)
         ]
-        num_sent = params.n if body.best_of is None else body.n or 1  # the likeliest
+        self._num_sent = params.n if body.best_of is None else body.n or 1  # the likeliest
         self._is_echo, self._writes_logprobs = bool(body.echo), body.logprobs is not None
         self._only_echo = self._is_echo and body.max_tokens == 0
         self._is_text = isinstance(body.prompt, str) or all(
@@ -95,9 +95,8 @@ class CompletionCodec(OpenAICodec):
         return await self.generation_of(
             prompts,
             keeps_logprobs=self._writes_logprobs and not body.stream,
-            num_prompt_copies=num_sent * copies,
-            num_echoed=num_sent * sum(map(len, ids)) if self._is_echo else 0,
-            num_sent=num_sent,
+            num_prompt_copies=self._num_sent * copies,
+            num_echoed=self._num_sent * sum(map(len, ids)) if self._is_echo else 0,
         )
 
     async def _prompts(
@@ -211,8 +210,8 @@ class CompletionCodec(OpenAICodec):
         choices: list[dict[str, Any]] = []
         for prompt in self.generation.prompts:
             best = prompt.choices
-            if self.generation.num_sent < len(best):
-                best = sorted(best, key=_likelihood)[: self.generation.num_sent]
+            if self._num_sent < len(best):
+                best = sorted(best, key=_likelihood)[: self._num_sent]
             choices += [
                 self._whole_choice(len(choices) + i, choice) for i, choice in enumerate(best)
             ]

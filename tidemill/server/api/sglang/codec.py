@@ -103,6 +103,7 @@ class GenerateCodec(Codec):
             ends_with_context=True,
             keeps_logprobs=not body.stream,
             num_prompt_copies=n,
+            prompt_param="logprob_start_len",
         )
 
     async def _prompt(

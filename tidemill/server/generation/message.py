@@ -56,9 +56,12 @@ class PartEvent(NamedTuple):
 class MessageReader:
     """Reads the text of one sample while it streams."""
 
-    def __init__(self, parser: OutputParser, one_call: bool = False) -> None:
-        """`one_call`: calls after the first are left out."""
-        self._parser, self._one_call = parser, one_call
+    def __init__(
+        self, parser: OutputParser, one_call: bool = False, keeps_text: bool = True
+    ) -> None:
+        """`one_call`: calls after the first are left out. `keeps_text`: a long stream would hold
+        it in vain; reasoning and calls are kept."""
+        self._parser, self._one_call, self._keeps_text = parser, one_call, keeps_text
         self.parts: list[Part] = []
         self._is_open = False  # the last part
 
@@ -91,7 +94,8 @@ class MessageReader:
         return [*events, PartEvent("begin", part)]
 
     def _more(self, text: str) -> PartEvent:
-        self.parts[-1].pieces.append(text)
+        if self._keeps_text or self.parts[-1].kind != "text":
+            self.parts[-1].pieces.append(text)
         return PartEvent("more", self.parts[-1], text)
 
     def _end(self) -> list[PartEvent]:

@@ -135,11 +135,11 @@ class Codec(Endpoint):
         return output_format.gated(params, budget)
 
     @final
-    async def begin(self) -> Outputs:
+    async def begin(self, keeps_text: bool = False) -> Outputs:
         """Reads and checks the request; its outputs, of which none is computed before the first is
-        asked for."""
+        asked for. `keeps_text`: for a whole response."""
         self.generation = generation = await self.read()
-        generation.prepare()
+        generation.prepare(keeps_text)
         for params in {
             id(prompt.params.grammar): prompt.params for prompt in generation.prompts
         }.values():
@@ -181,7 +181,7 @@ class Codec(Endpoint):
     @final
     async def answer(self) -> bytes:
         try:
-            async with aclosing(await self.begin()) as outputs:
+            async with aclosing(await self.begin(keeps_text=True)) as outputs:
                 async for output in outputs:
                     if output.text.num_tokens or output.is_last:
                         self.keep(output)

@@ -125,8 +125,9 @@ class Generation:
     def figures(self) -> Figures:
         return Figures.total(prompt.figures for prompt in self.prompts)
 
-    def prepare(self) -> None:
-        """Checks and completes the parameters, and makes the choices."""
+    def prepare(self, keeps_text: bool) -> None:
+        """Checks and completes the parameters, and makes the choices. `keeps_text`: for a whole
+        response."""
         number = 0
         for i, prompt in enumerate(self.prompts):
             prompt.number, prompt.figures.num_prompt = i, len(prompt.ids)
@@ -142,6 +143,6 @@ class Generation:
             for _ in range(prompt.params.n):
                 reader = None
                 if prompt.output_format is not None:
-                    reader = MessageReader(prompt.output_format.parser(), self.one_call)
+                    reader = MessageReader(prompt.output_format.parser(), self.one_call, keeps_text)
                 prompt.choices.append(Choice(number, prompt, reader))
                 number += 1

@@ -20,6 +20,8 @@ CALL = {"id": "x", "function": {"name": "f"}}
 CALLS = [{"role": "assistant", "tool_calls": [CALL] * 200}] * 60
 WRONG = [{"role": 5}] * 2**14
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(21_000)}}
+STRICT = {"name": "n", "strict": True, "schema": WIDE}
 WITH_ENUM = {"type": "json_schema", "json_schema": {"schema": SCHEMA | {"enum": TEXTS[:60_000]}}}
 TOOL = {"name": "f", "description": "d", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": TOOL | {"name": f"f{i}"}} for i in range(100)]
@@ -77,7 +79,11 @@ COMPLETIONS = [
     {"prompt": EMOJI[:100_000], "suffix": EMOJI[:100_000], "max_tokens": 1},
     {"prompt": "x", "response_format": WITH_ENUM},
 ]
-CHATS = [*chats(max_tokens=1), *map(of_chat, generates())]
+CHATS = [
+    *chats(max_tokens=1),
+    *map(of_chat, generates()),
+    {"messages": [SHORT], "response_format": {"type": "json_schema", "json_schema": STRICT}},
+]
 CHAT_BATCHES = [
     {"messages": [MESSAGES[:100]] * 100, "max_tokens": 1},
     {"messages": [PARTS], "max_tokens": 1},
@@ -137,6 +143,7 @@ RESPONSES = [
     {"input": "x", "background": True, "max_output_tokens": 200, "stream": True,
      "top_logprobs": 20, "ignore_eos": True},
     {"input": ITEMS, "background": True, "max_output_tokens": 1},
+    {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "json_schema", **STRICT}}},
 ]  # fmt: skip
 ANTHROPIC = [
     *chats(max_tokens=1)[:4],
@@ -145,6 +152,7 @@ ANTHROPIC = [
     {"messages": [SHORT], "system": WORDS, "max_tokens": 1},
     {"messages": [SHORT], "max_tokens": 100, "stream": True, "stop_sequences": STOPS},
     {"messages": [{"role": "user", "content": [TEXT_PART] * 20_000}], "max_tokens": 1},
+    {"messages": [SHORT], "max_tokens": 1, "output_format": {"type": "json_schema", "schema": WIDE}},
 ]
 GEMINI = [
     {"contents": [{"parts": [{"text": "x"}]}] * 2**14},
@@ -156,6 +164,9 @@ GEMINI = [
     ]}]},
     {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {
         "candidateCount": 12, "maxOutputTokens": 100, "stopSequences": STOPS
+    }},
+    {"contents": [{"parts": [{"text": "x"}]}], "generationConfig": {
+        "responseMimeType": "application/json", "responseSchema": WIDE
     }},
 ]  # fmt: skip
 COUNT_TOKENS = [

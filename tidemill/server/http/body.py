@@ -126,6 +126,8 @@ class Body(BaseModel):
 
 async def parsed(model: type[M], body: bytes, call: RequestContext | None = None) -> M:
     """The same as `parse`, but a large body is parsed beside the event loop."""
+    if call is not None:
+        call.num_body_bytes = len(body)
     return await aside(partial(parse, model, body, call), len(body))
 
 

@@ -61,6 +61,7 @@ class RequestContext:
     path: str = ""
     tenant: str = ""
     model: str = ""
+    num_body_bytes: int = 0  # of JSON
     begun_s: float = field(default_factory=time.monotonic)
     first_s: float = 0.0  # when the first token was there
     queue_s: float = 0.0

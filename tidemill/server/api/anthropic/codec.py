@@ -47,7 +47,7 @@ class MessagesCodec(Codec):
 
     async def read(self) -> Generation:
         body, service = self.body, self.service
-        params = body.params()
+        params = await aside(body.params, self.caller.call.num_body_bytes)
         ids, options = await prompt_of(service, body, self.caller.call)
         salt = body.cache_salt or ""
         marks = await aside(body.marks, body.num_parts * _BYTES_PER_PART)

@@ -53,7 +53,8 @@ class GenerateContentCodec(Codec):
             ids, body.functions(), body.must_call, variables=variables
         )
         budget = config.thinking_config.thinking_budget or None
-        params = self.with_budget(output_format, body.params(), budget, "thinking_budget")
+        params = await aside(body.params, self.caller.call.num_body_bytes)
+        params = self.with_budget(output_format, params, budget, "thinking_budget")
         return Generation(
             service,
             self.caller,

@@ -20,6 +20,7 @@ from tidemill.server.generation.request import UNLIMITED, Choice, Generation, Ou
 from tidemill.server.generation.retention import PromptCache, key_leases
 from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
+from tidemill.server.http.aside import aside
 from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import DONE, data_event
 from tidemill.version import __version__
@@ -73,7 +74,7 @@ class OpenAICodec(Codec):
         )
 
     async def sampling_params(self) -> SamplingParams:
-        params = self.body.params()
+        params = await aside(self.body.params, self.caller.call.num_body_bytes)
         if not self.body.bad_words:
             return params
         words = [

@@ -54,6 +54,7 @@ class ResponseCodec(Codec):
                 tenant=caller.tenant,
                 labels=call.labels,
                 trace=call.trace,
+                num_body_bytes=call.num_body_bytes,
             )
             caller = replace(caller, call=own)
         super().__init__(models, body, caller)
@@ -86,7 +87,7 @@ class ResponseCodec(Codec):
         if body.background and body.store is False:
             what = "background can only be used when `store` is true."
             raise InvalidRequest(what, fix="Leave out store.", param="background")
-        params = body.params()
+        params = await aside(body.params, caller.call.num_body_bytes)
         before, new = items_of(self.store, body, caller.tenant)
         ids = await prompt_of(service, body, before, new, caller.call)
         self._callable_tools = {callee.seen_name: callee for callee in body.callable_tools()}

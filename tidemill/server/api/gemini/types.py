@@ -39,8 +39,8 @@ class GeminiBody(Body):
         if not isinstance(body, dict):
             return body
         fields, names = dict[str, Any](), _names_of(cls)
-        for camel, value in body.items():
-            name = names.get(camel, camel)
+        for key, value in body.items():
+            name = names.get(str(key), str(key))
             if value is not None:
                 fields[name] = [value] if name in _LISTS and isinstance(value, dict) else value
         return fields

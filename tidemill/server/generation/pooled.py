@@ -102,7 +102,8 @@ class PooledEndpoint(Endpoint):
 
     async def answer(self) -> bytes:
         await self.run()
-        return _json(self.whole())
+        size = _BYTES_PER_VALUE * len(self.pooling.inputs) * self.service.ready.model.hidden_size
+        return await aside(lambda: _json(self.whole()), size)
 
     def usage(self) -> dict[str, int]:
         num = self.pooling.num_tokens

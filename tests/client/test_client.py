@@ -181,6 +181,8 @@ def test_an_event_of_many_parts_takes_linear_time_and_bounded_memory(monkeypatch
 )
 def test_settings_of_the_environment_that_cannot_be_used(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
+    # The tests share one context of certificates, which here is to be made anew.
+    monkeypatch.setattr("httpx._transports.default.create_ssl_context", httpx.create_ssl_context)
     with pytest.raises(ConfigError, match=f"cannot be used.*{name}"):
         Client("localhost:1")
 

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import httptools
 import uvloop
 
+from bench.ports import reserved_port
 from bench.prefix import conversations, questions
-from tests.ports import reserved_port
 from tidemill import events
 from tidemill.engine.routing import BLOCK_LEN
 from tidemill.sched.placement import Placement, prefix_keys

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.ports import reserved_port
+from bench.ports import reserved_port
 from tidemill.bench.plots import _pyplot, _save
 from tidemill.bench.workload import Item, synthetic
 from tidemill.client import AsyncClient, Client

@@ -22,9 +22,9 @@ import torch
 import typer.testing
 from xdist.scheduler import LoadScopeScheduling
 
+from bench.ports import reserved_port
 from tests import interpreted, seeded
 from tests.helpers import LONG_S, byte_tokenizer, llama_of_gguf, make_llama, thinking_tokenizer
-from tests.ports import reserved_port
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 

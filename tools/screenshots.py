@@ -21,8 +21,8 @@ from pathlib import Path
 
 import httpx
 
+from bench.ports import reserved_port
 from bench.soak import wait
-from tests.ports import reserved_port
 from tests.server.browser import Browser
 
 DONE = "!document.querySelector('#send').hidden && document.querySelector('article.assistant:last-child footer .again')"

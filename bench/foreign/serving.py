@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.ports import reserved_port
+from bench.ports import reserved_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 400.0

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.ports import reserved_port
+from bench.ports import reserved_port
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import WorkerLost

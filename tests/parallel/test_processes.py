@@ -7,13 +7,13 @@ from itertools import count
 
 import pytest
 
+from bench.ports import reserved_port
 from tests.helpers import LONG_S, Answer, greedy, make_llama, run
 from tests.models.test_families import LAYERS, SIZES
 from tests.models.test_llama import prompts
 from tests.models.test_moe import make
 from tests.models.test_state_models import make_reference
 from tests.parallel.near_ties import excused
-from tests.ports import reserved_port
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.engine.load import inspect, load_core

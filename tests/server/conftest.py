@@ -19,8 +19,8 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
+from bench.ports import reserved_port
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
-from tests.ports import reserved_port
 from tests.server.lag import PATCH
 from tests.server.scripted import make_scripted
 from tests.waiting import until, until_async

@@ -1,4 +1,4 @@
-"""Ports of 127.0.0.1 that a test has for itself."""
+"""Ports of 127.0.0.1 that a test or a measurement has for itself; outside `tests`, whose name foreign suites have too."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NAMES = [
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     if not module.ispkg
 ]
-SHARED = {"bench.gpu_workloads", "bench.parts"}  # imported by others, and no scripts
+SHARED = {"bench.gpu_workloads", "bench.parts", "bench.ports"}  # imported by others, and no scripts
 
 
 def test_each_starts_and_answers_help():

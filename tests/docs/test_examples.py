@@ -146,10 +146,11 @@ def test_wrong_commands_are_noticed(folder):
     )
 
 
+@cache
 def options() -> set[str]:
     """Every flag of every command, and those of other engines that are understood."""
     found = {"--help", "--help-all", *(flag for foreign in FOREIGN for flag in foreign.flags)}
-    left = [typer.main.get_command(app)]
+    left = [whole_command()]
     while left:
         command = left.pop()
         left += getattr(command, "commands", {}).values()

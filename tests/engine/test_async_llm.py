@@ -20,7 +20,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def engine(tiny_folder, loop):
-    made = AsyncLLM(str(tiny_folder), threads=1, max_context=256)
+    made = AsyncLLM(str(tiny_folder), threads=1, max_context=256, seed=1)
     loop.run(made.start())
     yield made
     loop.run(made._close())
@@ -113,9 +113,11 @@ def test_errors_are_typed_and_alone(engine, loop):
     loop.run(test())
 
 
-def test_shutdown_ends_the_process_and_what_is_under_way(tiny_folder):
+def test_shutdown_ends_the_process_and_what_is_under_way(engine, loop):
+    """The last test: nothing can be asked afterwards."""
+
     async def test():
-        async with AsyncLLM(str(tiny_folder), threads=1, seed=1) as engine:
+        async with engine:
             pid = engine._engine.client.link.pid
             sampled = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.5)
             one, other = [(await whole(engine.generate("hello", sampled)))[-1].text for _ in range(2)]
@@ -132,4 +134,4 @@ def test_shutdown_ends_the_process_and_what_is_under_way(tiny_folder):
         with pytest.raises(EngineDead):
             await engine.check_health()
 
-    asyncio.run(test())
+    loop.run(test())

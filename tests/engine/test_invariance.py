@@ -23,7 +23,7 @@ PARAMS = {
 SHAPES = {
     "smollm2": {
         "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 2048,
-        "initializer_range": 0.06,
+        "num_hidden_layers": 2, "initializer_range": 0.06,
     },
     "odd": {"hidden_size": 60, "intermediate_size": 133, "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 203},
 }  # fmt: skip

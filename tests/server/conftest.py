@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from bench.ports import reserved_port
 from tests.helpers import LONG_S, byte_tokenizer, make_llama
+from tests.server.collector import Collector
 from tests.server.lag import PATCH
 from tests.server.scripted import make_scripted
 from tests.waiting import until, until_async
@@ -152,10 +153,29 @@ def data_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tenants(tiny_folder, data_folder):
-    """Two keys, no admin key, and room for few files."""
+def log_of_requests(tmp_path_factory) -> Path:
+    """What `tenants` writes about requests."""
+    return tmp_path_factory.mktemp("log") / "requests.log"
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """Where `tenants` sends its spans."""
+    running = Collector()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def tenants(roomy_folder, data_folder, log_of_requests, collector):
+    """Two keys, no admin key, and room for few files. Requests are logged and traced."""
     options = [word for key in KEYS for word in ("--api-key", key)]
-    running = Server(tiny_folder, *options, "--data-dir", str(data_folder), "--data-quota", "1MB").wait()
+    options += ["--request-log", "--log-format", "json", "--log-file", str(log_of_requests), "--otlp-endpoint", collector.url]
+    options += ["--data-dir", str(data_folder), "--data-quota", "1MB"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        patch.setenv("OTEL_SERVICE_NAME", "mill-7")
+        running = Server(roomy_folder, *options).wait()
     assert not data_folder.parent.exists(), "nothing is on the disk before it is needed"
     yield running
     assert running.stop() == 0

@@ -236,7 +236,11 @@ def test_hostile_words_of_a_model_stay_words(browser):
     assert len(links) == 3  # the picture and the bare address, too, are but links
     assert all(address.startswith("https://example.org/") and rel == "noopener noreferrer" for address, rel in links)
     assert browser.js("return window.hurt ?? null") is None
-    # Marks without end: in quadratic time one of these would not be over before the driver gives up.
+
+
+@pytest.mark.slow
+def test_marks_without_end_are_rendered(browser):
+    """In quadratic time one of these would not be over before the driver gives up."""
     endless = [
         "[",
         "*a ",

@@ -57,12 +57,22 @@ def fragile(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shared(fragile, roomy_folder):
-    """Who does not read is ended by the bound of his backlog, however long the engine takes to fill it. Half of the usual one is
-    still more than lies in the sockets' buffers."""
+def temporary(tmp_path_factory):
+    return tmp_path_factory.mktemp("temporary") / "tmp"
+
+
+@pytest.fixture(scope="module")
+def shared(fragile, roomy_folder, temporary):
+    """A server with few file descriptors and a temporary folder of its own. Who does not read is ended by the bound of his
+    backlog, however long the engine takes to fill it. Half of the usual one is still more than lies in the sockets' buffers."""
     patch = "from tidemill.engine import inbox\nfrom tidemill.server.http import connections\n"
     patch += f"inbox.MAX_CELLS = 2**17\nconnections.READ_WITHIN_S = {LONG_S}"
-    running = Server(roomy_folder, patch=patch).wait()
+    temporary.mkdir()
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (200, 256))
+    with pytest.MonkeyPatch.context() as poor:
+        poor.setenv("TMPDIR", str(temporary))
+        poor.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limit))
+        running = Server(roomy_folder, patch=patch).wait()
     yield running
     fragile.open_gate()
     assert running.stop() == 0
@@ -106,28 +116,15 @@ def test_a_server_whose_engine_cannot_be_started_again_ends_with_an_error(tiny_f
 # ---- what the machine lacks
 
 
-@pytest.fixture(scope="module")
-def temporary(tmp_path_factory):
-    return tmp_path_factory.mktemp("temporary") / "tmp"
+@pytest.fixture
+def http(server):
+    """A connection that is there already."""
+    with httpx.Client(base_url=server.url) as made:
+        assert made.get("/health").status_code == 200
+        yield made
 
 
-@pytest.fixture(scope="module")
-def poor(tiny_folder, temporary):
-    """A server with few file descriptors and a temporary folder of its own, and a connection to it."""
-    temporary.mkdir()
-    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (200, 256))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(temporary))
-        patch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limit))
-        running = Server(tiny_folder).wait()
-    with httpx.Client(base_url=running.url) as http:
-        assert http.get("/health").status_code == 200
-        yield running, http
-    assert running.stop() == 0
-
-
-def test_idle_connections_leave_enough_for_an_engine_to_be_started_again(poor):
-    server, http = poor
+def test_idle_connections_leave_enough_for_an_engine_to_be_started_again(server, http):
     soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     assert soft == hard == 256  # it was raised
     engine = server.engine_pid()
@@ -144,8 +141,7 @@ def test_idle_connections_leave_enough_for_an_engine_to_be_started_again(poor):
 
 
 @pytest.mark.slow
-def test_a_temporary_folder_that_is_gone_for_a_while_is_waited_for(poor, temporary):
-    server, http = poor
+def test_a_temporary_folder_that_is_gone_for_a_while_is_waited_for(server, http, temporary):
     shutil.rmtree(temporary)
     os.kill(server.engine_pid(), signal.SIGKILL)
     failed = 0

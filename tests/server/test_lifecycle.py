@@ -47,13 +47,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "t"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_signals_stop_it_cleanly_even_in_the_middle_of_a_response(tiny_folder, folder, number):
-    server = Server(tiny_folder).wait()
+def socket_of_engine(folder: Path) -> Path:
     (socket_file,) = folder.glob("tidemill-*/engine.sock")
     assert stat.S_IMODE(os.stat(socket_file).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(socket_file.parent).st_mode) == 0o700
-    engine = server.engine_pid()
+    return socket_file
+
+
+@pytest.mark.slow  # the last but one test of this file has the second of them
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_it_cleanly_even_in_the_middle_of_a_response(tiny_folder, folder, number):
+    server = Server(tiny_folder).wait()
+    socket_file, engine = socket_of_engine(folder), server.engine_pid()
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
     ) as reply:
@@ -206,11 +211,14 @@ def stream(server: Server, **body: object):
     return httpx.stream("POST", f"{server.url}/v1/completions", json=body)
 
 
-def test_a_server_that_cancels_by_id_and_deadline_and_stops(tiny_folder, fragile):
+def test_a_server_that_cancels_by_id_and_deadline_and_stops(tiny_folder, folder, fragile):
     server = Server(tiny_folder, "--drain-seconds", str(LONG_S)).wait()
+    socket_file, engine = socket_of_engine(folder), server.engine_pid()
     cancellation_by_id_and_deadline(server, fragile)
     fragile.close_gate()
     it_refuses_new_requests_and_finishes_old_ones(server, fragile)
+    assert gone(engine)
+    assert not socket_file.parent.exists()
 
 
 def it_refuses_new_requests_and_finishes_old_ones(server, fragile):

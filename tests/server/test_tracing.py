@@ -2,103 +2,31 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.server.conftest import Server
-from tests.waiting import until
+from tests.server.collector import values
+from tests.server.conftest import KEYS, Server
 from tidemill.errors import ConfigError
 from tidemill.server.observe import tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-class Collector:
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.resource: dict[str, str] = {}
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.headers.get("content-encoding") == "gzip":
-                    body = gzip.decompress(body)
-                assert self.path == "/v1/traces"
-                for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    collector.resource = {one.key: one.value.string_value for one in group.resource.attributes}
-                    collector.spans += [span for scope in group.scope_spans for span in scope.spans]
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def wait(self, name: str, request_id: str, num: int = 1) -> list[Span]:
-        def find() -> list[Span]:
-            found = [span for span in self.spans if span.name == name and values(span)["gen_ai.response.id"] == request_id]
-            return found if len(found) >= num else []
-
-        return until(find)
-
-    def children(self, span: Span) -> list[Span]:
-        """The SDK sends spans in the order in which they end: those inside first."""
-        inside = [one for one in self.spans if one.parent_span_id == span.span_id]
-        return sorted(inside, key=lambda one: one.start_time_unix_nano)
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-
-
-def values(span: Span) -> dict[str, object]:
-    def plain(value):
-        kind = value.WhichOneof("value")
-        return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
-
-    return {one.key: plain(one.value) for one in span.attributes}
-
-
-@pytest.fixture(scope="module")
-def collector():
-    running = Collector()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def traced(tiny_folder, collector):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-    patch.setenv("OTEL_SERVICE_NAME", "mill-7")
-    running = Server(tiny_folder, "--otlp-endpoint", collector.url).wait()
-    patch.undo()
-    yield running
-    assert running.stop() == 0
+KEY = {"authorization": f"Bearer {KEYS[0]}"}
 
 
 def complete(server: Server, **more) -> dict:
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    headers = KEY | {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     body = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True} | more
     return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).json()
 
 
-def test_a_request_is_a_span_with_its_parts(traced, collector):
+def test_a_request_is_a_span_with_its_parts(tenants, collector):
     before = time.time_ns()
-    (span,) = collector.wait("text_completion tiny", complete(traced)["id"])
+    (span,) = collector.wait("text_completion tiny", complete(tenants)["id"])
     assert span.trace_id.hex() == TRACE
     assert span.parent_span_id.hex() == PARENT
     assert span.kind == Span.SPAN_KIND_SERVER
@@ -121,8 +49,8 @@ def test_a_request_is_a_span_with_its_parts(traced, collector):
     assert collector.resource["service.name"] == "mill-7"
 
 
-def test_each_sample_is_a_span(traced, collector):
-    spans = collector.wait("text_completion tiny", complete(traced, n=3, temperature=1)["id"], 3)
+def test_each_sample_is_a_span(tenants, collector):
+    spans = collector.wait("text_completion tiny", complete(tenants, n=3, temperature=1)["id"], 3)
     assert len({span.span_id for span in spans}) == 3
     assert {span.trace_id.hex() for span in spans} == {TRACE}
 
@@ -130,32 +58,33 @@ def test_each_sample_is_a_span(traced, collector):
 def cancelled_id(server) -> str:
     """Of a request that was cancelled: asked for again while it ends before the cancellation comes."""
     body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    headers = KEY | {"X-Request-Id": "left"}
     for _ in range(50):
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": "left"}) as reply:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as reply:
             lines = reply.iter_lines()
             first = next(line for line in lines if line.startswith('data: {"id"'))
-            done = httpx.delete(f"{server.url}/v1/requests/left")
+            done = httpx.delete(f"{server.url}/v1/requests/left", headers=KEY)
             rest = list(lines)
         if done.status_code == 200 and '"finish_reason":"length"' not in "".join([first, *rest]):  # one chunk may be all of it
             return json.loads(first[6:])["id"]
     raise AssertionError("every request ended before it was cancelled")
 
 
-def test_a_stop_string_and_a_cancellation(traced, collector):
-    text = complete(traced, max_tokens=20)["choices"][0]["text"]
-    (span,) = collector.wait("text_completion tiny", complete(traced, max_tokens=400, stop=text[2:4])["id"])
+def test_a_stop_string_and_a_cancellation(tenants, collector):
+    text = complete(tenants, max_tokens=20)["choices"][0]["text"]
+    (span,) = collector.wait("text_completion tiny", complete(tenants, max_tokens=400, stop=text[2:4])["id"])
     assert values(span)["gen_ai.response.finish_reasons"] == ["stop"]
-    (span,) = collector.wait("text_completion tiny", cancelled_id(traced))
+    (span,) = collector.wait("text_completion tiny", cancelled_id(tenants))
     assert values(span)["error.type"] == "request_cancelled"
     assert span.status.code == 2
 
 
-def test_a_client_that_does_not_want_its_trace_recorded(traced, collector):
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-    quiet = httpx.post(f"{traced.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers).json()
-    headers = {"traceparent": "x" * 1000}
+def test_a_client_that_does_not_want_its_trace_recorded(tenants, collector):
+    headers = KEY | {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    quiet = httpx.post(f"{tenants.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers).json()
+    headers = KEY | {"traceparent": "x" * 1000}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    odd = httpx.post(f"{traced.url}/v1/chat/completions", json=chat, headers=headers).json()
+    odd = httpx.post(f"{tenants.url}/v1/chat/completions", json=chat, headers=headers).json()
     (span,) = collector.wait("chat tiny", odd["id"])
     assert not span.parent_span_id
     assert quiet["id"] not in {values(span).get("gen_ai.response.id") for span in collector.spans}

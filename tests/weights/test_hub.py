@@ -128,39 +128,46 @@ def hub(files):
     server.server_close()
 
 
-def located(model: str, home, endpoint: str, **environ: str) -> str:
-    """In a process of its own: the library reads its settings when it is imported."""
-    code = (
-        "import sys\nfrom tidemill.errors import TidemillError\nfrom tidemill.weights.locate import locate\n"
-        "try: print(locate(sys.argv[1]))\nexcept TidemillError as error: print('error:', error)"
-    )
+LOCATES = """if True:
+    import sys
+    from tidemill.errors import TidemillError
+    from tidemill.weights.locate import locate
+    for model in sys.argv[1:]:
+        try:
+            print("=", locate(model))
+        except TidemillError as error:
+            print("= error:", error)
+"""
+
+
+def located(models: list[str], home, endpoint: str, **environ: str) -> list[str]:
+    """Where each is, in a process of their own: the library reads its settings when it is imported."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"} | environ
-    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, env={**os.environ, **settings})
+    command, environment = [sys.executable, "-c", LOCATES, *models], {**os.environ, **settings}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
 
 
 def test_a_gguf_repository_gives_four_bits_unless_another_is_asked_for(hub, files, tmp_path):
     endpoint, asked = hub
     asked.clear()
-    path = located("org/tiny-GGUF", tmp_path, endpoint)
+    path, other, refused = located(["org/tiny-GGUF", "hf.co/org/tiny-GGUF:q8_0", "org/tiny-GGUF:Q2_K"], tmp_path, endpoint)
     assert path.endswith("tiny-Q4_K_M.gguf")
-    assert asked == ["tiny-Q4_K_M.gguf"]
     assert Path(path).read_bytes() == files["org/tiny-GGUF/tiny-Q4_K_M.gguf"]
-    assert located("hf.co/org/tiny-GGUF:q8_0", tmp_path, endpoint).endswith("tiny-Q8_0.gguf")
+    assert other.endswith("tiny-Q8_0.gguf")
     assert asked == ["tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"]
-    refused = located("org/tiny-GGUF:Q2_K", tmp_path, endpoint)
     assert "org/tiny-GGUF has no GGUF of quantization Q2_K." in refused
     assert all(name in refused for name in ("Q4_K_M", "Q8_0", "F16"))
     # What is cached needs no network.
-    offline = {"HF_HUB_OFFLINE": "1"}
-    assert located("org/tiny-GGUF", tmp_path, endpoint, **offline) == path
-    assert "could not be fetched" in located("org/tiny-GGUF:F16", tmp_path, endpoint, **offline)
+    cached, missing = located(["org/tiny-GGUF", "org/tiny-GGUF:F16"], tmp_path, endpoint, HF_HUB_OFFLINE="1")
+    assert cached == path
+    assert "could not be fetched" in missing
 
 
 def test_all_parts_of_a_split_gguf_are_fetched_and_are_the_same_model(hub, reference, tmp_path):
     endpoint, _ = hub
-    path = located("org/tiny-GGUF:F16", tmp_path, endpoint)
+    (path,) = located(["org/tiny-GGUF:F16"], tmp_path, endpoint)
     assert path.endswith("F16/tiny-F16-00001-of-00003.gguf")
     prompt = list(range(2, 40))
     with torch.inference_mode():
@@ -170,13 +177,14 @@ def test_all_parts_of_a_split_gguf_are_fetched_and_are_the_same_model(hub, refer
 
 def test_a_folder_of_safetensors_on_the_hub_and_what_the_hub_does_not_have(hub, tmp_path):
     endpoint, asked = hub
-    folder = located("org/tiny", tmp_path, endpoint)
+    (folder,) = located(["org/tiny"], tmp_path, endpoint)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(os.listdir(folder))
     asked.clear()
-    assert located("org/tiny", tmp_path, endpoint) == folder
+    again, quantized, nothing = located(["org/tiny", "org/tiny:Q4_K_M", "org/nothing"], tmp_path, endpoint)
+    assert again == folder
     assert not asked
-    assert "has no GGUF files. Give org/tiny," in located("org/tiny:Q4_K_M", tmp_path, endpoint)
-    assert "The hub has no such model" in located("org/nothing", tmp_path, endpoint)
+    assert "has no GGUF files. Give org/tiny," in quantized
+    assert "The hub has no such model" in nothing
 
 
 def test_a_hub_that_cannot_be_reached_is_one_error_and_no_warnings(tmp_path):

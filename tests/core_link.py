@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from tidemill.engine.core import refusal
 from tidemill.engine.load import load_core
+from tidemill.engine.refusals import refusal
 from tidemill.errors import EngineDead, TidemillError
 from tidemill.wire import (
     Abort,

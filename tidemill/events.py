@@ -27,6 +27,13 @@ class Submitted(_Event, frozen=True):
     num_beams: int = 1  # sequences that are computed side by side
 
 
+class Preparing(_Event, frozen=True):
+    """The engine has got a request that it cannot queue yet. All of its samples wait."""
+
+    request_id: str
+    reason: str
+
+
 class Resumed(_Event, frozen=True):
     """A sample continues that an earlier engine process had begun."""
 
@@ -335,11 +342,22 @@ class StepLost(_Event, frozen=True):
     reason: str
 
 
+class LoopTimed(_Event, frozen=True):
+    """The next step is about to be planned: what the engine's loop has done since the last one, or since it last said so."""
+
+    outputs_s: float = 0.0  # making and sending the outputs of the step
+    messages_s: float = 0.0  # taking requests and other messages
+    idle_s: float = 0.0  # waiting for messages, as there was nothing to do
+    gc_s: float = 0.0  # collecting garbage
+
+
 class StepDone(_Event, frozen=True):
     step: int
     duration_s: float
     num_sampled: int
     layout: str = ""  # of ranks that share layers, where it is chosen for each step
+    launch_s: float = 0.0  # preparing and launching it on the host; on a CPU that computes it, only masks and drafts
+    commit_s: float = 0.0  # taking its results
 
 
 class ExpertsUsed(_Event, frozen=True):
@@ -399,6 +417,7 @@ class Aborted(_Event, frozen=True):
 
 Event: TypeAlias = (
     Submitted
+    | Preparing
     | Resumed
     | MasksMade
     | ExpertsUsed
@@ -438,6 +457,7 @@ Event: TypeAlias = (
     | MovesFailed
     | TierNotUsed
     | StepPlanned
+    | LoopTimed
     | StepDone
     | FirstToken
     | Finished

@@ -6,8 +6,10 @@ import pytest
 
 from tests import helpers
 from tests.helpers import load_model, make_core
+from tidemill import events
 from tidemill.events import EngineRestarted
 from tidemill.sampling import SamplingParams
+from tidemill.sched.request import BACKGROUND
 from tidemill.server.observe.explain import Explainer
 from tidemill.wire import Abort, Resumed, Submit
 
@@ -50,6 +52,72 @@ def test_spans_add_up_and_say_why(model):
     assert check(last)["decode"]["because"].endswith(" tokens a step")
 
 
+def test_time_between_steps_and_in_steps_is_divided(model):
+    explainer, core = Explainer(), make_core(model, max_requests=4, token_budget=32)
+    for i in range(3):
+        core.submit(Submit(f"/r{i}/0", [i + 1] * 30, SamplingParams(max_tokens=5, ignore_eos=True, seed=1)))
+    while core.has_work:
+        core.host_times.mark("messages")
+        output, _ = core.step()
+        time.sleep(0.002)
+        core.host_times.mark("outputs")
+        explainer.take(output.events)
+    for i in range(3):
+        spans = check(explainer.find(f"r{i}", None)[0])
+        for name in ("prefill", "decode", "between steps"):
+            parts = {part["part"]: part["ms"] for part in spans[name]["parts"]}
+            assert sum(parts.values()) == pytest.approx(spans[name]["ms"], abs=0.01)
+        assert parts.keys() >= {"plan", "messages", "outputs", "loop"}
+        assert parts["outputs"] >= 2 * 4  # the last step's come after it
+        assert {part["part"] for part in spans["decode"]["parts"]} >= {"compute", "commit"}
+    assert "outputs" in spans["between steps"]["because"]
+
+
+def test_other_requests_steps_and_garbage_are_told():
+    """One that is admitted, and gets no token in a step of others."""
+    explainer = Explainer()
+
+    def planned(at, step, **tokens):
+        counts = tuple((f"/{name}/0", num) for name, num in tokens.items())
+        explainer.take([events.StepPlanned(at, step, 1, 1, 1, 0, 1, 0, 1, counts)])
+
+    for name in ("a", "b"):
+        explainer.take([events.Submitted(1.0, f"/{name}/0", 1), events.Admitted(1.0, f"/{name}/0", 0, 0, 1, 0.0, "")])
+    planned(1.0, 0, a=1)
+    explainer.take([events.StepDone(3.0, 0, 2.0, 1), events.LoopTimed(4.0, gc_s=0.25, idle_s=0.5)])
+    planned(4.125, 1, b=1)
+    explainer.take([events.Finished(5.0, "/b/0", "length", 1, 1, 0, 0.0, 0.0, 0.0)])
+    (story,) = explainer.find("b", None)
+    parts = {part["part"]: part["ms"] for part in check(story)["between steps"]["parts"]}
+    assert parts == {"other requests": 2000, "garbage collection": 250, "idle": 500, "loop": 250, "plan": 125}
+
+
+def test_tenants_whose_turn_it_is_and_priorities_are_told(model):
+    explainer, core = Explainer(), make_core(model, max_requests=1, token_budget=64)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
+    for name, tenant, priority in (("a0", "a", 0), ("a1", "a", 0), ("a2", "a", 0), ("b0", "b", 0), ("b1", "b", -1)):
+        core.submit(Submit(f"{tenant}/{name}/0", [1] * 8, params, tenant=tenant, priority=priority))
+    core.submit(Submit("b/later/0", [1] * 8, params, tenant="b", priority=BACKGROUND))
+    while core.has_work:
+        explainer.take(core.step()[0].events)
+    told = {name: check(explainer.find(name, None)[0])["queued"]["because"] for name in ("a0", "a1", "a2", "b0", "later")}
+    taken = "all 1 slots are taken"
+    assert told["a1"].startswith("behind 1 in the queue, 1 of other tenants went first, whose turn it was, 1 of a")
+    assert told["a2"].startswith("behind 2 in the queue, 2 of other tenants went first")
+    assert all(taken in told[name] for name in ("a1", "a2", "b0"))
+    assert told["later"].startswith("5 that are not in the background went first")
+
+
+def test_what_is_prepared_before_the_queue_is_told():
+    explainer = Explainer()
+    explainer.take([events.Preparing(1.0, "/x/0", "its grammar is compiled"), events.Submitted(3.0, "/x/0", 4)])
+    explainer.take([events.Admitted(4.0, "/x/0", 0, 0, 4, 1.0, "prefix hit 0 of 4")])
+    explainer.take([events.Aborted(5.0, "/x/0", "client left", 0)])
+    (story,) = explainer.find("x", None)
+    queued = check(story)["queued"]
+    assert (queued["ms"], queued["because"]) == (3000, "its grammar is compiled")
+
+
 def test_each_queued_request_is_told_what_it_waits_for(model):
     """Also those that are admitted in the step in which they become the first of the queue."""
     explainer, core = Explainer(), make_core(model, max_requests=8, token_budget=512)
@@ -58,12 +126,13 @@ def test_each_queued_request_is_told_what_it_waits_for(model):
     explainer.take(core.step()[0].events)
     taken = "all 8 slots are taken"
     queued = [story for story in explainer.under_way() if story.state == "queued"]
-    assert [story._because("queued", None) for story in queued] == [taken] + [f"behind others in the queue: {taken}"] * 7
+    behind = [f"behind {i} in the queue: {taken}" for i in range(8, 16)]
+    assert [story._because("queued", None) for story in queued] == behind
     while core.has_work:
         explainer.take(core.step()[0].events)
     told = [story._because("queued", story.spans["queued"]) for story in explainer._ended.values()]
     assert told[:8] == ["until the next step"] * 8
-    assert told[8:] == [taken] + [f"behind others in the queue: {taken}"] * 7
+    assert told[8:] == behind
     run(core, explainer, [("later", [1, 2, 3], 2)])
     (later,) = explainer.find("later", None)
     assert later._because("queued", later.spans["queued"]) == "until the next step"
@@ -159,13 +228,13 @@ def test_what_is_told_of_many_at_once_is_what_is_told_of_each(model):
     for i in range(6):
         params = SamplingParams(max_tokens=10 + 9 * i, ignore_eos=True, seed=1, n=1 + i % 2)
         core.submit(Submit(f"/r{i}/0", [i + 1] * 40, params))
-    events = []
+    emitted = []
     while core.has_work:
-        events += core.step()[0].events
-    events += core.take_events()
+        emitted += core.step()[0].events
+    emitted += core.take_events()
     together, each = Explainer(), Explainer()
-    together.take(events)
-    for event in events:
+    together.take(emitted)
+    for event in emitted:
         each.take([event])
         each.under_way()
     stories = [story for i in range(6) for story in together.find(f"r{i}", None)]

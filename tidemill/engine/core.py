@@ -19,9 +19,11 @@ from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import NOTHING_DRAFTED, Drafted, Drafting
 from tidemill.engine.endings import Endings
+from tidemill.engine.host_times import HostTimes
 from tidemill.engine.outputs import Live, make_deltas
+from tidemill.engine.refusals import nothing_to_draw, refusal
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WeightsLost, WorkerLost
+from tidemill.errors import InvalidRequest, TidemillError, WeightsLost, WorkerLost
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
@@ -53,6 +55,7 @@ class InFlight(msgspec.Struct, frozen=True):
     started_s: float
     is_ahead: bool  # it was launched before the one before it was collected
     drafted: Drafted = NOTHING_DRAFTED
+    launch_s: float = 0.0  # on the host
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class EngineCore:
         self.model_config = parts.model_config
         self._clock = clock or MonotonicClock()
         self._events = emit or EventBuffer()
+        self.host_times = HostTimes(self._clock)
         self.runner, self.ranks = parts.runner, parts.ranks
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
@@ -208,8 +212,13 @@ class EngineCore:
         adapter = self.adapters.get(request.adapter)
         if self._awaiting or not self.adapters.bring(adapter):  # in turn, so that each gets a slot at some time
             self._awaiting[request.request_id] = request, compiled
+            self.prepare(request, f"its adapter {adapter.name} is read into a slot")
         else:
             self._submit(request, compiled, adapter)
+
+    def prepare(self, request: Submit, reason: str) -> None:
+        """The request is here, and cannot be submitted yet."""
+        self._events(events.Preparing(self._clock.now(), request.request_id, reason))
 
     def _submit_awaiting(self) -> list[Refused]:
         """Requests whose adapters are in their slots by now."""
@@ -363,6 +372,8 @@ class EngineCore:
             if self.in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self.in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
+            if self.scheduler.has_work:
+                self.host_times.tell(self._events)
             started = self._clock.now()
             plan, drafted = self._plan()
             if plan is not None and plan.is_empty:
@@ -371,8 +382,7 @@ class EngineCore:
             if plan is not None:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
-                failed += self._complete(plan)
-                self.in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self.in_flight), drafted))
+                self._launch(plan, drafted, started, failed)
             if ended is None and self.in_flight and (plan is None or len(self.in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
@@ -388,6 +398,7 @@ class EngineCore:
         deltas = self._outputs(*ended) if ended else []
         if self._endings is not None:
             deltas = self._endings.keep(deltas, ended[2] if ended else ())
+        self.host_times.mark("outputs")
         return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:
@@ -401,6 +412,14 @@ class EngineCore:
             for why in learned.problems:
                 self._events(events.TierNotUsed(self._clock.now(), "peer", why))
 
+    def _launch(self, plan: StepPlan, drafted: Drafted, started_s: float, failed: list[Refused]) -> None:
+        planned_s = self._clock.now()
+        failed += self._complete(plan)
+        ready_s = self._clock.now()
+        launched = self.runner.launch(plan)
+        launch_s = (self._clock.now() if self.runner.steps_ahead else ready_s) - planned_s  # else it was computed, too
+        self.in_flight.append(InFlight(plan, launched, started_s, bool(self.in_flight), drafted, launch_s))
+
     def _plan(self) -> tuple[StepPlan | None, Drafted]:
         if self.drafting is None:
             return self.scheduler.plan(), NOTHING_DRAFTED
@@ -412,6 +431,7 @@ class EngineCore:
         step = self.in_flight[0]
         done, result = step.plan, self.runner.collect(step.launched)
         self.in_flight.popleft()
+        collected = self._clock.now()
         self._num_failed_steps = 0
         failed += self._fail_broken(done, result)
         self.structured.cut(done, result.tokens)
@@ -424,7 +444,10 @@ class EngineCore:
             is_ahead = step.is_ahead or not self.runner.steps_ahead
             self.drafting.observe(done, step.drafted, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
-        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled, self.config.step_layout(done.num_tokens)))
+        took = step.launch_s, now - collected
+        layout = self.config.step_layout(done.num_tokens)
+        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled, layout, *took))
+        self.host_times.begin(now)
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
         self._collected_s = now
@@ -498,7 +521,7 @@ class EngineCore:
             if may_be_drafts:
                 self.scheduler.compute_again(request, "a draft's logits are not numbers: computed again without drafts")
             elif result.tokens.get(item.row, (0,))[-1] < 0:
-                error = _nothing_to_draw(request.params)
+                error = nothing_to_draw(request.params)
                 failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
         return failed
 
@@ -575,19 +598,3 @@ def _salt(request_salt: str, adapter: Adapter | None) -> str:
     if adapter is None:
         return f"\n{request_salt}" if request_salt else ""
     return f"{adapter.digest}\n{request_salt}"
-
-
-def refusal(request_id: str | None, error: TidemillError) -> Refused:
-    return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)
-
-
-def _nothing_to_draw(params: SamplingParams) -> TidemillError:
-    if params.allowed_token_ids or params.bad_word_ids:
-        name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
-        what = "No token is left that may be generated: the parameters exclude all, or the model's logits are not numbers."
-        fix = "Change the parameter. If requests without it fail as well, the checkpoint is broken."
-        return InvalidRequest(what, fix=fix, param=name)
-    return ModelFailed(
-        "The model's logits are not numbers: the checkpoint may hold values that are not numbers, or overflow in this dtype.",
-        fix="Fetch the checkpoint again, or start with --dtype float32. If other requests succeed, change the prompt.",
-    )

@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
-from tidemill.engine.core import EngineCore, refusal
+from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, inspect_draft, load_core
+from tidemill.engine.refusals import refusal
 from tidemill.errors import TidemillError
 from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
@@ -98,6 +99,7 @@ class EngineProcess:
         if core.runner.mover is not None and core.runner.mover.alarm is not None:
             self._poller.register(core.runner.mover.alarm, zmq.POLLIN)
         gc.collect()
+        core.host_times.watch_gc()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             idle_s = 0.0 if core.has_moves else core.idle_s if core.has_work else None
@@ -107,11 +109,13 @@ class EngineProcess:
             self._take_grammars(core)
             for answer in core.adapters.answers():
                 self.send(answer)
+            core.host_times.mark("messages")
             output, failed = core.step()
             if output.deltas or output.events:
                 self.send(output)
             for refused in failed:
                 self.send(refused)
+            core.host_times.mark("outputs")
         core.close()
 
     def _first_message(self) -> Start | None:
@@ -139,6 +143,7 @@ class EngineProcess:
         """`wait_s`: for the first; None: until one comes."""
         most_ms = None if wait_s is None else math.ceil(1000 * wait_s)
         ready = dict(self._poller.poll(_LOOK_EVERY_MS if self._compiling and most_ms != 0 else most_ms))
+        core.host_times.mark("messages" if most_ms == 0 else "idle")
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
             self._parent_gone()
             return
@@ -149,6 +154,7 @@ class EngineProcess:
                     self._submit(core, message)
                 else:  # the next step does not wait for it
                     compiled = self._compiler.submit(core.compile_grammar, message.params.grammar)
+                    core.prepare(message, "its grammar is compiled")
                     self._compiling[message.request_id] = message, compiled
             elif isinstance(message, Abort):
                 if message.request_id in self._compiling:

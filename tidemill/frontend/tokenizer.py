@@ -7,7 +7,7 @@ import contextlib
 import copy
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,18 @@ class Tokenizer:
         return tokenizer
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **template_options: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        on_rendered: Callable[[], None] | None = None,
+        **template_options: Any,
     ) -> list[int]:
-        """`template_options`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
+        """`on_rendered`: called between the template and the tokens. `template_options`: as of `render_chat`. Control tokens in
+        what the client gave are encoded as plain text."""
         text = self._render(messages, **template_options)
+        if on_rendered is not None:
+            on_rendered()
         is_marked = bool(self._marks) and self.chat_template is not None and self.chat_template.control.is_marked(text)
         ids = self.encode(text, add_special=False, max_tokens=max_tokens, marked=is_marked)
         return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not

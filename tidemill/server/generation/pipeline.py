@@ -28,6 +28,7 @@ from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body, body_of, schema_of
 from tidemill.server.http.errors import error_body
 from tidemill.server.http.responses import EventStream, data_event, until_disconnect
+from tidemill.server.http.stopwatch import FORMATTING, PARSING
 
 Outputs = AsyncGenerator[Output, None]
 _json = msgspec.json.Encoder().encode
@@ -138,7 +139,8 @@ class Codec(Endpoint):
     async def begin(self, keeps_text: bool = False) -> Outputs:
         """Reads and checks the request; its outputs, of which none is computed before the first is
         asked for. `keeps_text`: for a whole response."""
-        self.generation = generation = await self.read()
+        with self.caller.call.stopwatch.within(PARSING):
+            self.generation = generation = await self.read()
         generation.prepare(keeps_text)
         for params in {
             id(prompt.params.grammar): prompt.params for prompt in generation.prompts
@@ -185,12 +187,13 @@ class Codec(Endpoint):
                 async for output in outputs:
                     if output.text.num_tokens or output.is_last:
                         self.keep(output)
+            self.caller.call.stopwatch.enter(FORMATTING)
             return _json(await self.whole())
         except TidemillError as error:
             self.fail(error)
             raise self.refusal(error) from None
         finally:
-            self.close()
+            self._end()
 
     async def respond(self, request: Request) -> Response:
         if not self.is_streamed:
@@ -200,10 +203,10 @@ class Codec(Endpoint):
             first = await until_disconnect(request, self._until_accepted(outputs))
         except TidemillError as error:
             self.fail(error)
-            self.close()
+            self._end()
             raise self.refusal(error) from None
         except BaseException:
-            self.close()
+            self._end()
             raise
         return self.stream_type(self.stream(first, outputs), also_close=outputs)
 
@@ -235,8 +238,13 @@ class Codec(Endpoint):
             for event in self.error(error):
                 yield event
         finally:
-            self.close()
+            self._end()
             await rest.aclose()
+
+    def _end(self) -> None:
+        self.close()
+        if self.caller.call.stopwatch.connection is None:  # nobody waits for a last byte
+            self.caller.call.stopwatch.stop()
 
 
 def add_endpoint(

@@ -40,8 +40,17 @@ from tidemill.frontend.sandbox import GrammarChecker, Renderer
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.generation.retention import UNDECIDED_S, Pins, PromptCaches, session_name
+from tidemill.server.http import stopwatch
 from tidemill.server.http.access import Caller
 from tidemill.server.http.context import RequestContext, new_id
+from tidemill.server.http.stopwatch import (
+    ENGINE,
+    FORMATTING,
+    GRAMMAR,
+    LOOP,
+    TEMPLATE,
+    TOKENIZING,
+)
 from tidemill.server.observe.explain import AnyExplainer, engine_id
 from tidemill.server.observe.live import Live
 from tidemill.server.observe.tracing import Tracing
@@ -220,10 +229,14 @@ class Service:
         )
 
     async def _tokenized(self, work: Callable[[], T], num_chars: int) -> T:
+        times = stopwatch.of_task()
         if num_chars >= _LONG_TEXT:
-            return await asyncio.to_thread(work)
-        await asyncio.sleep(0)  # a request may have thousands of texts: let others have a turn
-        return work()
+            with times.within(TOKENIZING):
+                return await times.in_thread(None, work)
+        with times.within(LOOP):  # a request may have thousands of texts: let others have a turn
+            await asyncio.sleep(0)
+        with times.within(TOKENIZING):
+            return work()
 
     async def decode(self, token_ids: list[int], skip_special: bool = False) -> str:
         limit, vocab_size = max(MAX_DETOKENIZED, self.max_context), self.ready.model.vocab_size
@@ -252,14 +265,17 @@ class Service:
     ) -> list[int]:
         if not to_embed:
             self.check_chat()
+        times = stopwatch.of_task()
         work = partial(
             self._with_template,
             Tokenizer.encode_chat,
             messages,
             max_tokens=self.context_of(params),
+            on_rendered=partial(times.enter, TOKENIZING),
             **template_options,
         )
-        return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+        with times.within(TEMPLATE):
+            return await times.in_thread(self._rendering, work)
 
     async def render_chat(self, messages: Conversation, **template_options: Any) -> str:
         self.check_chat()
@@ -333,9 +349,9 @@ class Service:
         if params.grammar is None or params.grammar in self._known_grammars:
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._checking, self._check_grammar, params.grammar
-            )
+            times = stopwatch.of_task()
+            with times.within(GRAMMAR):
+                await times.in_thread(self._checking, partial(self._check_grammar, params.grammar))
         except InvalidRequest as error:
             if not of_tools:
                 raise
@@ -439,7 +455,7 @@ class Service:
                 "The server is stopping and accepts no new requests.", fix="Try again in a moment."
             )
         self.ready.model.check_pooling(params.pooling)
-        tenant, call = caller.tenant, caller.call
+        tenant, call, times = caller.tenant, caller.call, caller.call.stopwatch
         priority = caller.priority_of(priority)
         params = self.with_defaults(params, prompt_ids)
         texts = [TextStream(self.tokenizer, params, output_format) for _ in range(params.n)]
@@ -488,10 +504,14 @@ class Service:
         try:
             if self.recording is not None:
                 await self.recording.begin(request)
+            times.enter(ENGINE)
+            num_samples = 1 if params.beams is not None else params.n
+            self.explainer.begin(request_id, num_samples, times)
             async with aclosing(
                 self.client.submit(request, timeout_s, True, tells_progress)
             ) as deltas:
                 async for joined in deltas:
+                    times.enter(FORMATTING)
                     num_output += len(joined.token_ids)
                     for delta in in_pieces(joined, one_by_one, per_token):
                         if delta.index in ended:
@@ -506,14 +526,17 @@ class Service:
                             ended.add(delta.index)
                             if not joined.finish_reason:
                                 self.client.finish(request_id, delta.index)
+                                self.explainer.cut(request_id, delta.index)
                         _record(call, delta, text)
                         yield delta, text
+                        times.enter(FORMATTING)
                     if len(ended) == params.n:
                         if session_s and output_format is not None:
                             self._decide_session(
                                 request_id, session_s if output_format.has_called else 0.0
                             )
                         return
+                    times.enter(ENGINE)
         except TidemillError as error:
             call.error, has_failed = error.kind, not isinstance(error, DeadlineExceeded | Cancelled)
             if isinstance(error, ContextTooLong):
@@ -522,6 +545,7 @@ class Service:
         finally:
             if len(ended) < params.n and not call.error:
                 call.error = "client_left"
+            self.explainer.leave(request_id)
             if self.tracing is not None:
                 self.tracing.end(request_id)
             if self.recording is not None:

@@ -8,7 +8,6 @@ loop never waits for more than one of these calls.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
+
+from tidemill.server.http import stopwatch
 
 T = TypeVar("T")
 LARGE_BYTES = 2**16  # of JSON, from which it is worth the way to the thread and back
@@ -27,11 +28,7 @@ _json = msgspec.json.Encoder().encode
 
 async def aside(work: Callable[[], T], size: int = LARGE_BYTES) -> T:
     """In the thread, if `size`, in bytes of JSON or the like, is large."""
-    return (
-        await asyncio.get_running_loop().run_in_executor(_thread, work)
-        if size >= LARGE_BYTES
-        else work()
-    )
+    return await stopwatch.of_task().in_thread(_thread, work) if size >= LARGE_BYTES else work()
 
 
 def switch_often() -> None:

@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
 from tidemill.sampling import ABOVE, INTEGERS, REALS
+from tidemill.server.http import stopwatch
 from tidemill.server.http.aside import aside
 from tidemill.server.http.context import RequestContext
 from tidemill.server.http.limits import (
@@ -40,6 +41,7 @@ from tidemill.server.http.limits import (
     PART_WITHIN_S,
 )
 from tidemill.server.http.responses import ClientGone
+from tidemill.server.http.stopwatch import PARSING, READING
 
 M = TypeVar("M", bound=BaseModel)
 _MAX_MISTAKES = 1000  # that are looked at one by one
@@ -128,7 +130,8 @@ async def parsed(model: type[M], body: bytes, call: RequestContext | None = None
     """The same as `parse`, but a large body is parsed beside the event loop."""
     if call is not None:
         call.num_body_bytes = len(body)
-    return await aside(partial(parse, model, body, call), len(body))
+    with stopwatch.of_task().within(PARSING):
+        return await aside(partial(parse, model, body, call), len(body))
 
 
 def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaitable[M]]:
@@ -157,7 +160,9 @@ async def raw_body(request: Request, untyped: bool = False) -> bytes:
             f"The content encoding {coding[:100]!r} is not supported.",
             fix="Send the body uncompressed.",
         )
-    return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, BODY_WITHIN_S)])
+    with stopwatch.of_task().within(READING):
+        parts = [part async for part in parts_of(request, MAX_BODY_BYTES, BODY_WITHIN_S)]
+    return b"".join(parts)
 
 
 def is_too_much(body: bytes) -> bool:

@@ -7,6 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
+import struct
+import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -23,9 +27,12 @@ from tidemill.server.http.limits import (
     READ_WITHIN_S,
     REST_WITHIN_S,
 )
+from tidemill.server.http.stopwatch import LOOP, READING, Stopwatch
 
 _MAX_FILES = 2**16  # that this process asks for
 _RESERVED_FILES = 256  # which connections leave to engine restarts, workers and storage
+_LAST_DATA_MS = struct.Struct("=52xI")  # of Linux' tcp_info
+_FEW_MS = 8  # which its clock, of up to 4 ms, cannot tell from none
 _CLOSE = b"connection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n" + _CLOSE
@@ -48,6 +55,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_idle = False  # no request is under way
     _in_headers = False
     _in_body = False
+    _read_s = 0.0  # when data was read
+    _stopwatch: Stopwatch  # of the request that is being read
     _alarm: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -69,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._read_s = time.monotonic()
         if self._is_idle and not self._in_headers and not self._in_body:
             self._expect_headers()
         self._num_bytes += len(data)
@@ -97,6 +107,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._stopwatch = Stopwatch(self._read_s, _waited_s(self.transport), self)
+        self._stopwatch.enter(READING)
         if not self._in_headers:
             self._expect_headers()
 
@@ -105,6 +117,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._set_idle(False)
         self._in_headers, self._in_body, self._num_bytes = False, True, 0
         self.scope["state"]["target"] = self.url  # as it was sent: parsing leaves out parts of it
+        self._stopwatch.enter(LOOP)
+        self.scope["state"]["stopwatch"] = self._stopwatch
         return super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -124,6 +138,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._set_idle(self.cycle.response_complete)  # unless another was sent behind it
         if self._in_body and not self.transport.is_closing():
             self._arm(REST_WITHIN_S)
+
+    def num_unsent(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        return self.transport.get_write_buffer_size()
 
     def pause_writing(self) -> None:
         """The client has left unread as much as may wait for it."""
@@ -173,6 +191,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._alarm = None
         if not self.transport.is_closing():
             self.transport.close()
+
+
+def _waited_s(transport: asyncio.BaseTransport) -> float:
+    """Seconds for which the data that was read now has waited for the event loop, where the kernel
+    tells. Until a connection is accepted, they wait, too."""
+    tcp = transport.get_extra_info("socket")
+    if not sys.platform.startswith("linux") or tcp is None or tcp.family == socket.AF_UNIX:
+        return 0.0
+    try:
+        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_MS.size)
+        waited_ms = _LAST_DATA_MS.unpack(info)[0]
+    except (OSError, struct.error):  # it was closed meanwhile, or has none
+        return 0.0
+    return waited_ms / 1000 if waited_ms >= _FEW_MS else 0.0
 
 
 def max_connections() -> int:

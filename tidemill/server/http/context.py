@@ -22,6 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError
 from tidemill.server import page
+from tidemill.server.http import stopwatch
+from tidemill.server.http.stopwatch import WRITING, Stopwatch
 
 MAX_ID_CHARS = 128
 ID_PATTERN = rf"^[A-Za-z0-9._-]{{1,{MAX_ID_CHARS}}}$"
@@ -80,6 +82,7 @@ class RequestContext:
     )  # traceparent and tracestate, as the client sent them
     is_llamacpp: bool = False  # called under a path that only llama.cpp has
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def name(self) -> str:
@@ -239,7 +242,9 @@ class RequestMiddleware:
             new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace
         )
         call.is_llamacpp = is_llamacpp
-        scope.setdefault("state", {})["call"] = call
+        state = scope.setdefault("state", {})
+        state["call"], call.stopwatch = call, state.get("stopwatch", call.stopwatch)
+        stopwatch.start(call.stopwatch)
 
         def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own
             if message["type"] == "http.response.start":
@@ -250,10 +255,21 @@ class RequestMiddleware:
                     message["headers"].append((b"request-id", name))
                 if call.ignored:
                     message["headers"].append((b"x-tidemill-ignored", _named(call.ignored)))
+                call.stopwatch.enter(WRITING)
+            elif not message.get("more_body"):
+                return _send_last(message, send, call.stopwatch)
             return send(message)
 
         try:
             await self._app(scope, receive, sending)
         finally:
+            if not call.stopwatch.is_written:
+                call.stopwatch.stop()  # the client has left
             if self._log is not None:
                 self._log.write(call)
+
+
+async def _send_last(message: Message, send: Send, of_call: Stopwatch) -> None:
+    of_call.enter(WRITING)
+    await send(message)
+    of_call.end()

@@ -13,6 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tidemill.server.http import stopwatch
+from tidemill.server.http.stopwatch import FORMATTING, WRITING
+
 T = TypeVar("T")
 KEEP_ALIVE_S = 10.0  # without an event, after which a comment is sent
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -94,6 +97,7 @@ class EventStream(Response):
                 await sending
 
     async def _send(self, send: Send) -> None:
+        times = stopwatch.of_task()
         async with aclosing(self._source), aclosing(self._chunks) as chunks:
             await send(
                 {
@@ -104,8 +108,10 @@ class EventStream(Response):
             )
             self._is_sending = False
             async for chunk in chunks:
+                times.enter(WRITING)
                 self._is_sending = True
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                times.enter(FORMATTING)
                 self._is_sending = False
                 self._num_sent += 1
             self._is_sending = True

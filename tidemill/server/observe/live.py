@@ -27,7 +27,8 @@ from tidemill.errors import QueueFull
 from tidemill.events import Event
 from tidemill.server.http.responses import named_event
 from tidemill.server.observe.advice import in_words
-from tidemill.server.observe.explain import AnyExplainer, RequestTimeline, engine_id
+from tidemill.server.observe.explain import AnyExplainer, engine_id
+from tidemill.server.observe.timeline import RequestTimeline
 from tidemill.wire import Pages
 
 MAX_WATCHERS = 32

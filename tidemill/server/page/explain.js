@@ -1,15 +1,26 @@
-// "Why this long": where a request's time went, from the engine's events: a bar that is 100 % of it, and the reasons.
+// "Why this long": where a request's time went, all that its client waited: a bar that is 100 % of it, and the reasons.
 
 import { call } from "./api.js";
 import { count, h, seconds } from "./dom.js";
 
 const NAMES = {
+  reading: "Reading the request",
+  parsing: "Parsing",
+  template: "Chat template",
+  tokenizing: "Tokenizing",
+  grammar: "Checking the grammar",
+  "to the engine": "To the engine",
   queued: "Queued",
   preempted: "Preempted",
   loading: "Loading pages",
   prefill: "Prefill",
   decode: "Decode",
   "between steps": "Between steps",
+  "from the engine": "From the engine",
+  formatting: "Formatting",
+  writing: "Writing",
+  "other parts": "Other prompts and samples",
+  "server loop": "Server loop",
 };
 
 /** Kept with the message, since the server keeps the latest thousand only. */
@@ -35,18 +46,20 @@ export function explanationView(story, seenMs) {
       h("i", { class: kind(span) }),
       h("b", {}, NAMES[span.span] ?? span.span),
       h("span", { class: "figure" }, `${seconds(span.ms)} · ${span.percent.toFixed(1)} %`),
-      h("p", {}, span.because),
+      h("p", {}, span.parts && span.span !== "between steps" ? `${span.because}: ${partsOf(span)}` : span.because),
     ),
   );
   const fresh = story.prompt_tokens - story.cached_tokens;
   const facts = [
-    `${seconds(story.total_ms)} in the engine`,
+    `${seconds(story.total_ms)} in the server, ${seconds(story.engine_ms)} of it in the engine`,
     story.first_token_ms !== null && `first token after ${seconds(story.first_token_ms)}`,
     `${count(story.prompt_tokens, "prompt token")}, ${story.cached_tokens} cached and ${fresh} computed`,
-    seenMs > story.total_ms && `${seconds(seenMs - story.total_ms)} more for network and server`,
+    seenMs > story.total_ms && `${seconds(seenMs - story.total_ms)} more for the network and this page`,
   ];
   return h("div", { class: "why" }, bar, h("ul", {}, ...rows), h("p", { class: "soft" }, facts.filter(Boolean).join(" · ")));
 }
 
-const kind = (span) => `span-${span.span.replace(" ", "-")}`;
+const partsOf = (span) => span.parts.map(({ part, ms }) => `${part} ${seconds(ms)}`).join(", ");
+const ENGINE = new Set(["queued", "preempted", "loading", "prefill", "decode", "between steps"]);
+const kind = (span) => (ENGINE.has(span.span) ? `span-${span.span.replace(" ", "-")}` : `span-server span-${span.span.replaceAll(" ", "-")}`);
 const inWords = (span) => `${NAMES[span.span] ?? span.span}: ${span.percent.toFixed(1)} %`;

@@ -24,6 +24,7 @@ from pydantic import Field, StringConstraints
 from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, TidemillError
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import Endpoint
+from tidemill.server.http import stopwatch
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body, body_of, parsed, schema_of
 from tidemill.server.http.context import RequestContext, RequestLog, new_id
@@ -337,6 +338,16 @@ async def respond_to_line(
 ) -> tuple[int, bytes]:
     """Status and body as the route would have them: a mistake in the line is its response; a fault
     of the server is not."""
+    stopwatch.start(caller.call.stopwatch)
+    try:
+        return await _respond(models, caller, endpoint, body)
+    finally:
+        caller.call.stopwatch.stop()
+
+
+async def _respond(
+    models: Models, caller: Caller, endpoint: type[Endpoint], body: bytes
+) -> tuple[int, bytes]:
     call = caller.call
     while True:
         try:

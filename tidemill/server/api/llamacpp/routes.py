@@ -19,7 +19,7 @@ from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import add_endpoint
 from tidemill.server.generation.service import Service
 from tidemill.server.http.body import body_of, schema_of
-from tidemill.server.observe.explain import RequestTimeline
+from tidemill.server.observe.timeline import RequestTimeline
 from tidemill.version import __version__
 
 

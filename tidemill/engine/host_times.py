@@ -8,12 +8,13 @@ from typing import Any
 
 from tidemill import events
 from tidemill.events import EventSink
-from tidemill.sched.clock import Clock
+from tidemill.sched.clock import Clock, MonotonicClock
 
 
 class HostTimes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._is_real = isinstance(clock, MonotonicClock)  # in simulated time nothing of this takes any
         self._since_s = clock.now()
         self._spent = {"outputs": 0.0, "messages": 0.0, "idle": 0.0}
         self._gc_s = self._gc_told_s = self._gc_began_s = 0.0
@@ -39,7 +40,7 @@ class HostTimes:
         """A step is about to be planned."""
         now, spent = self._clock.now(), self._spent
         of_gc = spent.pop("gc", 0.0) + self._gc_s - self._gc_told_s
-        if of_gc or any(spent.values()):
+        if self._is_real and (of_gc or any(spent.values())):
             emit(events.LoopTimed(now, spent["outputs"], spent["messages"], spent["idle"], of_gc))
         self.begin(now)
 

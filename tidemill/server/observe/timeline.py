@@ -86,6 +86,7 @@ class LoopTimes:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._part, self._since_s = "loop", 0.0
+        self._at_s, self._at = -1.0, self._sums  # the latest answer: many requests ask at once
 
     def change(self, now: float, part: str) -> None:
         """Another part begins."""
@@ -102,11 +103,15 @@ class LoopTimes:
         self.change(now, part)
 
     def at(self, now: float) -> dict[str, float]:
-        sums = dict(self._sums)
-        sums[self._part] = sums.get(self._part, 0.0) + max(now - self._since_s, 0.0)
-        return sums
+        """The sums by then; not to be changed."""
+        if now != self._at_s:
+            sums = self._at = dict(self._sums)
+            sums[self._part] = sums.get(self._part, 0.0) + max(now - self._since_s, 0.0)
+            self._at_s = now
+        return self._at
 
     def _add(self, part: str, seconds: float) -> None:
+        self._at_s = -1.0
         if seconds > 0:
             self._sums[part] = self._sums.get(part, 0.0) + seconds
 

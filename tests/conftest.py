@@ -140,6 +140,35 @@ _ONLY_WHEN_SLOW = (
     "server/test_chat_url.py",
     "server/test_deploy.py",
     "server/test_listen.py",
+    "server/test_migrated.py",
+    "test_chaos[short]",
+    "test_a_killed_engine_does_not_touch_the_other",
+    "test_an_ignored_ctrl_c_stays_ignored",
+    "leaves_the_chat_as_it_was[phone]",
+    "test_a_response_ends_with_the_context[1000000]",
+    "test_of_safetensors_in_16_bits_nothing_is_in_memory_twice",
+    "test_odd_batches_need_no_kernels",
+    "test_smollm2.py::test_safetensors_and_gguf_give_the_same_bits",
+    "test_smollm2.py::test_prompt_logprobs_equal_transformers",
+    *(f"test_models_of_families[{name}" for name in ("Qwen2", "Qwen3", "Gemma2", "Granite")),
+    *(f"test_families_whose_layers_differ[{name}]" for name in ("Olmo2", "Phi")),
+    "uninterrupted_one[exit",
+    *(f"test_tokens_are_those_without_drafts[{name}" for name in ("exit", "medusa")),
+    "bounded_cost[xgrammar",
+    "test_flex_attention_equals_the_reference[bidirectional",
+    "test_experts_of_several_ranks[70]",
+    *(f"test_restrictions_keep_what_sorting_keeps[settings{number}]" for number in (1, 2, 4, 6, 7, 9)),
+    "fail_their_sequence_alone[compiled-plus infinity]",
+    "lack_of_pages[odd float32",
+    *(f"requests_of_their_own[smollm2 {kind}" for kind in ("float32", "torch")),
+    "test_in_chunks[odd float32-greedy-1]",
+    *(f"{name}[smollm2 torch" for name in ("within_a_page", "depend_on_chunks")),
+    *(f"before_it_ended[{name}" for name in ("Mamba with biases", "Mamba-")),
+    "third_on[Mamba with biases",
+    *(
+        f"closed_without_a_collection[{kind}"
+        for kind in ("{}-close", "{'speculate': 'ngram'}-del", "{'kv_disk': 'disk:4M', 'max_loras': 2}-del")
+    ),
 )
 
 
@@ -163,9 +192,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FromBothEnds
 
 
 def _place(item: pytest.Item) -> int:
-    """First what starts processes: servers that files share, then others."""
+    """First what starts processes: servers that files share, also the manual's examples, then others."""
     _, folder, *_ = item.nodeid.split("/")
-    return 0 if folder == "server" else 1 if folder in ("cli", "bench") or item.path.name == "test_client.py" else 2
+    return 0 if folder in ("docs", "server") else 1 if folder in ("cli", "bench") or item.path.name == "test_client.py" else 2
+
+
+def _is_fallback(item: pytest.Item) -> bool:
+    """The torch references of ops in a whole engine, which others run with compiled kernels: kernels are compared with them."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return params.get("backend") == "torch" and "/kernels/" not in item.nodeid and "test_families.py" not in item.nodeid
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
@@ -174,6 +209,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
     for item in items:
         if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
+            item.add_marker(pytest.mark.slow)
+        if _is_fallback(item):
             item.add_marker(pytest.mark.slow)
         if "test_families.py" in item.nodeid and "-torch]" in item.nodeid and "Gemma3-" not in item.nodeid:
             item.add_marker(pytest.mark.slow)  # the reference ops of one family that has them all are enough

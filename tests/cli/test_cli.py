@@ -43,10 +43,11 @@ def invoke():
     signal.signal(signal.SIGINT, handler)
 
 
-def test_generate_prints_the_text_alone_on_stdout(tiny_folder, invoke):
-    done = tidemill("generate", "hello", "-m", str(tiny_folder), "-n", "8", "-t", "0")
-    assert done.returncode == 0, done.stderr
+def test_generate_prints_the_text_alone_on_stdout(tiny_folder, invoke, capfd):
+    done = invoke("generate", "hello", "-m", str(tiny_folder), "-n", "8", "-t", "0")
+    assert done.exit_code == 0, done.stderr
     assert "8 generated" in done.stderr.replace("\n", " ")
+    assert capfd.readouterr().out == ""  # nor does anything else write there beside Python
     again = invoke("generate", "-", "-m", str(tiny_folder), "-n", "8", "-t", "0", input="hello")
     assert done.stdout == again.stdout
 

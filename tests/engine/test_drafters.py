@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 # What `make test` has time for, by drafter.
-_ALWAYS = {"random": ("",), "often": ("chunks",), "suffix": ("", "small memory"), "draft-model": ("chunks", "small memory")}
+_ALWAYS = {"random": ("",), "often": ("chunks",), "suffix": ("", "small memory"), "draft-model": ("small memory",)}
 
 
 class Random(Guesser):

@@ -93,7 +93,7 @@ def test_pages_are_bounded_and_nothing_moved_is_shared(model):
     core = make_core(model, token_budget=64, page_size=4)
     assert core.config.max_context == 256
     run(core, {"before": (prompt, greedy(1))})
-    core.submit(Submit("x", prompt, asks("streaming", 400)))
+    core.submit(Submit("x", prompt, asks("streaming", 200)))
     seen, most, answer = list[events.Event](), 0, Answer()
     while core.has_work:
         seen += take_with_events(core, {"x": answer})
@@ -103,10 +103,10 @@ def test_pages_are_bounded_and_nothing_moved_is_shared(model):
                 (table,) = core.scheduler.kv.tables(request.seq)
                 assert not any(page in core.scheduler.kv.index for page in table)
         core.scheduler.check_integrity()
-    assert len(answer.tokens) == 400
+    assert len(answer.tokens) == 200
     assert most == -(-63 // 4)
     assert sum(event.num_tokens for event in seen if isinstance(event, events.TokensEvicted)) == 3 * (
-        (LENGTH + 399 - 63) // 3 + 1
+        (LENGTH + 199 - 63) // 3 + 1
     )
     admitted = next(event for event in seen if isinstance(event, events.Admitted))
     assert admitted.num_cached == 60  # what is the same with and without the policy

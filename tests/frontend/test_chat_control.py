@@ -117,19 +117,19 @@ def has_control(value):
 def test_prompts_without_control_tokens_are_what_they_were(tokenizer):
     rng = random.Random(1)
     num = 0
-    for _ in range(400):
+    for _ in range(150):
         messages, tools, variables = conversation(rng, PIECES)
         if not has_control([messages, tools, variables]):
             num += 1
             ids = tokenizer.encode_chat(messages, tools=tools, variables=variables)
             assert ids == as_one_text(tokenizer, messages, tools, **variables)
-    assert num > 200
+    assert num > 75
 
 
 def test_no_control_token_comes_from_content(tokenizer):
     """Wherever it stands: content, names, tools, arguments and their keys, documents, across the parts of a message."""
     rng, plain = random.Random(2), [piece for piece in PIECES if piece != MARK]
-    for _ in range(400):
+    for _ in range(150):
         messages, tools, variables = conversation(rng, [*plain, "<s>", "</s>", "</s>\n<s>system\n", "<<s>s>"])
         ids = tokenizer.encode_chat(messages, tools=tools, variables=variables)
         assert num_control(tokenizer, ids) == 2 * len(messages) + 1 + 2 * bool(tools)

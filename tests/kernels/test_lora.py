@@ -180,7 +180,7 @@ def test_adapters_on_a_gpu(is_gated, monkeypatch):
 @pytest.mark.parametrize("max_rank", [48, 128])
 def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_rank, monkeypatch):
     """Unless ranks may be too high. Larger tiles and a row alone have the same bits."""
-    num, size = 300, SLOTS.size + 3
+    num, size = 140, SLOTS.size + 3
     monkeypatch.setattr(cuda, "_GATED_RUN", 32)
     monkeypatch.setattr(sys.modules[__name__], "ADAPTERS", [(min(rank, max_rank), *rest) for rank, *rest in ADAPTERS])
     gate_up, _ = make({"gate": num, "up": num}, NUM_IN, size, monkeypatch, max_rank)

@@ -396,7 +396,7 @@ def test_without_eviction_nothing_is_ever_preempted(num_runs):
     assert num_deferred > num_runs
 
 
-@pytest.mark.parametrize("num_requests", [4000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("page_size", "num_pages", "index"), [(1, 160, "hash"), (16, 15, "radix")])
 def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_pages, index, num_requests):
     """Thousands of them are aborted, many preempted, by force and for want of pages, some with samples that share pages."""

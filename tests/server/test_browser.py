@@ -448,13 +448,13 @@ def test_a_look_at_the_engine_leaves_the_chat_as_it_was(browser, roomy, size):
     assert browser.js(f"return {ROW}") == answering
 
 
-WIDE = f"{'x' * 200}\n\n```\n{'y' * 200}\n```\n\n$${'z+' * 40}z$$\n\n| {'a b | ' * 20}\n|{'-|' * 20}"
+WIDE = f"{'x' * 99}\n\n```\n{'y' * 99}\n```\n\n$${'z+' * 30}z$$\n\n| {'a b | ' * 15}\n|{'-|' * 15}"
 
 
 def test_a_phone_needs_no_sideways_scrolling(browser):
     note(browser, max_tokens=1000, structured_outputs={"choice": [WIDE]})
     browser.size(375, 720)
-    browser.say("w" * 300)
+    browser.say("w" * 99)
     browser.until(DONE)
     fits = "document.documentElement.scrollWidth <= 375 && [...document.querySelectorAll('#scroll, #engine')].every((one) => " \
         "one.scrollWidth <= one.clientWidth)"  # fmt: skip

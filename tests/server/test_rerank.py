@@ -150,8 +150,9 @@ def test_pooling_and_vectors_that_are_not_normalized(encoders):
     assert plugin.startswith("No IOProcessor plugin installed.")
 
 
-def test_a_vector_of_each_token(encoders, tmp_path):
-    """vLLM's token_embed and llama.cpp's --pooling none; in other servers, of requests that ask for it."""
+@pytest.mark.slow
+def test_a_server_whose_vectors_are_of_tokens(tmp_path):
+    """vLLM's token_embed and llama.cpp's --pooling none."""
     make_encoder(tmp_path, "BertModel")
     settings = tmp_path / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"matryoshka_dimensions": [8, 16]}))
@@ -173,7 +174,12 @@ def test_a_vector_of_each_token(encoders, tmp_path):
     told = post(running, "/pooling", **ask, task="embed").json()["error"]["message"]
     assert told.startswith("Try switching the model's pooling_task via --pooling auto")
     running.stop()
-    running, references, _ = encoders
+
+
+def test_a_vector_of_each_token(encoders):
+    """In other servers, of requests that ask for it."""
+    running, references, tokenizer = encoders
+    ask = {"model": "embedder", "input": DOCUMENTS[0]}
     (each,) = post(running, "/pooling", **ask, pooling="none", use_activation=False).json()["data"]
     mean = torch.nn.functional.normalize(torch.tensor(each["data"]).mean(0), dim=0)
     assert (mean - reference_embedding(references["embedder"], tokenizer.encode(DOCUMENTS[0]))).abs().max() < 1e-5

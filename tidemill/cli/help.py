@@ -18,7 +18,7 @@ GROUPS = {
     "Run models": ("serve", "chat", "generate", "models", "pull", "batch", "prompt-cache"),
     "Several servers and hosts": ("route", "worker"),
     "Choose hardware and settings": ("memory", "plan", "plan-layout", "simulate", "calibrate"),
-    "Measure": ("bench", "explain", "evaluate", "measure-layers", "measure-neurons"),
+    "Measure": ("bench", "explain", "replay", "evaluate", "measure-layers", "measure-neurons"),
     "Compress and train": (
         "quantize", "calibrate-kv", "prune", "distill", "convert", "train-draft", "train-predictors",
     ),

@@ -414,9 +414,13 @@ OPTIONS = (
     Option("request-log", "switch", LOGGING, "Write one line for each finished request.", True),
     Option("log-format", "text", LOGGING, "Format of the request log: text or json.", "text", choices=("text", "json")),
     Option("log-file", "text", LOGGING, "File of the request log; it may be rotated at any time.", automatic="stderr"),
-    Option("record-trace", "text", LOGGING, automatic="the load is not recorded",
-           help="A file (JSONL) that gets a line for each request: times, lengths and shared prefixes, no text. `simulate`, "
-           "`plan` and `bench serve` replay it. It is made with mode 0600, or continued."),
+    Option("record", "text", LOGGING, automatic="nothing is recorded",
+           help="A folder, and the most that it may take (DIR:SIZE, 1GB), for a recording of every request, its output and every "
+           "step: `replay` computes it again and compares, `simulate`, `plan` and `bench serve` take it as load."),
+    Option("record-text", "text", LOGGING, "Off, recordings are sealed with the owner's key: without it nobody reads them.", "on",
+           choices=("on", "off")),
+    Option("record-key", "text", LOGGING, "File of that key; it is made if there is none.",
+           automatic="record.key in ~/.local/share/tidemill"),
     Option("otlp-endpoint", "text", LOGGING, automatic="OTEL_EXPORTER_OTLP_ENDPOINT, or no spans",
            help="Address of an OpenTelemetry collector (OTLP over HTTP) that gets a span per request; needs tidemill[otel]."),
 )  # fmt: skip

@@ -26,9 +26,9 @@ from tidemill.wire import Loading, Ready
 if TYPE_CHECKING:
     from tidemill.ray.cluster import Cluster
     from tidemill.ray.serving import RayFleet
+    from tidemill.record.writer import RecordingWriter
     from tidemill.server.generation.models import Models, Served
     from tidemill.server.http.listen import Listen
-    from tidemill.server.observe.recording import TraceFile
 
 console = Console(stderr=True, highlight=False)
 
@@ -69,8 +69,7 @@ def serve(
     served = _served(settings)
     for model in served:
         locate(model.engine.model, fetch=True)
-    trace_path = _path(settings["record-trace"])
-    trace_file = _trace_file(trace_path) if trace_path else None
+    recording = _recording(settings)
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
     bar, is_ready = LoadingBar(console=console), False
 
@@ -82,8 +81,8 @@ def serve(
         is_ready = True
         bar.stop()
         print_ready(models, listen, port, bool(access.keys or access.admin_keys), settings["ui"])
-        if trace_path:
-            console.print(f"The load is recorded in {trace_path}: lengths, times, shared prefixes, no text.", style="dim")
+        if recording is not None:
+            console.print(f"Requests and steps are recorded: {recording}.", style="dim")
         if settings["disaggregate"] == "auto" and not served[0].engine.has_roles:
             layout = "no load is measured yet, so engines do both; advice follows here, in /metrics and in the live view"
             console.print(f"Disaggregation: {layout}.", style="dim")
@@ -121,7 +120,7 @@ def serve(
                     sharing=sharing,
                     fleet=fleet,
                     advises=settings["disaggregate"] == "auto",
-                    trace_file=trace_file,
+                    recording=recording,
                 )
             )
     except (asyncio.CancelledError, KeyboardInterrupt) as error:
@@ -158,10 +157,22 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
         raise
 
 
-def _trace_file(path: Path) -> TraceFile:
-    from tidemill.server.observe.recording import TraceFile  # loads the simulator's formats, which a server has no other use for
+def _recording(settings: Settings) -> RecordingWriter | None:
+    """What --record asks for."""
+    if not settings["record"]:
+        return None
+    from tidemill.record.writer import RecordingWriter, folder_and_size, read_key
 
-    return TraceFile(path)
+    folder, most = folder_and_size(settings["record"])
+    if settings["record-text"] == "on":
+        return RecordingWriter(folder, most)
+    return RecordingWriter(folder, most, read_key(_path(settings["record-key"]) or data_key(), creates=True))
+
+
+def data_key() -> Path:
+    from tidemill.server.run import data_folder
+
+    return data_folder() / "record.key"
 
 
 def _path(text: str | None) -> Path | None:

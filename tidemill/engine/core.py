@@ -183,6 +183,10 @@ class EngineCore:
             self.ranks.close()
         self._is_closed = True
 
+    def has(self, request_id: str) -> bool:
+        """The request has not ended."""
+        return request_id in self.live or request_id in self._awaiting
+
     def is_compiled(self, params: SamplingParams) -> bool:
         """A request can be submitted without compile_grammar."""
         return not params.has_masks or self.structured.is_compiled(params.grammar)
@@ -195,7 +199,7 @@ class EngineCore:
         """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
         if self._is_closed:
             raise TidemillError("The engine is closed.", fix="Make a new one.")
-        if request.request_id in self.live or request.request_id in self._awaiting:
+        if self.has(request.request_id):
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
             self._check_queue(request)

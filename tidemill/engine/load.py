@@ -107,7 +107,7 @@ def core_of(
     return EngineCore(parts, config, clock, emit)
 
 
-def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> EngineCore:
+def load_core(options: EngineOptions, progress: ProgressFn | None = None, clock: Clock | None = None) -> EngineCore:
     make_policy(options.policy)  # a wrong name is an error before gigabytes are read
     check_backend(options.structured_backend)
     checkpoint, architecture, model_config = inspect(options.model)
@@ -140,7 +140,7 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     else:
         model = _load_alone(checkpoint, architecture, model_config, config, progress, random)
     try:
-        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress, weights)
+        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress, weights, clock)
     except BaseException:
         if group is not None:
             group.close()
@@ -208,13 +208,14 @@ def _core_with(
     draft: tuple[Checkpoint, type[Model], ModelConfig] | None,
     progress: ProgressFn | None,
     weights: bytes,
+    clock: Clock | None,
 ) -> EngineCore:
     """The engine core around a model that is loaded."""
     random, draft_model = options.load_format == "dummy", None
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
+    core = core_of(model, config, clock, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):
         core.adapters.load_now(number, name, path)

@@ -45,6 +45,7 @@ from tidemill.server.http.listen import Listen
 from tidemill.server.observe.advice import Advisor
 from tidemill.server.observe.explain import AnyExplainer, Explainer, ExplainerOfReplicas
 from tidemill.server.observe.live import Live
+from tidemill.server.observe.recorder import Recorder
 from tidemill.server.observe.tracing import Tracing
 from tidemill.server.store.batches import Batches
 from tidemill.server.store.storage import Storage
@@ -52,7 +53,7 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Pages, Ready
 
 if TYPE_CHECKING:
-    from tidemill.server.observe.recording import Recording, TraceFile
+    from tidemill.record.writer import RecordingWriter
 
 STOPPED_BY_SIGTERM = "SIGTERM"  # with which a server is cancelled that is still loading
 DATA_QUOTA_BYTES = 10 * 2**30
@@ -107,7 +108,7 @@ class ModelEngine:
         parsers: tuple[str, str, int | None],
         fleet: Fleet | None = None,
         advises: bool = False,
-        recording: Recording | None = None,
+        recording: RecordingWriter | None = None,
     ) -> None:
         """`parsers`: of tool calls and of reasoning, and the budget of the latter. `fleet`: what
         makes the engines, if that is not this process. `advises`: on engines with roles, also if
@@ -132,7 +133,9 @@ class ModelEngine:
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
         self.pooled: Pooled | None = None
-        self.recording = recording
+        self.recorder: Recorder | None = None
+        if recording is not None:
+            self.recorder = Recorder(recording, served.name, self.path, served.engine)
         self._advisor = Advisor(served.engine) if advises or served.engine.has_roles else None
 
     def _take_pages(self, pages: Pages) -> None:
@@ -141,8 +144,8 @@ class ModelEngine:
     def take(self, batch: list[Event]) -> None:
         if self._advisor is not None:
             batch = [*batch, *self._advisor.take(batch)]
-        if self.recording is not None:
-            batch = [*batch, *self.recording.take(batch)]
+        if self.recorder is not None:
+            batch = [*batch, *self.recorder.take(batch)]
         self.metrics.take(batch)
         self.explainer.take(batch)
         self.pins.take(batch)
@@ -187,6 +190,9 @@ class ModelEngine:
             Tokenizer.load, self.path, engine.chat_template, engine.chat_template_kwargs
         )
         served, options = self.served, self.served.engine
+        if self.recorder is not None:
+            template = tokenizer.chat_template.source if tokenizer.chat_template else ""
+            self.recorder.describe(template, sorted(tokenizer.vocabulary.items()))
 
         def defaults_of(num_parameters: int) -> SamplingDefaults:
             return sampling_defaults(
@@ -196,7 +202,7 @@ class ModelEngine:
         return Service(
             self.client, tokenizer, served.name, self.metrics, self.explainer, self.live,
             served.aliases, self.pooled, defaults_of, self._tracing, *self._parsers, self.pins,
-            self.recording,
+            self.recorder,
         )  # fmt: skip
 
 
@@ -219,13 +225,13 @@ async def serve(
     response_defaults: ResponseDefaults = ResponseDefaults(),
     fleet: Fleet | None = None,
     advises: bool = False,
-    trace_file: TraceFile | None = None,
+    recording: RecordingWriter | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s`
     to end. A second signal does not wait. Raises EngineDead if the engine of a sole model cannot be
     kept running. `on_ready` gets the port, too: port 0 takes any free one. `stall_seconds`,
-    `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine. `trace_file`: gets the
-    load, and is closed at the end."""
+    `start_seconds`: see EngineClient. `fleet`, `advises`: see ModelEngine. `recording`:
+    gets all that is done, and is closed at the end."""
     access = access or Access()
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
@@ -263,12 +269,7 @@ async def serve(
         fleet,
         advises,
     )
-    names = [model.name if len(served) > 1 else "" for model in served]
-    recordings = [None if trace_file is None else trace_file.recording(name) for name in names]
-    engines = [
-        ModelEngine(model, *engine_options, recording)
-        for model, recording in zip(served, recordings, strict=True)
-    ]
+    engines = [ModelEngine(model, *engine_options, recording) for model in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
@@ -328,11 +329,8 @@ async def serve(
             await pool.close()
         await link.close()
         await asyncio.gather(*(engine.client.close() for engine in engines))
-        if trace_file is not None:
-            for engine in engines:
-                if engine.recording is not None:
-                    engine.recording.close()
-            await asyncio.to_thread(trace_file.close)
+        if recording is not None:
+            await asyncio.to_thread(recording.close)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
         data.close()

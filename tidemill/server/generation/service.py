@@ -20,7 +20,6 @@ from tidemill.engine.replicas import Client
 from tidemill.errors import (
     Cancelled,
     ContextTooLong,
-    DeadlineExceeded,
     Draining,
     EngineDead,
     InvalidRequest,
@@ -54,10 +53,10 @@ from tidemill.server.http.stopwatch import (
 from tidemill.server.observe.explain import AnyExplainer, engine_id
 from tidemill.server.observe.live import Live
 from tidemill.server.observe.tracing import Tracing
-from tidemill.wire import Delta, Hold, Ready, Submit
+from tidemill.wire import AdapterInfo, Delta, Hold, Ready, Submit
 
 if TYPE_CHECKING:
-    from tidemill.server.observe.recording import Recording
+    from tidemill.server.observe.recorder import Recorder
 
 T = TypeVar("T")
 Conversation = (
@@ -87,6 +86,7 @@ class ResponseDefaults:
 
 class Service:
     adapter = 0  # the number of the LoRA adapter that its requests use; 0: none
+    info: AdapterInfo | None = None  # of that adapter
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Service:
         reasoning_parser: str = "auto",
         thinking_budget: int | None = None,
         pins: Pins | None = None,
-        recording: Recording | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters.
         `thinking_budget`: tokens of reasoning if a request does not say. `pins`: reads the events.
@@ -119,7 +119,7 @@ class Service:
         self.aliases = aliases
         self._pooled = pooled
         self._defaults_of = defaults_of
-        self.tracing, self.recording = tracing, recording
+        self.tracing, self.recorder = tracing, recorder
         self.created_s = int(time.time())
         self.is_draining = False
         self.allows_templates = False  # of requests
@@ -457,13 +457,11 @@ class Service:
         self.ready.model.check_pooling(params.pooling)
         tenant, call, times = caller.tenant, caller.call, caller.call.stopwatch
         priority = caller.priority_of(priority)
-        params = self.with_defaults(params, prompt_ids)
+        params = self.with_defaults(params, prompt_ids).seeded()
         texts = [TextStream(self.tokenizer, params, output_format) for _ in range(params.n)]
         ended: set[int] = set()
         per_token = cells_per_token(params)
         num_done = 0  # cells since the event loop last had a turn
-        num_output = 0
-        has_failed = False
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the
         # prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
@@ -502,8 +500,8 @@ class Service:
         if self.tracing is not None:
             self.tracing.begin(request_id, call)
         try:
-            if self.recording is not None:
-                await self.recording.begin(request)
+            if self.recorder is not None:
+                self.recorder.begin(request, self.ready, self.info, call.path)
             times.enter(ENGINE)
             num_samples = 1 if params.beams is not None else params.n
             self.explainer.begin(request_id, num_samples, times)
@@ -512,7 +510,6 @@ class Service:
             ) as deltas:
                 async for joined in deltas:
                     times.enter(FORMATTING)
-                    num_output += len(joined.token_ids)
                     for delta in in_pieces(joined, one_by_one, per_token):
                         if delta.index in ended:
                             break
@@ -528,6 +525,8 @@ class Service:
                                 self.client.finish(request_id, delta.index)
                                 self.explainer.cut(request_id, delta.index)
                         _record(call, delta, text)
+                        if self.recorder is not None:
+                            self.recorder.take_output(request_id, delta, text)
                         yield delta, text
                         times.enter(FORMATTING)
                     if len(ended) == params.n:
@@ -538,7 +537,7 @@ class Service:
                         return
                     times.enter(ENGINE)
         except TidemillError as error:
-            call.error, has_failed = error.kind, not isinstance(error, DeadlineExceeded | Cancelled)
+            call.error = error.kind
             if isinstance(error, ContextTooLong):
                 error.figures = {"n_prompt_tokens": len(prompt_ids), "n_ctx": self.max_context}
             raise
@@ -548,8 +547,8 @@ class Service:
             self.explainer.leave(request_id)
             if self.tracing is not None:
                 self.tracing.end(request_id)
-            if self.recording is not None:
-                self.recording.end(request_id, num_output, len(ended) == params.n, has_failed)
+            if self.recorder is not None:
+                self.recorder.end(request_id, call.error)
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)

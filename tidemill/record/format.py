@@ -1,0 +1,246 @@
+"""The records of a recording, and the blocks of its files.
+
+    file    = block block ...                 a valid .zst file: `zstd -dc` reads all that is not sealed
+    block   = skippable frame: b"P", length of what follows    then a zstd frame: a MessagePack list of records
+            | skippable frame: b"S", nonce, ciphertext         the same zstd frame, sealed with the owner's key
+
+Each file can be read without the others: it repeats the start, the models and the segments of prompts that its requests have.
+A file that was being written when the machine stopped ends with part of a block, which is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, TypeAlias
+
+import msgspec
+import zstandard
+
+from tidemill.errors import ConfigError
+from tidemill.events import Event
+from tidemill.wire import AdapterInfo, Delta, Submit
+
+VERSION = 1
+SUFFIX = ".zst"
+SEGMENT_LEN = 256  # tokens of a prompt that are stored once, however many prompts have them
+KEY_BYTES = 32
+MAX_BLOCK = 1 << 28  # bytes of a block, and of what it holds
+_MAGIC = 0x184D2A50  # of a skippable frame
+_FRAME, _HEAD = struct.Struct("<II"), struct.Struct("<cQ")
+_NONCE_BYTES = 12
+_LEVEL = 3
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """The server that records. Times are of its monotonic clock; `wall_s` is the time of day at `clock_s`."""
+
+    version: int
+    recording: str  # the same in all files of one server's life
+    build: str
+    wall_s: float
+    clock_s: float
+    machine: dict[str, Any]
+
+
+class ModelStart(msgspec.Struct, frozen=True, tag="model"):
+    """A model, and all of its engine that tokens or batches depend on. Told again for an engine with other values."""
+
+    model: str
+    path: str
+    fingerprint: bytes  # of the weights
+    template: bytes  # digest of the chat template
+    tokenizer: bytes
+    options: dict[str, Any]  # an engine with these has the same values
+    config: dict[str, Any]
+    kernels: str  # why they are slower than they could be; empty: they are not
+
+
+class AdapterStart(msgspec.Struct, frozen=True, tag="adapter"):
+    model: str
+    info: AdapterInfo
+
+
+class Segment(msgspec.Struct, frozen=True, tag="segment"):
+    """Token ids of prompts, 4 bytes each."""
+
+    digest: bytes
+    ids: bytes
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun", omit_defaults=True):
+    """A request as the engine gets it."""
+
+    model: str
+    time_s: float
+    request: Submit  # without its prompt
+    segments: list[bytes]
+    num_prompt: int
+    api: str = ""  # the route
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """One sample, as the client got it."""
+
+    ids: bytes
+    finish_reason: str | None
+    by_text: bool  # a stop string or a pattern ended it, which the engine does not see
+    digest: bytes  # of log-probabilities, embeddings and scores; empty: there are none
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", omit_defaults=True):
+    model: str
+    request_id: str
+    time_s: float
+    outputs: list[Output]
+    error: str = ""  # its kind; client_left: the client went away
+    first_s: float | None = None  # when the first token was there
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """Events of an engine, in their order."""
+
+    model: str
+    events: msgspec.Raw
+
+
+RecordType: TypeAlias = Start | ModelStart | AdapterStart | Segment | Begun | Ended | Events
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[RecordType]).decode
+_decode_events = msgspec.msgpack.Decoder(list[Event]).decode
+_decode_any = msgspec.msgpack.Decoder(list[Any]).decode
+_decode_event = msgspec.msgpack.Decoder(Event).decode
+
+
+def ids_of(data: bytes) -> array[int]:
+    ids = array("I", data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def bytes_of(ids: Sequence[int]) -> bytes:
+    """Raises OverflowError for what is no token."""
+    found = array("I", ids)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()
+
+
+def digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=12).digest()
+
+
+def add_values(digest: hashlib.blake2b, delta: Delta, num: int) -> None:
+    """Adds log-probabilities of the first `num` tokens, the prompt's, an embedding and a score to a digest, whatever pieces they
+    come in."""
+    for entry in (delta.logprobs or ())[:num]:
+        digest.update(encode(entry))
+    for piece in delta.prompt_pieces or ():
+        digest.update(piece)
+    if delta.embedding is not None or delta.score is not None:
+        digest.update(encode((delta.embedding, delta.score)))
+
+
+def has_values(delta: Delta) -> bool:
+    return bool(delta.logprobs or delta.prompt_pieces or delta.embedding or delta.score is not None)
+
+
+def new_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=12)
+
+
+def events_of(record: Events) -> list[Event]:
+    """Events that this build does not know are left out."""
+    try:
+        return _decode_events(record.events)
+    except msgspec.ValidationError:
+        found = []
+        for fields in _decode_any(record.events):
+            try:
+                found.append(_decode_event(encode(fields)))
+            except msgspec.ValidationError:
+                continue
+        return found
+
+
+class Packer:
+    """Makes blocks of records."""
+
+    def __init__(self, key: bytes | None) -> None:
+        """`key`: the owner's; None: nothing is sealed."""
+        self._pack = zstandard.ZstdCompressor(_LEVEL, write_checksum=True)
+        self._cipher = None if key is None else _cipher(key)
+
+    def block(self, records: Sequence[RecordType], is_sealed: bool) -> bytes:
+        frame = self._pack.compress(encode(records))
+        if not is_sealed:
+            return _FRAME.pack(_MAGIC, _HEAD.size) + _HEAD.pack(b"P", len(frame)) + frame
+        assert self._cipher is not None, "records are sealed with a key"
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = b"S" + nonce + self._cipher.encrypt(nonce, frame, None)
+        return _FRAME.pack(_MAGIC, len(sealed)) + sealed
+
+
+class Sealed(Exception):
+    """A block cannot be read without the owner's key."""
+
+
+def read_blocks(file: BinaryIO, key: bytes | None, where: str) -> Iterator[list[RecordType]]:
+    """The records of each block. What follows a block that is not whole is left out. Raises Sealed, or ConfigError for what was
+    damaged."""
+    cipher, unpack = None if key is None else _cipher(key), zstandard.ZstdDecompressor()
+    while len(head := file.read(_FRAME.size)) == _FRAME.size:
+        magic, size = _FRAME.unpack(head)
+        if magic != _MAGIC or not 0 < size <= MAX_BLOCK:
+            raise _damaged(where)
+        content = file.read(size)
+        if len(content) < size:
+            return
+        if content[:1] == b"P" and size == _HEAD.size:
+            _, num = _HEAD.unpack(content)
+            if num > MAX_BLOCK:
+                raise _damaged(where)
+            frame = file.read(num)
+            if len(frame) < num:
+                return
+        elif content[:1] == b"S" and size > _NONCE_BYTES:
+            if cipher is None:
+                raise Sealed
+            frame = _unsealed(cipher, content, where)
+        else:
+            raise _damaged(where)
+        try:
+            if not 0 < zstandard.frame_content_size(frame) <= MAX_BLOCK:
+                raise _damaged(where)
+            yield _decode(unpack.decompress(frame))
+        except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+            raise _damaged(where) from error
+
+
+def _unsealed(cipher: Any, content: bytes, where: str) -> bytes:
+    from cryptography.exceptions import InvalidTag
+
+    nonce, sealed = content[1 : 1 + _NONCE_BYTES], content[1 + _NONCE_BYTES :]
+    try:
+        frame: bytes = cipher.decrypt(nonce, sealed, None)
+    except InvalidTag:
+        raise ConfigError(
+            f"{where} was sealed with another key, or is damaged.", fix="Give the --key of the server that recorded.", param="key"
+        ) from None
+    return frame
+
+
+def _cipher(key: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
+def _damaged(where: str) -> ConfigError:
+    return ConfigError(f"{where} is no recording of a server, or is damaged.", fix="Fetch it again from where it was recorded.")

@@ -1,0 +1,154 @@
+"""replay(): computes a recording again and returns the certificate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.errors import ConfigError
+from tidemill.record.format import ModelStart
+from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
+from tidemill.record.writer import about_machine
+from tidemill.replay.engine import ReplayEngine, Running, options_of
+from tidemill.replay.like_then import LikeThen, RecordedClock
+from tidemill.replay.margins import with_margin
+from tidemill.replay.orders import ORDERS
+from tidemill.replay.outcome import Certificate
+from tidemill.version import __version__
+from tidemill.weights.digest import fingerprint_of
+from tidemill.weights.locate import locate
+
+LIKE_THEN = "like then"
+_MOST_MARGINS = 20  # differences that are shown with their margins
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    mode: str = "together"  # alone, together, like then
+    requests: frozenset[str] = frozenset()  # numbers or ids; empty: all
+    changed: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineOptions
+    shown: Mapping[str, str] = field(default_factory=dict)  # the same as they were given
+    paths: Mapping[str, str] = field(default_factory=dict)  # of models that were moved, by name
+    on_progress: Callable[[str, int, int], None] | None = None
+
+
+def replay(recording: Recording, server: RecordedServer, options: ReplayOptions) -> Certificate:
+    """One server's life. Models are computed one after the other."""
+    began = time.perf_counter()
+    certificate = Certificate(
+        server.start.recording,
+        options.mode,
+        server.start.build,
+        __version__,
+        server.start.machine,
+        about_machine(),
+        dict(options.shown),
+    )
+    chosen = [request for request in server.requests if _is_chosen(request, options.requests)]
+    if not chosen:
+        raise ConfigError("The recording has no such request.", fix="Give numbers or ids of it.", param="requests")
+    certificate.num_requests = len(chosen)
+    if server.num_lost_ends:
+        certificate.left_out["it began in a file that was dropped"] = server.num_lost_ends
+    wanted = {request.number for request in chosen}
+    if options.mode == LIKE_THEN:  # with its company
+        models = {request.begun.model: request.start for request in chosen}
+        groups = [(start, [each for each in server.requests if each.begun.model == name]) for name, start in models.items()]
+    else:
+        groups = _by_engine(chosen)
+    for start, requests in groups:
+        _replay_model(recording, server, start, requests, wanted, options, certificate)
+    certificate.took_s = time.perf_counter() - began
+    return certificate
+
+
+def _is_chosen(request: RecordedRequest, wanted: frozenset[str]) -> bool:
+    own = {str(request.number), request.request_id, request.request_id.split("/")[1] if "/" in request.request_id else ""}
+    return not wanted or bool(wanted & own)
+
+
+def _by_engine(requests: Sequence[RecordedRequest]) -> list[tuple[ModelStart, list[RecordedRequest]]]:
+    """Requests of each model, by the engine's values that they were computed with."""
+    groups: list[tuple[ModelStart, list[RecordedRequest]]] = []
+    for request in requests:
+        for start, members in groups:
+            if start is request.start or (start.model, start.options) == (request.start.model, request.start.options):
+                members.append(request)
+                break
+        else:
+            groups.append((request.start, [request]))
+    return groups
+
+
+def _replay_model(
+    recording: Recording,
+    server: RecordedServer,
+    start: ModelStart,
+    requests: list[RecordedRequest],
+    wanted: Set[int],
+    options: ReplayOptions,
+    certificate: Certificate,
+) -> None:
+    path = options.paths.get(start.model)
+    engine_options = options_of(start, options.changed, path)
+    if fingerprint_of(locate(engine_options.model)) != start.fingerprint:
+        certificate.notes.append(f"{start.model}: the weights are not those that were recorded")
+    clock = RecordedClock() if options.mode == LIKE_THEN else None
+    engine = ReplayEngine(engine_options, server, start.model, clock)
+    try:
+        ready = []
+        for request in requests:
+            if request.number not in wanted:
+                continue
+            if why := engine.why_not(request):
+                certificate.left_out[why] += 1
+            else:
+                ready.append(request)
+        if clock is None:
+            ended = ORDERS[options.mode](engine, ready)
+        else:
+            ended = _like_then(recording, server, engine, clock, start.model, requests, certificate)
+        compared = {request.number for request in ready}
+        for num, running in enumerate(ended, 1):
+            if running.request.number in compared:
+                _compare(engine, running, certificate)
+            if options.on_progress is not None:
+                options.on_progress(start.model, num, len(ready))
+        _find_margins(engine, server, start.model, certificate)
+    finally:
+        engine.close()
+
+
+def _find_margins(engine: ReplayEngine, server: RecordedServer, model: str, certificate: Certificate) -> None:
+    for number, found in enumerate(certificate.differences[:_MOST_MARGINS]):
+        request = server.requests[found.request]
+        if request.begun.model == model:
+            certificate.differences[number] = with_margin(engine, request, found)
+
+
+def _like_then(
+    recording: Recording,
+    server: RecordedServer,
+    engine: ReplayEngine,
+    clock: RecordedClock,
+    model: str,
+    requests: list[RecordedRequest],
+    certificate: Certificate,
+) -> Iterator[Running]:
+    """Each engine of the model, one after the other."""
+    by_replica: dict[int, list[Any]] = {}
+    for name, event in recording.events(server):
+        if name == model:
+            by_replica.setdefault(event.replica, []).append(event)
+    for _, recorded in sorted(by_replica.items()):
+        yield from LikeThen(engine, clock, requests, certificate).run(recorded)
+        engine.drop_all()
+
+
+def _compare(engine: ReplayEngine, running: Running, certificate: Certificate) -> None:
+    if running.refused:
+        certificate.left_out[f"this engine refuses it: {running.refused}"] += 1
+        return
+    certificate.differences += certificate.add(running.request, running.samples)

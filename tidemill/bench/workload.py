@@ -62,9 +62,9 @@ def read_trace(
     vocab: int = 30_000,
     seed: int = 0,
 ) -> list[Item]:
-    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), or JSONL of Mooncake or of a server of ours
-    (timestamp in ms, lengths, a number for each block of tokens, so that shared prefixes stay shared). Times and lengths are
-    multiplied by the scales; a request that does not fit `max_context` is cut to it."""
+    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's JSONL (timestamp in ms,
+    lengths, a number for each block of tokens, so that shared prefixes stay shared), or a recording, with its tokens. Times and
+    lengths are multiplied by the scales; a request that does not fit `max_context` is cut to it."""
     rows = read_rows(path, limit)
     rng = random.Random(seed)
     items = []
@@ -73,7 +73,9 @@ def read_trace(
         length = max(1, min(round(row.num_prompt * length_scale), max_context - output))
         ids: list[int] = []
         block_len = max(1, round(row.block_len * length_scale))
-        for block in row.blocks[: -(-length // block_len)]:
+        if row.prompt_ids and length_scale == 1:
+            ids = list(row.prompt_ids)
+        for block in () if ids else row.blocks[: -(-length // block_len)]:
             ids += _ids(random.Random(f"block {block}"), block_len, vocab)
         ids = (ids + _ids(rng, max(0, length - len(ids)), vocab))[:length]
         items.append(Item(row.at_s * time_scale, ids, output))

@@ -36,7 +36,7 @@ _MOST_PAGES = 2**24  # some hundred bytes of memory each
 def simulate(
     settings: Settings,
     trace: Annotated[
-        Path, typer.Argument(help="Recorded traffic: of `serve --record-trace`, Azure's LLM trace (CSV) or Mooncake's (JSONL).")
+        Path, typer.Argument(help="Recorded traffic: the folder of `serve --record`, Azure's trace (CSV) or Mooncake's (JSONL).")
     ],
     profile: Annotated[
         str, typer.Option(help="What steps cost: a file that `tidemill calibrate` has written, or the name of a shipped one.")

@@ -139,10 +139,10 @@ def digest_of(data: bytes) -> bytes:
 def add_values(digest: hashlib.blake2b, delta: Delta, num: int) -> None:
     """Adds log-probabilities of the first `num` tokens, the prompt's, an embedding and a score to a digest, whatever pieces they
     come in."""
+    for piece in delta.prompt_pieces or ():  # come with the first token, and others may be joined to it
+        digest.update(piece)
     for entry in (delta.logprobs or ())[:num]:
         digest.update(encode(entry))
-    for piece in delta.prompt_pieces or ():
-        digest.update(piece)
     if delta.embedding is not None or delta.score is not None:
         digest.update(encode((delta.embedding, delta.score)))
 

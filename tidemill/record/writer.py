@@ -19,6 +19,7 @@ from tidemill import events
 from tidemill.config.sizes import fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.events import Event
+from tidemill.record.build import about_machine, build_name
 from tidemill.record.format import (
     KEY_BYTES,
     SEGMENT_LEN,
@@ -34,7 +35,6 @@ from tidemill.record.format import (
     bytes_of,
     digest_of,
 )
-from tidemill.version import __version__
 
 DEFAULT_BYTES = 2**30
 MIN_BYTES = 2**20
@@ -62,7 +62,7 @@ class RecordingWriter:
         self._folder, self._most = folder, most_bytes
         self._seals_all = key is not None and seals_all
         self._packer = Packer(key)
-        self._start = Start(VERSION, secrets.token_hex(8), __version__, time.time(), time.monotonic(), about_machine())
+        self._start = Start(VERSION, secrets.token_hex(8), build_name(), time.time(), time.monotonic(), about_machine())
         self._lasting: dict[tuple[str, str], tuple[RecordType, bool]] = {}  # what each file begins with
         self._known: set[bytes] = set()  # segments of the file
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
@@ -91,11 +91,16 @@ class RecordingWriter:
         """`size`: about so many bytes. `prompt`: of a request that has begun."""
         if self._failure:
             return
-        if self._num_put - self._num_taken > MAX_BEHIND:
+        if self.num_behind > MAX_BEHIND:
             self._fail("the disk does not keep up")
             return
         self._num_put += size
         self._queue.put(_Item(record, size, is_private or self._seals_all, prompt))
+
+    @property
+    def num_behind(self) -> int:
+        """Bytes that wait to be written, about."""
+        return self._num_put - self._num_taken
 
     def stopped(self) -> list[Event]:
         """That it has failed: told once."""
@@ -135,7 +140,7 @@ class RecordingWriter:
             self._num_taken += sum(item.size for item in records)
 
     def _write_records(self, items: list[_Item]) -> None:
-        if self._size > max(self._most // _FILES, MIN_BYTES // 2):
+        if self._size > max(self._most // _FILES, MIN_BYTES // _FILES):
             self._next_file()
         ready: dict[bool, list[RecordType]] = {False: [], True: []}
         for record, _, is_sealed, prompt in items:
@@ -237,12 +242,6 @@ def read_key(path: Path, creates: bool = False) -> bytes:
         what = f"{path} holds no key of a recording: {2 * KEY_BYTES} hexadecimal digits."
         raise ConfigError(what, fix="Name a file that does not exist, and one is made.", param="record_key")
     return key
-
-
-def about_machine() -> dict[str, object]:
-    import platform
-
-    return {"system": platform.system(), "arch": platform.machine(), "cpus": os.cpu_count() or 1}
 
 
 def _refusal(what: str, fix: str) -> ConfigError:

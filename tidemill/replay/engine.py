@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -17,6 +17,7 @@ from tidemill.events import Event
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedRequest, RecordedServer
 from tidemill.replay.outcome import Sample, samples_of
+from tidemill.runner.base import Runner
 from tidemill.sched.clock import Clock
 from tidemill.wire import Abort, Finish, Resumed, Submit
 
@@ -54,6 +55,21 @@ class Running:
     refused: str = ""  # by the engine, or it failed there
 
 
+class CollectedRunner:
+    """A runner that says when a step's results were taken."""
+
+    def __init__(self, runner: Any, on_collected: Callable[[], None]) -> None:
+        self._runner, self._on_collected = runner, on_collected
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def collect(self, launched: Any) -> Any:
+        result = self._runner.collect(launched)
+        self._on_collected()
+        return result
+
+
 class ReplayEngine:
     def __init__(
         self, options: EngineOptions, server: RecordedServer, model: str, clock: Clock | None = None, progress: Any = None
@@ -68,11 +84,15 @@ class ReplayEngine:
                 except TidemillError as error:
                     self.problems[number] = error.message
         for adapter in self.core.adapters:
-            info = server.adapters.get(model, {}).get(adapter.adapter_id)
-            if info is not None and info.digest and info.digest != adapter.digest:
-                self.problems[adapter.adapter_id] = f"the adapter {info.name} is not the one that was recorded"
+            then = server.adapters.get(model, {}).get(adapter.adapter_id)
+            if then is not None and then.digest and then.digest != adapter.digest:
+                self.problems[adapter.adapter_id] = f"the adapter {then.name} is not the one that was recorded"
         self.running: dict[str, Running] = {}
         self.core.take_events()
+
+    def tell_collected(self, on_collected: Callable[[], None]) -> None:
+        """Calls it whenever the results of a step were taken, before they are looked at."""
+        self.core.runner = cast(Runner, CollectedRunner(self.core.runner, on_collected))
 
     def close(self) -> None:
         self.core.close()

@@ -40,14 +40,20 @@ class LikeThen:
         for request in requests:
             self._coming[request.request_id].append(request)
         self._planned: dict[int, tuple[str, float]] = {}  # by the recorded number: the kind of step, and its time now
+        self._ended_s: dict[int, float] = {}  # when recorded steps ended, by the place of their plan
+        self._in_flight: deque[int] = deque()  # recorded steps whose results are not taken
+        engine.tell_collected(self._collected)
 
     def run(self, recorded: Sequence[Event]) -> Iterator[Running]:
         """`recorded`: the events of one engine. Yields requests that have ended."""
+        self._ended_s = _ends(recorded)
         for at, event in enumerate(recorded):
             self._clock.now_s = event.time_s
             match event:
                 case events.Submitted():
-                    yield from self._submitted(event, recorded, at)
+                    yield from self._submitted(event)
+                case events.Resumed():
+                    self._resume(event, recorded, at)
                 case events.Aborted():
                     self._abort(event)
                 case events.Finished() if event.reason == "stop":
@@ -57,7 +63,7 @@ class LikeThen:
                 case events.EngineRestarted():
                     self._engine.drop_all()
                 case events.StepPlanned():
-                    self._step(event)
+                    self._step(event, at)
                 case events.StepDone():
                     self._done(event)
         while self._engine.core.has_work:
@@ -65,20 +71,11 @@ class LikeThen:
         yield from self._engine.running.values()
         self._engine.running.clear()
 
-    def _submitted(self, event: events.Submitted, recorded: Sequence[Event], at: int) -> Iterator[Running]:
+    def _submitted(self, event: events.Submitted) -> Iterator[Running]:
         name, _, sample = event.request_id.partition(":")
         engine = self._engine
-        is_again = self._is_resumed(event.request_id, recorded, at)
-        if sample not in ("", "0") and not is_again:
-            return  # with the first
-        if engine.core.has(name):
-            return  # with another sample that was resumed
-        if is_again and name in engine.running:
-            running = engine.running[name]
-            engine.submit(running.request, name, resumed=self._resumed(name, running, recorded, at))
-            return
-        if not self._coming[name]:
-            return  # it began before the oldest file, or is none of a client
+        if sample not in ("", "0") or engine.core.has(name) or not self._coming[name]:
+            return  # with the first; or it began before the oldest file, or is none of a client
         request = self._coming[name].popleft()
         if request.prompt is None:
             return
@@ -86,23 +83,22 @@ class LikeThen:
             yield engine.running.pop(name)
         engine.submit(request, name)
 
-    @staticmethod
-    def _is_resumed(name: str, recorded: Sequence[Event], at: int) -> bool:
-        following = recorded[at + 1] if at + 1 < len(recorded) else None
-        return isinstance(following, events.Resumed) and following.request_id == name
-
-    def _resumed(self, name: str, running: Running, recorded: Sequence[Event], at: int) -> list[Resumed]:
-        """The samples that go on after a restart, with the output that they had by then."""
+    def _resume(self, event: events.Resumed, recorded: Sequence[Event], at: int) -> None:
+        """After a restart of the engine its requests go on, each with all its samples that had not ended."""
+        name = event.request_id.partition(":")[0]
+        running = self._engine.running.get(name)
+        if running is None or self._engine.core.has(name):
+            return
         found: list[Resumed] = []
-        for event in recorded[at:]:
-            if isinstance(event, events.StepPlanned):
+        for other in recorded[at:]:
+            if isinstance(other, events.StepPlanned):
                 break
-            if isinstance(event, events.Resumed) and event.request_id.partition(":")[0] == name:
-                index = int(event.request_id.partition(":")[2] or 0)
+            if isinstance(other, events.Resumed) and other.request_id.partition(":")[0] == name:
+                index = int(other.request_id.partition(":")[2] or 0)
                 sample = running.samples[index]
-                sample.ids = [*sample.ids[: event.num_output], *sample.recorded[len(sample.ids) : event.num_output]]
+                sample.ids = [*sample.ids[: other.num_output], *sample.recorded[len(sample.ids) : other.num_output]]
                 found.append(Resumed(index, list(sample.ids)))
-        return found
+        self._engine.submit(running.request, name, resumed=found)
 
     def _abort(self, event: events.Aborted) -> None:
         name, _, sample = event.request_id.partition(":")
@@ -116,9 +112,10 @@ class LikeThen:
         if running is not None and running.request.ended is not None and running.request.ended.outputs[index].by_text:
             self._engine.core.finish(Finish(name, index))
 
-    def _step(self, event: events.StepPlanned) -> None:
+    def _step(self, event: events.StepPlanned, at: int) -> None:
         """Plans and launches the step; where the engine works ahead, the one before it ends with that."""
         began, planned = time.perf_counter(), None
+        self._in_flight.append(at)
         for _ in range(_MOST_TRIES):
             if not self._engine.core.has_work:
                 break
@@ -127,10 +124,17 @@ class LikeThen:
                 planned = found[0]
                 break
             time.sleep(_TRY_EVERY_S)
+        if planned is None:
+            self._in_flight.pop()
         self._certificate.num_steps += 1
         self._certificate.num_equal_steps += planned is not None and sorted(planned.tokens_of) == sorted(event.tokens_of)
         if planned is not None:
             self._planned[event.step] = _kind(event), time.perf_counter() - began
+
+    def _collected(self) -> None:
+        """Time passes in a step as it did then."""
+        if self._in_flight:
+            self._clock.now_s = max(self._clock.now_s, self._ended_s.get(self._in_flight.popleft(), 0.0))
 
     def _done(self, event: events.StepDone) -> None:
         kind, now_s = self._planned.pop(event.step, ("", 0.0))
@@ -143,3 +147,15 @@ def _kind(step: events.StepPlanned) -> str:
     if step.drafts_of:
         return "steps with drafts"
     return "steps with prompts" if step.num_prefilling else "steps of decoding only"
+
+
+def _ends(recorded: Sequence[Event]) -> dict[int, float]:
+    """When each step ended, by the place of its plan. Steps are numbered anew when an engine is started again."""
+    planned: dict[int, int] = {}
+    ends: dict[int, float] = {}
+    for at, event in enumerate(recorded):
+        if isinstance(event, events.StepPlanned):
+            planned[event.step] = at
+        elif isinstance(event, events.StepDone) and event.step in planned:
+            ends[planned[event.step]] = event.time_s
+    return ends

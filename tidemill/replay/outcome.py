@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -81,9 +80,9 @@ def difference(request: RecordedRequest, index: int, sample: Sample) -> Differen
             return Difference(*where, "length", same, len(sample.recorded), len(sample.ids))
         if sample.finish_reason != output.finish_reason:
             return Difference(*where, "finish reason", same, output.finish_reason, sample.finish_reason)
-    now = b"" if sample.digest is None else sample.digest.digest()
-    if output.digest and now != output.digest:
-        return Difference(*where, "log-probabilities or embeddings", same, output.digest.hex(), now.hex())
+    digest = b"" if sample.digest is None else sample.digest.digest()
+    if output.digest and digest != output.digest:
+        return Difference(*where, "log-probabilities or embeddings", same, output.digest.hex(), digest.hex())
     return None
 
 
@@ -117,7 +116,7 @@ class Certificate:
     num_tokens: int = 0
     num_equal: int = 0
     differences: list[Difference] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)  # requests that were not compared, by reason
+    left_out: dict[str, int] = field(default_factory=dict)  # requests that were not compared, by reason
     num_steps: int = 0  # like then
     num_equal_steps: int = 0  # of which the batch was the same
     steps: dict[str, StepTimes] = field(default_factory=dict)
@@ -126,6 +125,9 @@ class Certificate:
     @property
     def is_equal(self) -> bool:
         return self.num_compared > 0 and self.num_equal == self.num_compared
+
+    def leave_out(self, why: str, num: int = 1) -> None:
+        self.left_out[why] = self.left_out.get(why, 0) + num
 
     def add(self, request: RecordedRequest, samples: Sequence[Sample]) -> list[Difference]:
         self.num_compared += 1
@@ -145,7 +147,7 @@ class Certificate:
         yield f"computed by {self.build_now} ({_shown(self.machine_now)})"
         for name, value in self.options.items():
             yield f"with {name} = {value}"
-        for why, num in self.left_out.most_common():
+        for why, num in self.left_out.items():
             yield f"not compared: {num:,} {'request' if num == 1 else 'requests'}: {why}"
         if self.num_steps:
             yield f"{self.num_equal_steps:,} of {self.num_steps:,} steps had the recorded batch"
@@ -158,7 +160,7 @@ class Certificate:
 
 
 def _shown(machine: dict[str, Any]) -> str:
-    return ", ".join(str(value) for value in machine.values() if value)
+    return f"{machine.get('cpu', '')}, {machine.get('cores', 0)} cores"
 
 
 def samples_of(request: RecordedRequest) -> list[Sample]:

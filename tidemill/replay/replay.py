@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.errors import ConfigError
+from tidemill.record.build import about_machine, build_name
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
-from tidemill.record.writer import about_machine
 from tidemill.replay.engine import ReplayEngine, Running, options_of
 from tidemill.replay.like_then import LikeThen, RecordedClock
 from tidemill.replay.margins import with_margin
 from tidemill.replay.orders import ORDERS
 from tidemill.replay.outcome import Certificate
-from tidemill.version import __version__
 from tidemill.weights.digest import fingerprint_of
 from tidemill.weights.locate import locate
 
@@ -41,7 +40,7 @@ def replay(recording: Recording, server: RecordedServer, options: ReplayOptions)
         server.start.recording,
         options.mode,
         server.start.build,
-        __version__,
+        build_name(),
         server.start.machine,
         about_machine(),
         dict(options.shown),
@@ -51,7 +50,7 @@ def replay(recording: Recording, server: RecordedServer, options: ReplayOptions)
         raise ConfigError("The recording has no such request.", fix="Give numbers or ids of it.", param="requests")
     certificate.num_requests = len(chosen)
     if server.num_lost_ends:
-        certificate.left_out["it began in a file that was dropped"] = server.num_lost_ends
+        certificate.leave_out("it began in a file that was dropped", server.num_lost_ends)
     wanted = {request.number for request in chosen}
     if options.mode == LIKE_THEN:  # with its company
         models = {request.begun.model: request.start for request in chosen}
@@ -103,7 +102,7 @@ def _replay_model(
             if request.number not in wanted:
                 continue
             if why := engine.why_not(request):
-                certificate.left_out[why] += 1
+                certificate.leave_out(why)
             else:
                 ready.append(request)
         if clock is None:
@@ -113,6 +112,7 @@ def _replay_model(
         compared = {request.number for request in ready}
         for num, running in enumerate(ended, 1):
             if running.request.number in compared:
+                compared.discard(running.request.number)
                 _compare(engine, running, certificate)
             if options.on_progress is not None:
                 options.on_progress(start.model, num, len(ready))
@@ -149,6 +149,6 @@ def _like_then(
 
 def _compare(engine: ReplayEngine, running: Running, certificate: Certificate) -> None:
     if running.refused:
-        certificate.left_out[f"this engine refuses it: {running.refused}"] += 1
+        certificate.leave_out(f"this engine refuses it: {running.refused}")
         return
     certificate.differences += certificate.add(running.request, running.samples)

@@ -40,6 +40,7 @@ class Row:
     ttft_s: float | None = None  # as it was when it was recorded
     e2e_s: float | None = None
     model: str = ""  # where several were recorded
+    prompt_ids: tuple[int, ...] = ()  # its tokens, of a recording
 
     @property
     def long_blocks(self) -> tuple[int, ...]:
@@ -48,11 +49,13 @@ class Row:
         return self.blocks[num - 1 :: num]
 
 
-def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
-    """In the order of time, the first at 0. A CSV has the columns TIMESTAMP, ContextTokens and GeneratedTokens. A line of a JSONL
-    has timestamp (ms), input_length and output_length, and may have hash_ids (one for block_size tokens, or 512), priority,
-    tenant, n, abort_ms (after its arrival), and ttft_ms and e2e_ms, as measured. Other fields are ignored, and so is a last line
-    that was not written in full."""
+def read_rows(path: Path, limit: int = MAX_REQUESTS, key: bytes | None = None) -> list[Row]:
+    """In the order of time, the first at 0. A folder is a recording, with its owner's `key` where it is sealed. A CSV has the
+    columns TIMESTAMP, ContextTokens and GeneratedTokens. A line of a JSONL has timestamp (ms), input_length and output_length,
+    and may have hash_ids (one for block_size tokens, or 512), priority, tenant, n, abort_ms (after its arrival), and ttft_ms and
+    e2e_ms, as measured. Other fields are ignored, and so is a last line that was not written in full."""
+    if path.is_dir():
+        return _from_zero(_recorded_rows(path, min(limit, MAX_REQUESTS), key))
     read = _azure_rows if path.suffix.lower() == ".csv" else _json_rows
     lines = _Lines()
     try:
@@ -65,29 +68,19 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
         raise ConfigError(what, fix="Azure's CSV and Mooncake's JSONL are known.", param="trace") from error
     if not rows:
         raise ConfigError(f"{path} holds no request.", param="trace")
+    return _from_zero(rows)
+
+
+def _from_zero(rows: list[Row]) -> list[Row]:
     rows.sort(key=lambda row: row.at_s)
     start = rows[0].at_s
     return [replace(row, at_s=row.at_s - start) for row in rows]
 
 
-def line_of(row: Row) -> bytes:
-    """The row as a line of JSONL, ASCII. `at_s` may be any time of day."""
-    fields: dict[str, Any] = {
-        "timestamp": round(1000 * row.at_s, 1),
-        "input_length": row.num_prompt,
-        "output_length": row.num_output,
-        "block_size": row.block_len,
-        "hash_ids": row.blocks,
-        "priority": row.priority,
-        "tenant": row.tenant,
-        "model": row.model,
-    }
-    fields = {name: value for name, value in fields.items() if value or name not in ("priority", "tenant", "model")}
-    fields |= {"n": row.n} if row.n > 1 else {}
-    for name, seconds in (("abort_ms", row.abort_s), ("ttft_ms", row.ttft_s), ("e2e_ms", row.e2e_s)):
-        if seconds is not None:
-            fields[name] = round(1000 * seconds, 1)
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+def _recorded_rows(folder: Path, limit: int, key: bytes | None) -> list[Row]:
+    from tidemill.sim.recorded import rows_of  # its rows are of this module
+
+    return rows_of(folder, limit, key)
 
 
 def arrivals(
@@ -103,7 +96,9 @@ def coming(
     """The arrivals one by one, like `arrivals`: prompts of a long trace take more memory than all else."""
     for number, row in enumerate(rows):
         length, output = _cut(row, length_scale, max_context)
-        prompt = prompt_of(row.blocks, length, number, max(1, round(row.block_len * length_scale))) if row.blocks else ()
+        prompt: tuple[int, ...] = row.prompt_ids[:length] if length_scale == 1 else ()
+        if row.blocks and not prompt:
+            prompt = prompt_of(row.blocks, length, number, max(1, round(row.block_len * length_scale)))
         at_s = row.at_s * time_scale
         abort_s = None if row.abort_s is None else at_s + row.abort_s
         yield Arrival(f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s)

@@ -1,0 +1,67 @@
+"""A recording as rows of a trace, with the tokens of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import islice
+from pathlib import Path
+
+from tidemill.errors import ConfigError
+from tidemill.record.format import SEGMENT_LEN, Ended
+from tidemill.record.reader import RecordedRequest, Recording
+from tidemill.sampling import MAX_N
+from tidemill.sim.trace import Row
+
+
+class _Numbers:
+    """A number for each key, in the order in which they first come."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, key: Hashable) -> int:
+        return self._known.setdefault(key, len(self._known) + 1)
+
+
+def rows_of(folder: Path, limit: int, key: bytes | None = None) -> list[Row]:
+    """The requests that have ended, of all servers of a recording. Those that no engine began are none of the load."""
+    blocks, tenants = _Numbers(), _Numbers()
+    rows: list[Row] = []
+    for server in Recording(folder, key).servers:
+        to_day_s = server.start.wall_s - server.start.clock_s
+        several = len(server.models) > 1
+        for request in islice(server.requests, limit - len(rows)):
+            if request.ended is None or request.prompt is None or (request.ended.error and not request.num_output):
+                continue
+            rows.append(_row(request, request.ended, to_day_s, request.begun.model if several else "", blocks, tenants))
+    if not rows:
+        raise ConfigError(f"{folder} holds no request that has ended.", param="trace")
+    return rows
+
+
+def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, blocks: _Numbers, tenants: _Numbers) -> Row:
+    begun = request.begun
+    asked = begun.request
+    beams = asked.params.beams
+    chain = 0
+    numbers: list[int] = []
+    root = (begun.model, asked.adapter, asked.salt)
+    for digest in begun.segments:
+        chain = blocks.of((root if not numbers else chain, digest))
+        numbers.append(chain)
+    took_s = ended.time_s - begun.time_s
+    return Row(
+        begun.time_s + to_day_s,
+        begun.num_prompt,
+        round(request.num_output / max(len(ended.outputs), 1)),
+        tuple(numbers),
+        asked.priority,
+        str(tenants.of(asked.tenant)) if asked.tenant else "",
+        min(asked.params.n if beams is None else beams.width, MAX_N),
+        took_s if ended.error else None,
+        SEGMENT_LEN,
+        None if ended.first_s is None else ended.first_s - begun.time_s,
+        None if ended.first_s is None else took_s,
+        model,
+        tuple(request.prompt_ids()),
+    )

@@ -19,7 +19,7 @@ def explain(
     url: Annotated[str, typer.Option(help="The server's address: http://HOST:PORT or unix:PATH.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")] = "",
 ) -> None:
-    """Show where a request's time went: all that its client waited, from the first byte to the last."""
+    """Show where the time went that a client waited for a request."""
     with Client(url, api_key, timeout_s=_TIMEOUT_S) as client:
         explained = client.json("GET", f"/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain")
     for story in explained.get("data", ()):

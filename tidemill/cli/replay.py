@@ -42,7 +42,7 @@ def replay(
     if alone and like_then:
         raise ConfigError("--alone and --like-then are two ways to replay.", fix="Choose one.")
     if build:
-        raise typer.Exit(_with_build(build))
+        raise typer.Exit(_with_build(_python_of(build)))
     raise_on_interrupt()
     from tidemill.record.reader import Recording
     from tidemill.record.writer import read_key
@@ -104,20 +104,23 @@ def _changed(texts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     return changed, shown
 
 
-def _with_build(build: str) -> int:
-    """Runs the same command in another build."""
+def _python_of(build: str) -> tuple[list[str], dict[str, str]]:
+    """The Python of another build, and its environment."""
     path = Path(build).expanduser()
+    if path.is_dir() and (path / "tidemill").is_dir():
+        python = path / ".venv" / "bin" / "python"
+        return [str(python) if python.exists() else sys.executable], os.environ | {"PYTHONPATH": str(path.absolute())}
+    if path.is_file() and os.access(path, os.X_OK):
+        return [str(path)], {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    raise ConfigError(f"{build} is no build.", fix="Name a checkout of Tidemill, or a Python that has it.", param="build")
+
+
+def _with_build(python: tuple[list[str], dict[str, str]]) -> int:
+    """Runs the same command in another build."""
     args = sys.argv[1:]
     at = next(i for i, text in enumerate(args) if text.startswith("--build"))
     del args[at : at + (1 if "=" in args[at] else 2)]
-    if path.is_dir() and (path / "tidemill").is_dir():
-        python = path / ".venv" / "bin" / "python"
-        command, env = [str(python) if python.exists() else sys.executable], os.environ | {"PYTHONPATH": str(path.absolute())}
-    elif path.is_file() and os.access(path, os.X_OK):
-        command, env = [str(path)], {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    else:
-        raise ConfigError(f"{build} is no build.", fix="Name a checkout of Tidemill, or a Python that has it.", param="build")
-    return subprocess.run([*command, "-m", "tidemill", *args], env=env, check=False).returncode
+    return subprocess.run([*python[0], "-m", "tidemill", *args], env=python[1], check=False).returncode
 
 
 def _show_progress(model: str, num: int, most: int) -> None:

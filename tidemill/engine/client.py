@@ -26,7 +26,7 @@ from tidemill.engine import inbox
 from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, Link, error_from
-from tidemill.engine.pending import EngineLost, Pending, names_of
+from tidemill.engine.pending import GOES_ON, EngineLost, Pending, names_of
 from tidemill.engine.progress import Progress
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event
@@ -511,7 +511,7 @@ class EngineClient:
             lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
             lost.is_known, lost.may_have_killed = pending.is_known, pending.may_have_killed
             self._end(pending, lost)
-            self._report_lost(self._names_of(pending.request.request_id), "its engine was lost: it goes on in another")
+            self._report_lost(self._names_of(pending.request.request_id), GOES_ON)
 
     def _find_suspects(self) -> None:
         """If the engine died before it could say which requests it had begun with, those may be any that it had."""

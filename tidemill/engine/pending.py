@@ -11,6 +11,8 @@ from tidemill.errors import EngineDead
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import PromptProgress, Resumed, Submit
 
+GOES_ON = "its engine was lost: it goes on in another"  # the reason for which such a request is aborted
+
 
 class EngineLost(EngineDead):
     """The engine of a request has ended, and the request may go on in another. `is_known`: it was reported as submitted.

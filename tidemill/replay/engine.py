@@ -53,6 +53,11 @@ class Running:
     samples: list[Sample]
     ends_early: bool  # its client went away, or it failed
     refused: str = ""  # by the engine, or it failed there
+    is_elsewhere: bool = False  # it goes on in another engine
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.is_complete for sample in self.samples)
 
 
 class CollectedRunner:
@@ -153,7 +158,7 @@ class ReplayEngine:
         assert running.request.ended is not None
         if running.request.ended.outputs[index].by_text:
             self.core.finish(Finish(name, index))
-        elif running.ends_early and all(sample.is_complete for sample in running.samples):
+        elif running.ends_early and running.is_complete:
             self.core.abort(Abort(name, _ENDED))
 
     def drop_all(self) -> None:

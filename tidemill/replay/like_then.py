@@ -12,14 +12,17 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from tidemill import events
+from tidemill.engine.pending import GOES_ON
 from tidemill.events import Event
 from tidemill.record.reader import RecordedRequest
 from tidemill.replay.engine import ReplayEngine, Running
 from tidemill.replay.outcome import Certificate, StepTimes
+from tidemill.sched.request import HANDED_OVER
 from tidemill.wire import Abort, Finish, Renew, Resumed
 
 _MOST_TRIES = 1000  # steps without a plan, before one that was recorded counts as not made
 _TRY_EVERY_S = 0.002
+_STEP_S = 0.001  # that a step takes which was not recorded
 
 
 class RecordedClock:
@@ -56,6 +59,8 @@ class LikeThen:
                     self._resume(event, recorded, at)
                 case events.Aborted():
                     self._abort(event)
+                case events.Finished() if event.reason == HANDED_OVER:
+                    self._abort(events.Aborted(event.time_s, event.request_id, GOES_ON, event.num_output))
                 case events.Finished() if event.reason == "stop":
                     self._finish(event)
                 case events.HoldRenewed():
@@ -66,14 +71,33 @@ class LikeThen:
                     self._step(event, at)
                 case events.StepDone():
                     self._done(event)
+        yield from self._finish_all()
+        self._engine.drop_all()
+
+    def rest(self) -> Iterator[Running]:
+        """When all engines had their turn: what went on in one that had its turn before."""
+        for name, running in self._engine.running.items():
+            if not running.is_complete and not running.request.begun.request.params.beams:
+                running.is_elsewhere = False
+                resumed = [
+                    Resumed(index, list(sample.ids)) for index, sample in enumerate(running.samples) if not sample.is_complete
+                ]
+                self._engine.submit(running.request, name, resumed=resumed)
+            running.is_elsewhere = False
+        yield from self._finish_all()
+
+    def _finish_all(self) -> Iterator[Running]:
         while self._engine.core.has_work:
             self._engine.step()
-        yield from self._engine.running.values()
-        self._engine.running.clear()
+        ended = [name for name, running in self._engine.running.items() if not running.is_elsewhere]
+        for name in ended:
+            yield self._engine.running.pop(name)
 
     def _submitted(self, event: events.Submitted) -> Iterator[Running]:
         name, _, sample = event.request_id.partition(":")
         engine = self._engine
+        if name in engine.running and engine.running[name].is_elsewhere:
+            return  # it is resumed
         if sample not in ("", "0") or engine.core.has(name) or not self._coming[name]:
             return  # with the first; or it began before the oldest file, or is none of a client
         request = self._coming[name].popleft()
@@ -98,12 +122,16 @@ class LikeThen:
                 sample = running.samples[index]
                 sample.ids = [*sample.ids[: other.num_output], *sample.recorded[len(sample.ids) : other.num_output]]
                 found.append(Resumed(index, list(sample.ids)))
+        running.is_elsewhere = False
         self._engine.submit(running.request, name, resumed=found)
 
     def _abort(self, event: events.Aborted) -> None:
         name, _, sample = event.request_id.partition(":")
         if self._engine.core.has(name):
             self._engine.core.abort(Abort(name, event.reason, int(sample) if sample else None))
+            running = self._engine.running.get(name)
+            if running is not None and event.reason == GOES_ON:
+                running.is_elsewhere = True
 
     def _finish(self, event: events.Finished) -> None:
         """The engine ends by itself what no text ended."""
@@ -135,6 +163,8 @@ class LikeThen:
         """Time passes in a step as it did then."""
         if self._in_flight:
             self._clock.now_s = max(self._clock.now_s, self._ended_s.get(self._in_flight.popleft(), 0.0))
+        else:
+            self._clock.now_s += _STEP_S
 
     def _done(self, event: events.StepDone) -> None:
         kind, now_s = self._planned.pop(event.step, ("", 0.0))

@@ -142,9 +142,10 @@ def _like_then(
     for name, event in recording.events(server):
         if name == model:
             by_replica.setdefault(event.replica, []).append(event)
+    like_then = LikeThen(engine, clock, requests, certificate)
     for _, recorded in sorted(by_replica.items()):
-        yield from LikeThen(engine, clock, requests, certificate).run(recorded)
-        engine.drop_all()
+        yield from like_then.run(recorded)
+    yield from like_then.rest()
 
 
 def _compare(engine: ReplayEngine, running: Running, certificate: Certificate) -> None:

@@ -30,6 +30,7 @@ def test_the_dashboard_and_the_metrics_agree():
     metrics.take([PagesMoved(0.0, "host", True, 2, 100, 0.1), MovesFailed(0.0, "disk", False, 1, "full"), FROM_TIERS])
     metrics.take([Placed(0.0, "x", "prefill", "first"), TakenOver(0.0, "x", 0, 64, 7, 0.01)])
     metrics.take([WeightsStreamed(0.0, 100, 0.1, 3, 2)])
+    metrics.ledger.account("").joules = 1.0
     there = set(re.findall(r"^(tidemill_\w+?)(?:\{| )", metrics.render().decode(), re.MULTILINE))
     assert shown <= there, shown - there
     plain = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in there}

@@ -20,7 +20,7 @@ def metrics_table() -> str:
     for metric in vars(Metrics()).values():
         for family in metric.describe() if hasattr(metric, "describe") else ():
             name = family.name + "_total" * (family.type == "counter")
-            labels = ",".join(metric._labelnames)
+            labels = ",".join(metric._labelnames if hasattr(metric, "_labelnames") else family._labelnames)
             rows.append(f"| `{name}{f'{{{labels}}}' if labels else ''}` | {family.type} | {family.documentation} |")
     return _marked(rows)
 

@@ -12,6 +12,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from tidemill import events
+from tidemill.engine.ledger import Ledger, LedgerCollector
 from tidemill.events import Event
 
 
@@ -41,6 +42,9 @@ _LIVE = (
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.ledger = Ledger()
+        self.tenants = LedgerCollector(self.ledger)
+        self.registry.register(self.tenants)
         self._is_given_up = False
         self.submitted = self._counter("requests_submitted", "Requests submitted (one per sample)")
         self.finished = self._counter("requests_finished", "Requests finished or aborted, by reason", ("reason",))
@@ -122,7 +126,12 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"tidemill_{name}", text, registry=self.registry, buckets=buckets)
 
+    @property
+    def ledgers(self) -> list[Ledger]:
+        return [self.ledger]
+
     def take(self, batch: list[Event]) -> None:
+        self.ledger.take(batch)
         for event in batch:
             self._take(event)
 
@@ -279,6 +288,10 @@ class MetricsOfReplicas:
         """`roles`: of each, if they have some."""
         self.each = [Metrics() for _ in range(num)]
         self._roles = [{"role": role} for role in roles] or [{} for _ in range(num)]
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        return [metrics.ledger for metrics in self.each]
 
     def take(self, batch: list[Event]) -> None:
         for event in batch:

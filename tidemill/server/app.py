@@ -22,7 +22,7 @@ from tidemill.server.api.ollama import routes as ollama
 from tidemill.server.api.openai import routes as openai
 from tidemill.server.api.responses import routes as responses
 from tidemill.server.api.sglang import routes as sglang
-from tidemill.server.api.tidemill import prompt_caches
+from tidemill.server.api.tidemill import prompt_caches, usage
 from tidemill.server.api.vllm import adapters, label_scores, rerank, tokens
 from tidemill.server.generation.models import Models
 from tidemill.server.http import errors
@@ -75,6 +75,7 @@ def create_app(
         app.include_router(api.make_router(models))
     app.include_router(page.make_router(models.default.response_defaults.shows_page))
     app.include_router(refused.make_router())
+    app.include_router(usage.make_router(models, access))
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
     app.include_router(anthropic_batches.make_router(runner, storage))
@@ -137,5 +138,5 @@ def create_app(
         )
         return EventStream(watcher.frames(), also_close=watcher)
 
-    called = RequestMiddleware(Guard(app, access), log)
+    called = RequestMiddleware(Guard(app, access), log, models.usage.take_call)
     return RootPathMiddleware(called, root_path) if root_path else called

@@ -277,6 +277,7 @@ async def serve(
     batches: Batches | None = None
     draining: asyncio.Task[None] | None = None
     pool: EnginePool | None = None
+    watching: asyncio.Task[None] | None = None
     link = EngineLink()  # to the first engine, where there are several
 
     def stop(number: int) -> None:
@@ -307,6 +308,7 @@ async def serve(
         for service in models:
             service.response_defaults = response_defaults
         batches = Batches(models, ENDPOINTS, data, access.caller_of, log)
+        watching = asyncio.create_task(models.usage.watch(models.num_gpus))
         server = _http_server(create_app(models, access, data, batches, log, listen.root_path), tls)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():
@@ -323,6 +325,8 @@ async def serve(
     finally:
         if batches is not None:
             await batches.stop()
+        if watching is not None:
+            watching.cancel()
         if models is not None:
             models.close()
         if pool is not None:

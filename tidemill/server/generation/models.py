@@ -10,10 +10,12 @@ from itertools import islice
 from typing import Any
 
 from tidemill.config import EngineOptions
+from tidemill.engine.ledger import Ledger
 from tidemill.engine.metrics import render_by_model
 from tidemill.engine.replicas import Replicas
 from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.server.generation.service import Service
+from tidemill.server.observe.usage import Usage
 from tidemill.server.store.responses import Store
 from tidemill.wire import AdapterInfo
 
@@ -80,6 +82,20 @@ class Models:
             service.live.states = self.states
         self.default = self._services[0]
         self.responses = Store()
+        self.usage = Usage(self._ledgers)
+
+    def _ledgers(self) -> list[Ledger]:
+        return [ledger for service in self for ledger in service.metrics.ledgers]
+
+    @property
+    def num_gpus(self) -> int:
+        """That the engines use, if all of them work at once."""
+        num = 0
+        for service in self:
+            if (ready := service.client.ready) is not None and ready.config.device == "cuda":
+                ranks = ready.config.tensor_parallel * ready.config.pipeline_parallel
+                num = max(num, ranks * service.client.num_replicas)
+        return num
 
     def __iter__(self) -> Iterator[Service]:
         return iter(self._services)

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -215,8 +215,13 @@ class RequestMiddleware:
     """The outermost layer: gives each call an id, sends it or the client's label back, and writes
     the log line at the end. A name that is not valid is ignored."""
 
-    def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
-        self._app, self._log = app, log
+    def __init__(
+        self,
+        app: ASGIApp,
+        log: RequestLog | None,
+        on_end: Callable[[RequestContext], None] = lambda _: None,
+    ) -> None:
+        self._app, self._log, self._on_end = app, log, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -265,6 +270,7 @@ class RequestMiddleware:
         finally:
             if not call.stopwatch.is_written:
                 call.stopwatch.stop()  # the client has left
+            self._on_end(call)
             if self._log is not None:
                 self._log.write(call)
 

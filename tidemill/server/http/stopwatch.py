@@ -21,7 +21,7 @@ T = TypeVar("T")
 READING, PARSING, TEMPLATE, TOKENIZING = "reading", "parsing", "template", "tokenizing"
 GRAMMAR, ENGINE, FORMATTING, WRITING = "grammar", "engine", "formatting", "writing"
 LOOP = "server loop"
-OWN_WORK = (PARSING, TOKENIZING, FORMATTING, WRITING)  # in which this process computes
+OWN_WORK = (PARSING, TOKENIZING, FORMATTING)  # in which this process computes
 _SEE_AGAIN_S = 0.001  # if a response is sent, at least
 _SEE_AGAIN_PART = 0.005  # of the time since its last byte was written
 

@@ -29,6 +29,7 @@ from tidemill.server.http.responses import named_event
 from tidemill.server.observe.advice import in_words
 from tidemill.server.observe.explain import AnyExplainer, engine_id
 from tidemill.server.observe.timeline import RequestTimeline
+from tidemill.server.observe.usage import usage_rows
 from tidemill.wire import Pages
 
 MAX_WATCHERS = 32
@@ -39,6 +40,7 @@ _PAGES_SHARE = 0.01  # of the engine's time that making the page map may take
 _PAGES_LOST_S = 10.0  # without a page map, after which it is requested again: that engine is gone
 _NUM_STEPS = 128
 _NUM_DECISIONS = 40
+_NUM_TENANTS = 16  # whose time is listed, the longest first; nobody's comes before
 _NUM_RUNNING, _NUM_QUEUED = 256, 64  # listed one by one
 _SETTINGS = (
     "num_pages",
@@ -81,6 +83,7 @@ class _Frame:
         ]
         return body | {
             "requests": requests,
+            "usage": [row for row in body["usage"] if row[0] in (None, tenant)],
             "decisions": [
                 (number, kind, self._alias(name, tenant), words)
                 for number, kind, name, words in body["decisions"]
@@ -251,6 +254,7 @@ class Live:
         queued: list[RequestTimeline] = []
         for story in self._explainer.under_way():
             (queued if story.state in ("queued", "preempted") else running).append(story)
+        usage = usage_rows(self._metrics.ledgers, now)
         listed = [*islice(running, _NUM_RUNNING), *islice(queued, _NUM_QUEUED)]
         return {
             "type": "state",
@@ -258,6 +262,8 @@ class Live:
             "engine": self._engine(),
             "models": self.states(),
             "totals": self._metrics.totals(),
+            "usage": usage[:_NUM_TENANTS],
+            "usage_s": round(sum(device_s + host_s for _, _, device_s, host_s, *_ in usage), 3),
             "requests": [_request(story, now) for story in listed],
             "num_unlisted": len(running) + len(queued) - len(listed),
             "steps": list(self._steps),

@@ -125,6 +125,7 @@ function draw() {
     drawLoads();
     drawTimeline();
     drawRequests();
+    drawUsage();
     drawDecisions();
   });
 }
@@ -276,6 +277,26 @@ function drawRequests() {
   if (left) rows.push(wholeRow(`and ${left} more`));
   if (!rows.length) rows.push(wholeRow("No requests."));
   $("requests").tBodies[0].replaceChildren(...rows);
+}
+
+/** The ledger: tenants, and what is nobody's. A watcher of one tenant sees its own row only. */
+function drawUsage() {
+  const total = Math.max(state.usage_s, 1e-9);
+  const [nobody, tenants] = [state.usage.filter(([tenant]) => tenant === null), state.usage.filter(([tenant]) => tenant !== null)];
+  const rows = [...tenants, ...nobody].map(([tenant, name, device, host, computed, output]) =>
+    h(
+      "tr",
+      {},
+      h("td", { title: name }, tenant === null ? h("span", { class: "soft" }, name) : tenant ? h("code", {}, name.slice(0, 8)) : "all requests"),
+      h("td", {}, `${((100 * (device + host)) / total).toFixed(1)} %`),
+      h("td", {}, tenant === null ? "–" : seconds(1000 * device)),
+      h("td", {}, seconds(1000 * host)),
+      h("td", {}, tenant === null ? "–" : computed.toLocaleString("en")),
+      h("td", {}, tenant === null ? "–" : output.toLocaleString("en")),
+    ),
+  );
+  $("usage").tBodies[0].replaceChildren(...rows);
+  $("usage-says").textContent = `Of ${seconds(1000 * total)} of the engine. A step is shared by the tokens computed in it.`;
 }
 
 const wholeRow = (words) => h("tr", {}, h("td", { colSpan: 6, class: "soft" }, words));

@@ -343,6 +343,7 @@ async def respond_to_line(
         return await _respond(models, caller, endpoint, body)
     finally:
         caller.call.stopwatch.stop()
+        models.usage.take_call(caller.call)
 
 
 async def _respond(

@@ -74,6 +74,7 @@ def test_tokens_of_samples_and_of_aborted_requests():
     account = ledger.accounts["a"]
     assert (account.num_requests, account.num_prompt, account.num_cached, account.num_output) == (3, 20, 8, 13)
     assert not ledger._live
+    assert not ledger._tenant_of
 
 
 def test_there_are_not_more_rows_than_tenants_at_most():

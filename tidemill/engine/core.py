@@ -402,7 +402,6 @@ class EngineCore:
         deltas = self._outputs(*ended) if ended else []
         if self._endings is not None:
             deltas = self._endings.keep(deltas, ended[2] if ended else ())
-        self.host_times.mark("outputs")
         return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:

@@ -53,6 +53,7 @@ class Ledger:
         self._host_s = 0.0  # since the last step, of nobody yet
         self._steps: dict[int, Mapping[str, int]] = {}  # planned and not done: tokens by tenant
         self._live: Counter[str] = Counter()  # requests by tenant
+        self._tenant_of: dict[str, str] = {}  # of these
 
     def account(self, tenant: str) -> Account:
         """The row of a tenant, which is made if there is none."""
@@ -77,14 +78,16 @@ class Ledger:
                 account = self.account(event.tenant)
                 account.num_requests += 1
                 account.num_prompt += event.num_prompt if _is_first(event.request_id) else 0
-                self._live[event.tenant] += 1
+                if event.request_id not in self._tenant_of:
+                    self._live[event.tenant] += 1
+                    self._tenant_of[event.request_id] = event.tenant
             case events.Finished():
-                account = self.account(_tenant_of(event.request_id))
+                account = self.account(self._tenant_of.get(event.request_id, ""))
                 account.num_cached += event.num_cached if _is_first(event.request_id) else 0
                 account.num_output += event.num_output
                 self._leave(event.request_id)
             case events.Aborted():
-                self.account(_tenant_of(event.request_id)).num_output += event.num_output
+                self.account(self._tenant_of.get(event.request_id, "")).num_output += event.num_output
                 self._leave(event.request_id)
             case events.ModelLoaded():
                 self._since_s, self._loaded_s = None, now
@@ -92,10 +95,11 @@ class Ledger:
                 self._stop(event)
 
     def _leave(self, request_id: str) -> None:
-        tenant = _tenant_of(request_id)
-        self._live[tenant] -= 1
-        if self._live[tenant] <= 0:
-            del self._live[tenant]
+        tenant = self._tenant_of.pop(request_id, None)
+        if tenant is not None:
+            self._live[tenant] -= 1
+            if not self._live[tenant]:
+                del self._live[tenant]
 
     def _advance(self, now: float) -> float:
         """Seconds since the time that is accounted for, which is now."""
@@ -132,9 +136,10 @@ class Ledger:
     def _tokens_by_tenant(self, tokens_of: Iterable[tuple[str, int]], num_tokens: int) -> Mapping[str, int]:
         if len(self._live) == 1:  # nearly always: a step of hundreds need not be looked at
             return {next(iter(self._live)): num_tokens}
-        tokens: Counter[str] = Counter()
+        tokens: dict[str, int] = {}
         for request_id, num in tokens_of:
-            tokens[_tenant_of(request_id)] += num
+            tenant = self._tenant_of.get(request_id, "")
+            tokens[tenant] = tokens.get(tenant, 0) + num
         return tokens
 
     def _end(self, event: events.StepDone) -> None:
@@ -218,11 +223,6 @@ def _sum(account: Account) -> Account:
     total = Account()
     total.add(account)
     return total
-
-
-def _tenant_of(request_id: str) -> str:
-    """By the engine's id of a request, which begins with its tenant (`server.observe.explain.engine_id`)."""
-    return request_id.partition("/")[0] if "/" in request_id else ""
 
 
 def _is_first(request_id: str) -> bool:

@@ -143,7 +143,8 @@ class EngineProcess:
         """`wait_s`: for the first; None: until one comes."""
         most_ms = None if wait_s is None else math.ceil(1000 * wait_s)
         ready = dict(self._poller.poll(_LOOK_EVERY_MS if self._compiling and most_ms != 0 else most_ms))
-        core.host_times.mark("messages" if most_ms == 0 else "idle")
+        if most_ms != 0:
+            core.host_times.mark("idle")
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
             self._parent_gone()
             return

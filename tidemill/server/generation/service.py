@@ -502,9 +502,9 @@ class Service:
         try:
             if self.recorder is not None:
                 self.recorder.begin(request, self.ready, self.info, call.path)
-            times.enter(ENGINE)
             num_samples = 1 if params.beams is not None else params.n
             self.explainer.begin(request_id, num_samples, times)
+            times.enter(ENGINE)
             async with aclosing(
                 self.client.submit(request, timeout_s, True, tells_progress)
             ) as deltas:

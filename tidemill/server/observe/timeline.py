@@ -222,8 +222,8 @@ class RequestTimeline:
     def take_end(self) -> None:
         """The server has got its last token."""
         if self.passage is not None and not self.taken_s:
-            self.taken_s, self.at_taken = time.monotonic(), self.passage.stopwatch.snapshot()
             self.passage.sample_ended()
+            self.taken_s, self.at_taken = time.monotonic(), self.passage.stopwatch.snapshot()
 
     def cut(self) -> None:
         """The client waits for no more of it, whatever the engine still does."""

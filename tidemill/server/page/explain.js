@@ -46,7 +46,7 @@ export function explanationView(story, seenMs) {
       h("i", { class: kind(span) }),
       h("b", {}, NAMES[span.span] ?? span.span),
       h("span", { class: "figure" }, `${seconds(span.ms)} · ${span.percent.toFixed(1)} %`),
-      h("p", {}, span.parts && span.span !== "between steps" ? `${span.because}: ${partsOf(span)}` : span.because),
+      h("p", {}, !span.parts ? span.because : span.span === "between steps" ? partsOf(span) : `${span.because}: ${partsOf(span)}`),
     ),
   );
   const fresh = story.prompt_tokens - story.cached_tokens;

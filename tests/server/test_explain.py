@@ -10,7 +10,8 @@ from tidemill import events
 from tidemill.events import EngineRestarted
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
-from tidemill.server.observe.explain import Explainer
+from tidemill.server.http.stopwatch import Stopwatch
+from tidemill.server.observe.explain import Explainer, ExplainerOfReplicas
 from tidemill.wire import Abort, Resumed, Submit
 
 
@@ -246,3 +247,65 @@ def test_what_is_told_of_many_at_once_is_what_is_told_of_each(model):
             assert span["because"] == spans[name]["because"]
             assert span["ms"] == pytest.approx(spans[name]["ms"], abs=0.01)
     assert any("preempted" in check(story) for story in stories)
+
+
+def test_a_request_that_is_given_up_in_the_queue_has_waited_there():
+    """The engine hears of it later, or never."""
+    explainer, of_call = Explainer(), Stopwatch()
+    explainer.begin("/x/0", 1, of_call)
+    of_call.enter("engine")
+    now = time.monotonic()
+    explainer.take([events.Submitted(now, "/x/0", 4), events.Deferred(now, "/x/0", "not enough free pages")])
+    time.sleep(0.02)
+    explainer.leave("/x/0")
+    explainer.take([events.Aborted(time.monotonic() + 5, "/x/0", "timeout", 0)])
+    of_call.end()
+    (story,) = explainer.find("x", None)
+    spans = check(story)
+    assert spans["queued"]["ms"] >= 20
+    assert spans["queued"]["because"] == "not enough free pages"
+    assert story.body()["total_ms"] == pytest.approx(1000 * (of_call.ended_s - of_call.begun_s), abs=0.01)
+
+
+def test_a_request_that_goes_on_in_another_engine_has_a_part_in_each():
+    """Each tells the whole that the client waited."""
+    explainer, of_call, now = ExplainerOfReplicas(2), Stopwatch(), time.monotonic()
+    explainer.begin("/x/0", 1, of_call)
+    of_call.enter("engine")
+    admitted = {"row": 0, "num_cached": 0, "num_tokens": 4, "queued_s": 0.0, "reason": ""}
+    explainer.take([events.Submitted(now, "/x/0", 4), events.Admitted(now, "/x/0", **admitted)])
+    time.sleep(0.01)  # an event is taken after it was emitted
+    explainer.take([events.Finished(now + 0.01, "/x/0", "handed over", 4, 1, 0, 0.0, 0.01, 0.0)])
+    time.sleep(0.02)
+    explainer.take([events.Submitted(now + 0.02, "/x/0", 4, replica=1), events.Resumed(now + 0.02, "/x/0", 4, 1, replica=1)])
+    explainer.take([events.Admitted(now + 0.03, "/x/0", **admitted, replica=1)])
+    time.sleep(0.05)
+    explainer.take([events.Finished(now + 0.04, "/x/0", "length", 4, 2, 0, 0.01, 0.0, 0.01, replica=1)])
+    assert of_call.state == "server loop"
+    explainer.leave("/x/0")
+    of_call.end()
+    prefill, decode = explainer.find("x", None)
+    for story in (prefill, decode):
+        assert story.body()["total_ms"] == pytest.approx(1000 * (of_call.ended_s - of_call.begun_s), abs=0.01)
+    assert check(decode)["other parts"]["ms"] >= 20
+    assert "to the engine" not in check(decode)
+    assert [one.body()["engine_ms"] for one in (prefill, decode)] == pytest.approx([10, 20], abs=0.01)
+
+
+def test_each_sample_and_prompt_tells_the_whole():
+    explainer, of_call, now = Explainer(), Stopwatch(), time.monotonic()
+    explainer.begin("/x/0", 2, of_call)
+    of_call.enter("engine")
+    for i in range(2):
+        explainer.take([events.Submitted(now, f"/x/0:{i}", 4)])
+    time.sleep(0.001)
+    explainer.take([events.Aborted(now + 0.001, "/x/0:0", "length", 1)])
+    assert of_call.state == "engine"  # one is still computed
+    time.sleep(0.02)
+    explainer.take([events.Aborted(now + 0.01, "/x/0:1", "length", 1)])
+    explainer.leave("/x/0")
+    of_call.end()
+    first, second = explainer.find("x", None)
+    assert check(first)["other parts"]["ms"] >= 19
+    assert "other parts" not in check(second)
+    assert first.body()["total_ms"] == pytest.approx(second.body()["total_ms"], abs=0.01)

@@ -387,7 +387,8 @@ class Scheduler(RequestTable):
         if self._lacks_bytes(request):
             return f"KV policies have {self._policy_bytes:,} bytes, of which too many are taken"
         if state.num_left > 0 and self._chunk(request, self._pages.num_to_compute(request), state) == 0:
-            return "does not fit the rest of this step's budget"
+            what = "what the background may compute beside others" if request.in_background else "the rest of this step's budget"
+            return f"does not fit {what}"
         return ""
 
     def _lacks_bytes(self, request: Request, leaving: Collection[Request] = ()) -> bool:

@@ -97,9 +97,9 @@ class Stopwatch:
         finally:
             self.enter(state)
 
-    def engine_ended(self) -> None:
-        """A sample has ended in its engine, which the task that waits for it is to see."""
-        self.num_computed -= 1
+    def engine_ended(self, num: int = 1) -> None:
+        """Samples have ended in their engine, which the task that waits for them is to see."""
+        self.num_computed -= num
         if not self.num_computed and self.state == ENGINE:
             self.enter(LOOP)
 

@@ -190,6 +190,7 @@ class Explainer:
             case events.Resumed():
                 if (story := self._live.get(event.request_id)) is not None:
                     story.is_resumed |= event.num_output > 0
+                    story.was_elsewhere |= self._replica is not None and story.state == "queued"
                     story.stop_waiting(now)
             case events.TakenOver():
                 if (story := self._live.get(event.request_id)) is not None:

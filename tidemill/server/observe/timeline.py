@@ -38,7 +38,7 @@ _REASONS = {
     _FROM: "from the engine's last token to the server's process",
     stopwatch.FORMATTING: "text was made of the last tokens, and the response of that",
     stopwatch.WRITING: "until the socket had the last byte",
-    _OTHERS: "other prompts and samples of the request",
+    _OTHERS: "other prompts and samples of the request, or another engine that had it",
     stopwatch.LOOP: "a turn of the server's event loop or a thread, and small work between",
 }
 
@@ -135,9 +135,9 @@ class Passage:
         return f"{request_id}:{index}" if self.num_samples > 1 else request_id
 
     def sample_ended(self) -> None:
-        if self.num_left:
-            self.num_left -= 1
-            self.stopwatch.engine_ended()
+        num = min(self.num_left, 1)  # none, if it ends in one engine and then in another
+        self.num_left -= num
+        self.stopwatch.engine_ended(num)
 
 
 @dataclass(slots=True)
@@ -171,6 +171,7 @@ class RequestTimeline:
     num_lost: int = 0  # steps that followed wrong drafts
     replica: int | None = None
     is_resumed: bool = False  # its first token came from another engine
+    was_elsewhere: bool = False  # in another engine before
     placed: list[str] = field(
         default_factory=list
     )  # why this engine has it, where engines have roles
@@ -306,6 +307,8 @@ class RequestTimeline:
         between_s = max(self.taken_s - passage.submitted_s - engine_s, 0.0)
         spans[_TO] = min(max(self.begun_s - passage.submitted_s, 0.0), between_s)
         spans[_FROM] = between_s - spans[_TO]
+        if self.was_elsewhere:
+            spans[_TO], spans[stopwatch.ENGINE] = 0.0, spans.get(stopwatch.ENGINE, 0.0) + spans[_TO]
         for name, seconds in now.items():
             spans[name] = spans.get(name, 0.0) + seconds - self.at_taken.get(name, 0.0)
         spans[_OTHERS] = spans.pop(stopwatch.ENGINE, 0.0)

@@ -287,7 +287,7 @@ def test_a_request_that_goes_on_in_another_engine_has_a_part_in_each():
     prefill, decode = explainer.find("x", None)
     for story in (prefill, decode):
         assert story.body()["total_ms"] == pytest.approx(1000 * (of_call.ended_s - of_call.begun_s), abs=0.01)
-    assert check(decode)["other parts"]["ms"] >= 20
+    assert check(decode)["other parts"]["ms"] >= 19
     assert "to the engine" not in check(decode)
     assert [one.body()["engine_ms"] for one in (prefill, decode)] == pytest.approx([10, 20], abs=0.01)
 

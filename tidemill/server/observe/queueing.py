@@ -99,4 +99,5 @@ class Place:
             f"{num_higher} of a higher priority went first" if num_higher else "",
             f"{num_foreground} that are not in the background went first" if num_foreground else "",
         ]
-        return f"{', '.join(part for part in why if part) or 'the first'}: {'; '.join(reasons)}"
+        told = ", ".join(part for part in why if part)
+        return f"{told}: {'; '.join(reasons)}" if told else "; ".join(reasons)

@@ -269,8 +269,9 @@ def test_a_request_that_is_given_up_in_the_queue_has_waited_there():
 
 def test_a_request_that_goes_on_in_another_engine_has_a_part_in_each():
     """Each tells the whole that the client waited."""
-    explainer, of_call, now = ExplainerOfReplicas(2), Stopwatch(), time.monotonic()
+    explainer, of_call = ExplainerOfReplicas(2), Stopwatch()
     explainer.begin("/x/0", 1, of_call)
+    now = time.monotonic()
     of_call.enter("engine")
     admitted = {"row": 0, "num_cached": 0, "num_tokens": 4, "queued_s": 0.0, "reason": ""}
     explainer.take([events.Submitted(now, "/x/0", 4), events.Admitted(now, "/x/0", **admitted)])
@@ -293,8 +294,9 @@ def test_a_request_that_goes_on_in_another_engine_has_a_part_in_each():
 
 
 def test_each_sample_and_prompt_tells_the_whole():
-    explainer, of_call, now = Explainer(), Stopwatch(), time.monotonic()
+    explainer, of_call = Explainer(), Stopwatch()
     explainer.begin("/x/0", 2, of_call)
+    now = time.monotonic()
     of_call.enter("engine")
     for i in range(2):
         explainer.take([events.Submitted(now, f"/x/0:{i}", 4)])

@@ -10,7 +10,8 @@ import pytest
 from tests.helpers import load_model, make_core, make_llama, model_with_cache
 from tests.models.test_state_models import make_reference
 from tidemill.cli.options import BY_NAME
-from tidemill.cli.simulate import _OPTIONS, engine_of
+from tidemill.cli.simulate import _OPTIONS
+from tidemill.cli.simulate_case import engine_of
 from tidemill.errors import ConfigError
 from tidemill.sim.calibration import Calibration, drive, profile_of, shared_unit, timed
 from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from tidemill.bench import plots
 from tidemill.cli.main import app
-from tidemill.cli.simulate import run as replay
 from tidemill.errors import ConfigError
 from tidemill.sim.core import _quick_keys
+from tidemill.sim.fleet import run_rows
 from tidemill.sim.profile import Profile
 from tidemill.sim.simulator import SimConfig
-from tidemill.sim.trace import _Lines, arrivals, coming, num_cut, read_rows
+from tidemill.sim.trace import _Lines, arrivals, num_cut, read_rows
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -173,7 +173,8 @@ def test_a_chart_that_cannot_be_written_does_not_cost_the_figures(traces, monkey
 
 def test_prompts_are_made_as_they_are_submitted(traces):
     profile = Profile.load("h200-llama8b")
-    engine, made = replay(coming(read_rows(traces / "mooncake.jsonl")), SimConfig(num_rows=8), profile)
-    assert [one.num_prompt for one in made] == [2000, 1800, 500]
-    assert not any(one.prompt_ids for one in made)
-    assert engine.tally.num_cached >= 1536 - 64
+    rows = read_rows(traces / "mooncake.jsonl")
+    run = run_rows(rows, SimConfig(num_rows=8), profile)
+    assert not any(row.prompt_ids for row in rows)
+    assert [record.num_prompt for record in run.records] == [2000, 1800, 500, 500]
+    assert run.engines[0].tally.num_cached >= 1536 - 64

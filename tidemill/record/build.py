@@ -26,7 +26,13 @@ def build_name() -> str:
 
 
 def about_machine() -> dict[str, Any]:
-    return {"cpu": _cpu(), "arch": platform.machine(), "cores": os.cpu_count() or 1, "python": platform.python_version()}
+    return {
+        "cpu": _cpu(),
+        "arch": platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+    }
 
 
 def _cpu() -> str:

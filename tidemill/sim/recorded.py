@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import islice
 from pathlib import Path
 
 from tidemill.errors import ConfigError
 from tidemill.record.format import SEGMENT_LEN, Ended
-from tidemill.record.reader import RecordedRequest, Recording
+from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
 from tidemill.sampling import MAX_N
 from tidemill.sim.trace import Row
 
@@ -24,18 +24,25 @@ class _Numbers:
 
 
 def rows_of(folder: Path, limit: int, key: bytes | None = None) -> list[Row]:
-    """The requests that have ended, of all servers of a recording. Those that no engine began are none of the load."""
+    """The requests that have ended, of all servers of a recording."""
+    return rows_of_servers(Recording(folder, key).servers, limit)
+
+
+def rows_of_servers(servers: Sequence[RecordedServer], limit: int, model: str = "") -> list[Row]:
+    """The requests that have ended, in the order of their files. Those that no engine began are none of the load. `model`: only
+    its requests."""
     blocks, tenants = _Numbers(), _Numbers()
     rows: list[Row] = []
-    for server in Recording(folder, key).servers:
+    for server in servers:
         to_day_s = server.start.wall_s - server.start.clock_s
         several = len(server.models) > 1
-        for request in islice(server.requests, limit - len(rows)):
+        asked = [request for request in server.requests if not model or request.begun.model == model]
+        for request in islice(asked, limit - len(rows)):
             if request.ended is None or request.prompt is None or (request.ended.error and not request.num_output):
                 continue
             rows.append(_row(request, request.ended, to_day_s, request.begun.model if several else "", blocks, tenants))
     if not rows:
-        raise ConfigError(f"{folder} holds no request that has ended.", param="trace")
+        raise ConfigError("The recording holds no request that has ended.", param="trace")
     return rows
 
 
@@ -45,7 +52,8 @@ def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, bl
     beams = asked.params.beams
     chain = 0
     numbers: list[int] = []
-    root = (begun.model, asked.adapter, asked.salt)
+    salt = f"{asked.adapter}\n{asked.salt}" if asked.adapter else asked.salt  # pages depend on the adapter, too
+    root = (begun.model, salt)
     for digest in begun.segments:
         chain = blocks.of((root if not numbers else chain, digest))
         numbers.append(chain)
@@ -64,4 +72,6 @@ def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, bl
         None if ended.first_s is None else took_s,
         model,
         tuple(request.prompt_ids()),
+        salt,
+        () if beams else tuple(tuple(request.output_ids(index)) for index in range(len(ended.outputs))),
     )

@@ -46,6 +46,7 @@ class Arrival:
     prefix_leases: tuple[Hold, ...] = ()
     n: int = 1  # samples; the times of their tokens are those of ID:0, ID:1 ...
     abort_s: float | None = None  # when its client goes away
+    salt: str = ""  # of the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +267,11 @@ class SimEngine:
     def num_under_way(self) -> int:
         return len(self._under_way)
 
+    def seqs_of(self, request_id: str) -> list[int]:
+        """The numbers of its samples, just after it was submitted."""
+        live = self._core.live.get(request_id)
+        return [] if live is None else list(live.samples)
+
     @property
     def busy_s(self) -> float:
         """Time in which steps were computed."""
@@ -391,7 +397,15 @@ def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
     prompt = list(arrival.prompt_ids) or [next_token] * arrival.num_prompt
     params, prefix_leases = _params(arrival.num_output, arrival.n), list(arrival.prefix_leases)
     core.submit_checked(
-        Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, prefix_leases=prefix_leases)
+        Submit(
+            arrival.request_id,
+            prompt,
+            params,
+            priority=arrival.priority,
+            salt=arrival.salt,
+            tenant=arrival.tenant,
+            prefix_leases=prefix_leases,
+        )
     )
     return next_token + 1
 

@@ -41,6 +41,8 @@ class Row:
     e2e_s: float | None = None
     model: str = ""  # where several were recorded
     prompt_ids: tuple[int, ...] = ()  # its tokens, of a recording
+    salt: str = ""  # of the prefix cache: others with the same prompt share nothing
+    outputs: tuple[tuple[int, ...], ...] = ()  # the tokens of each sample, of a recording
 
     @property
     def long_blocks(self) -> tuple[int, ...]:
@@ -55,7 +57,7 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS, key: bytes | None = None) -
     and may have hash_ids (one for block_size tokens, or 512), priority, tenant, n, abort_ms (after its arrival), and ttft_ms and
     e2e_ms, as measured. Other fields are ignored, and so is a last line that was not written in full."""
     if path.is_dir():
-        return _from_zero(_recorded_rows(path, min(limit, MAX_REQUESTS), key))
+        return from_zero(_recorded_rows(path, min(limit, MAX_REQUESTS), key))
     read = _azure_rows if path.suffix.lower() == ".csv" else _json_rows
     lines = _Lines()
     try:
@@ -68,10 +70,10 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS, key: bytes | None = None) -
         raise ConfigError(what, fix="Azure's CSV and Mooncake's JSONL are known.", param="trace") from error
     if not rows:
         raise ConfigError(f"{path} holds no request.", param="trace")
-    return _from_zero(rows)
+    return from_zero(rows)
 
 
-def _from_zero(rows: list[Row]) -> list[Row]:
+def from_zero(rows: list[Row]) -> list[Row]:
     rows.sort(key=lambda row: row.at_s)
     start = rows[0].at_s
     return [replace(row, at_s=row.at_s - start) for row in rows]
@@ -101,7 +103,9 @@ def coming(
             prompt = prompt_of(row.blocks, length, number, max(1, round(row.block_len * length_scale)))
         at_s = row.at_s * time_scale
         abort_s = None if row.abort_s is None else at_s + row.abort_s
-        yield Arrival(f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s)
+        yield Arrival(
+            f"r{number}", at_s, length, output, row.priority, row.tenant, prompt, n=row.n, abort_s=abort_s, salt=row.salt
+        )
 
 
 def num_cut(rows: Iterable[Row], *, length_scale: float = 1.0, max_context: int = _MOST) -> int:

@@ -1,0 +1,212 @@
+"""A recorded engine, to be simulated: its configuration, its own profile, and what its server adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from tidemill.cache_layout import Group
+from tidemill.config import EngineConfig
+from tidemill.errors import ConfigError
+from tidemill.record.format import ModelStart
+from tidemill.record.reader import RecordedServer, Recording
+from tidemill.sim.cost import Curve, FittedCost, StepShape
+from tidemill.sim.drafter import Speculation
+from tidemill.sim.fit import fit
+from tidemill.sim.fleet import Delays
+from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
+from tidemill.sim.recorded import rows_of_servers
+from tidemill.sim.recorded_steps import DraftCounts, RecordedSteps, delay_s, steps_of
+from tidemill.sim.simulator import SimConfig, SimTiers
+from tidemill.sim.trace import Row, from_zero
+from tidemill.version import __version__
+
+_MOST_SAMPLES = 20_000  # steps that a profile is fitted to, evenly over the recording
+_MOST_DRAFTS = 16
+_NOT_KEPT = ("notes", "reasons", "draft", "hot_neurons")  # of a configuration: not needed, or of other types
+_FIX = "Give a --profile."
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEngine:
+    model: str
+    rows: list[Row]
+    config: SimConfig
+    profile: Profile
+    delays: Delays
+    num_engines: int
+    cached: dict[str, int]  # by request: tokens that it found in the prefix cache
+    options: dict[str, Any]
+    memory_bytes: int  # of the machine; 0: not known
+    used_bytes: int  # of it, by the engine
+
+
+def recorded_models(recording: Recording) -> list[str]:
+    """The models that have requests."""
+    names = {request.begun.model: None for server in recording.servers for request in server.requests}
+    return list(names)
+
+
+def recorded_engine(
+    recording: Recording, model: str, limit: int, server: int = 0, profile: Profile | None = None
+) -> RecordedEngine:
+    """`server`: whose life, from 1, or from the last, -1; 0: all, if their engines are alike. `profile`: another than its own."""
+    servers = [each for each in _chosen(recording, server) if model in each.models]
+    start = _one_start(servers, model)
+    steps = RecordedSteps()
+    for each in servers:
+        _join(steps, steps_of(event for name, event in recording.events(each) if name == model))
+    if steps.has_roles:
+        what = "The recorded model has engines for prefill and engines for decode, which are not simulated one by one."
+        raise ConfigError(what, fix="Use `tidemill plan --trace DIR`, which weighs them.", param="trace")
+    config, num_engines = _config_of(start), max(int(start.options.get("data_parallel") or 1), 1)
+    sim = replace(
+        SimConfig.of(config, steps.steps_ahead), speculation=_speculation(config, steps.drafts), tiers=_tiers_of(config)
+    )
+    if sim.groups == (Group(config.page_size),):
+        sim = replace(sim, groups=())
+    begun = [request for each in servers for request in each.requests if request.begun.model == model]
+    return RecordedEngine(
+        model,
+        from_zero(rows_of_servers(servers, limit, model)),
+        sim,
+        profile or _profile_of(start, config, servers[-1], steps),
+        Delays(
+            delay_s(
+                (
+                    steps.submitted_s[each.request_id] - each.begun.time_s
+                    for each in begun
+                    if each.request_id in steps.submitted_s
+                ),
+                0.1,  # what waits for the end of a step waits for it in the simulation
+            ),
+            delay_s(
+                each.ended.first_s - steps.first_s[each.request_id]
+                for each in begun
+                if each.ended is not None and each.ended.first_s is not None and each.request_id in steps.first_s
+            ),
+        ),
+        num_engines,
+        steps.cached,
+        start.options,
+        int(servers[-1].start.machine.get("memory_bytes", 0)) if config.device == "cpu" else 0,
+        config.memory_bytes,
+    )
+
+
+def _chosen(recording: Recording, server: int) -> list[RecordedServer]:
+    servers = recording.servers
+    if not server:
+        return servers
+    if abs(server) > len(servers):
+        raise ConfigError(f"The recording has {len(servers)} servers' lives.", fix="Give --server 1 to that.", param="server")
+    return [servers[server - 1 if server > 0 else server]]
+
+
+def _one_start(servers: Sequence[RecordedServer], model: str) -> ModelStart:
+    """The model's engine, which is the same all the time."""
+    starts = [start for server in servers for start in server.models[model]]
+    for one, other in pairwise(starts):
+        if one.options != other.options:
+            names = {*one.options, *other.options}
+            names = {name for name in names if one.options.get(name) != other.options.get(name)}
+            what = f"The engine of {model} was started again with another {', '.join(sorted(names)[:5])}."
+            raise ConfigError(what, fix="Choose one server's life: --server 1, --server -1.", param="server")
+    return starts[-1]
+
+
+def _join(steps: RecordedSteps, more: RecordedSteps) -> None:
+    steps.samples += more.samples
+    for name in ("num_steps", "num_drafted", "num_drafts", "num_right"):
+        setattr(steps.drafts, name, getattr(steps.drafts, name) + getattr(more.drafts, name))
+    steps.steps_ahead = max(steps.steps_ahead, more.steps_ahead)
+    steps.submitted_s |= more.submitted_s
+    steps.first_s |= more.first_s
+    steps.cached |= more.cached
+    steps.has_roles |= more.has_roles
+
+
+def _config_of(start: ModelStart) -> EngineConfig:
+    fields = {name: value for name, value in start.config.items() if name not in _NOT_KEPT}
+    try:
+        return msgspec.convert(fields, EngineConfig, strict=False)
+    except msgspec.ValidationError as error:
+        what = f"The recorded engine of {start.model} is of another build: {error}."
+        raise ConfigError(what, fix="Simulate it with the build that recorded it.", param="trace") from error
+
+
+def _speculation(config: EngineConfig, drafts: DraftCounts) -> Speculation | None:
+    """As many drafts as were made on average, and so many of them right that a step yields as many tokens as it did."""
+    if not config.speculate or not drafts.num_drafts:
+        return None
+    most = min(max(round(drafts.num_drafts / drafts.num_drafted), 1), _MOST_DRAFTS)
+    wanted, low, high = drafts.num_right / max(drafts.num_steps, 1), 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(1, most + 1)) < wanted:
+            low = middle
+        else:
+            high = middle
+    return Speculation(low, most, adaptive=False)
+
+
+def _tiers_of(config: EngineConfig) -> SimTiers | None:
+    if not config.host_slots:
+        return None
+    return SimTiers(config.host_slots, config.page_bytes, config.kv_disk_bytes // max(config.page_bytes, 1))
+
+
+def _profile_of(start: ModelStart, config: EngineConfig, server: RecordedServer, steps: RecordedSteps) -> Profile:
+    stride = -(-len(steps.samples) // _MOST_SAMPLES)
+    try:
+        samples = [replace(sample, shape=_plain(sample.shape)) for sample in steps.samples[:: max(stride, 1)]]
+        cost, errors = fit(samples, steps_ahead=steps.steps_ahead)
+    except ConfigError as error:
+        what = f"The recording has {len(steps.samples)} steps of {start.model}, too few to fit a profile to."
+        raise ConfigError(what, fix=f"Record a longer load. {_FIX}", param="profile") from error
+    machine = server.start.machine
+    kv_token = max(config.kv_bytes // max(config.num_pages * config.page_size, 1), 1)
+    groups = config.layout.groups if config.layout.groups != (Group(config.page_size),) else ()
+    return Profile(
+        FORMAT,
+        __version__,
+        datetime.fromtimestamp(server.start.wall_s, UTC).strftime("%Y-%m-%d"),
+        f"{machine.get('cpu') or machine.get('arch', '?')}, as recorded",
+        # Of the model only its name and the size of its cache are asked for.
+        ModelShape(start.model, 1, 1, 1, 1, 1, 1, max(config.weight_bytes, 1), kv_token),
+        EngineShape(
+            config.device, config.dtype, config.scheme, config.kv_dtype, config.page_size, max(config.num_pages, 2),
+            config.max_context, config.max_requests, config.token_budget, steps.steps_ahead, config.threads, config.fast_math,
+            groups, config.page_bytes if groups else 0,
+        ),
+        extended(cost),
+        FitErrors(errors.num_samples, errors.median, errors.p90, errors.total),
+    )  # fmt: skip
+
+
+def _plain(shape: StepShape) -> StepShape:
+    """Without what a load does not vary by itself: a prompt that is computed at once is as long as its context."""
+    return shape._replace(num_new=0, longest_prompt=0)
+
+
+def extended(cost: FittedCost) -> FittedCost:
+    """In a simulation more sequences may decode than did when steps were recorded, and steps with prompts may have fewer tokens.
+    What so many tokens take is known of the steps of the other kind."""
+    decode, mixed = cost.decode, cost.mixed
+    at, seconds = [*decode.at], [*decode.seconds]
+    for num in mixed.at:
+        if num > decode.at[-1]:
+            at.append(num)
+            seconds.append(max(mixed.value(num) + cost.draw_s * num, seconds[-1]))
+    few = [(num, took_s) for num, took_s in zip(decode.at, decode.seconds, strict=True) if num < mixed.at[0]]
+    first_s = mixed.seconds[0]
+    return msgspec.structs.replace(
+        cost,
+        decode=Curve(at, seconds),
+        mixed=Curve([num for num, _ in few] + mixed.at, [min(took_s, first_s) for _, took_s in few] + mixed.seconds),
+    )

@@ -39,7 +39,6 @@ with contextlib.suppress(ImportError):  # without Triton, tests of its kernels a
     interpreted.make_types_once()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children of tests have it from here
     signal.signal(signal.SIGINT, signal.default_int_handler)
-collect_ignore = ["clients"]  # run by `make test-clients`, where these libraries are
 # Servers may be slow, and 5 s are the default: an object that all functions of httpx share.
 for _name in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _name, LONG_S)
@@ -49,7 +48,8 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
-collect_ignore = ["gpu"]  # those have a conftest of their own: here kernels are interpreted
+# Those of a GPU have a conftest of their own: here kernels are interpreted. `make test-clients` has the libraries of the others.
+collect_ignore = ["gpu", "clients"]
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
@@ -142,7 +142,6 @@ _ONLY_WHEN_SLOW = (
     "server/test_listen.py",
     "server/test_migrated.py",
     "test_chaos[short]",
-    "test_a_killed_engine_does_not_touch_the_other",
     "test_an_ignored_ctrl_c_stays_ignored",
     "leaves_the_chat_as_it_was[phone]",
     "test_a_response_ends_with_the_context[1000000]",

@@ -42,6 +42,8 @@ class Server:
             "--port",
             str(self.port),
             "--no-request-log",  # nobody reads the pipe until the end
+            "--threads",  # threads that wait for each other spin, a third of what these tests would take
+            "1",
             "--data-dir",
             f"{tempfile.gettempdir()}/data-of-tests/{uuid.uuid4()}",  # made only if it is used
             *options,

@@ -191,9 +191,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FromBothEnds
 
 
 def _place(item: pytest.Item) -> int:
-    """First what starts processes: servers that files share, also the manual's examples, then others."""
+    """First what starts processes: servers that files share, then others."""
     _, folder, *_ = item.nodeid.split("/")
-    return 0 if folder in ("docs", "server") else 1 if folder in ("cli", "bench") or item.path.name == "test_client.py" else 2
+    return 0 if folder == "server" else 1 if folder in ("cli", "bench") or item.path.name == "test_client.py" else 2
 
 
 def _is_fallback(item: pytest.Item) -> bool:

@@ -57,7 +57,7 @@ def test_each_sample_is_a_span(tenants, collector):
 
 def cancelled_id(server) -> str:
     """Of a request that was cancelled: asked for again while it ends before the cancellation comes."""
-    body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": "hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     headers = KEY | {"X-Request-Id": "left"}
     for _ in range(50):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as reply:
@@ -72,7 +72,7 @@ def cancelled_id(server) -> str:
 
 def test_a_stop_string_and_a_cancellation(tenants, collector):
     text = complete(tenants, max_tokens=20)["choices"][0]["text"]
-    (span,) = collector.wait("text_completion tiny", complete(tenants, max_tokens=400, stop=text[2:4])["id"])
+    (span,) = collector.wait("text_completion tiny", complete(tenants, max_tokens=3000, stop=text[2:4])["id"])
     assert values(span)["gen_ai.response.finish_reasons"] == ["stop"]
     (span,) = collector.wait("text_completion tiny", cancelled_id(tenants))
     assert values(span)["error.type"] == "request_cancelled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ from tests.helpers import load_model, make_core
 from tests.server.conftest import KEYS, Server
 from tests.waiting import until
 from tidemill import events
+from tidemill.engine.host_times import HostTimes
 from tidemill.engine.ledger import MAX_TENANTS, OTHERS, Ledger
 from tidemill.engine.metrics import Metrics
 from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import MonotonicClock
 from tidemill.server.http.context import RequestContext
 from tidemill.server.observe import energy, usage
 from tidemill.wire import Submit
@@ -63,6 +66,31 @@ def test_a_lost_engine_is_nobodys():
     ledger.take([events.EngineDown(3.0, "killed"), events.EngineRestarted(8.0, "killed", 1), events.LoopTimed(9.0, idle_s=0.5)])
     tenants, idle_s, own_s = seconds(ledger, 9.0)
     assert (tenants["a"], idle_s, own_s) == ((0.0, 0.0), 1.5, 7.0)
+
+
+def test_an_engine_of_another_machine_has_another_clock():
+    ledger, ahead = Ledger(), time.monotonic() + 1e6
+    ledger.take([events.ModelLoaded(time.monotonic(), "x", 1, 1.0), submitted(ahead, "a")])
+    ledger.take([events.LoopTimed(ahead, idle_s=1.0), planned(ahead, 0, a=1), events.StepDone(ahead + 2, 0, 2.0, 1)])
+    ledger.take([events.EngineDown(time.monotonic(), "lost"), events.EngineRestarted(time.monotonic(), "lost", 0)])
+    tenants, idle, own = ledger.read(time.monotonic())
+    assert tenants["a"].seconds == pytest.approx(2)
+    assert idle.seconds == pytest.approx(1)
+    assert own.seconds < 60
+
+
+def test_garbage_collection_is_told():
+    emitted, times = [], HostTimes(MonotonicClock())
+    times.watch_gc()
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.pop()
+    times.mark("messages")
+    times.tell(emitted.append)
+    (told,) = emitted
+    assert told.gc_s > 0
+    assert told.messages_s >= 0
 
 
 def test_tokens_of_samples_and_of_aborted_requests():

@@ -7,6 +7,7 @@ engine is idle. What belongs to nobody's request, such as a restart, is the engi
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tidemill.events import Event
 
 MAX_TENANTS = 1000  # with a row of their own
 OTHERS = "others"  # the row of all tenants beyond that
+_MAX_SKEW_S = 60.0  # between an engine's clock and this one's; engines of other machines have others
 _MAX_AHEAD = 8  # steps planned and not done; one that failed never is
 
 
@@ -50,6 +52,7 @@ class Ledger:
         self.idle, self.own = Account(), Account()  # of nobody
         self._since_s: float | None = None  # up to where its time is accounted for; None: it has not begun
         self._loaded_s: float | None = None
+        self._taken_s = time.monotonic()  # when the latest events came
         self._host_s = 0.0  # since the last step, of nobody yet
         self._steps: dict[int, Mapping[str, int]] = {}  # planned and not done: tokens by tenant
         self._live: Counter[str] = Counter()  # requests by tenant
@@ -64,6 +67,7 @@ class Ledger:
     def take(self, batch: Iterable[Event]) -> None:
         for event in batch:
             self._take(event)
+        self._taken_s = time.monotonic()
 
     def _take(self, event: Event) -> None:
         now = event.time_s
@@ -106,6 +110,15 @@ class Ledger:
         spent = 0.0 if self._since_s is None else max(now - self._since_s, 0.0)
         self._since_s = now
         return spent
+
+    def _elapsed(self, now: float) -> float:
+        """The same, by this process's clock."""
+        begun_s = self._loaded_s if self._since_s is None else self._since_s
+        if begun_s is None:
+            return 0.0
+        since_taken_s = time.monotonic() - self._taken_s
+        is_same_clock = abs(now - begun_s - since_taken_s) < _MAX_SKEW_S
+        return max(now - begun_s, 0.0) if is_same_clock else since_taken_s
 
     def _divide(self, event: events.LoopTimed) -> None:
         """The loop's time until a step is planned."""
@@ -164,7 +177,7 @@ class Ledger:
         """There is no engine, or another one: what was computed last is lost."""
         if not isinstance(event, events.EngineDown):
             self._steps.clear()
-        spent, self._since_s, self._loaded_s = self._advance(event.time_s), None, None
+        spent, self._since_s, self._loaded_s = self._elapsed(event.time_s), None, None
         if isinstance(event, events.EngineDown):
             self._since_s = event.time_s  # it is started again, unless it is given up
         self.own.host_s += spent + self._host_s
@@ -172,8 +185,7 @@ class Ledger:
 
     def read(self, now: float) -> tuple[dict[str, Account], Account, Account]:
         """The tenants' rows, the engine's idle and its own, up to now."""
-        begun_s = self._loaded_s if self._since_s is None else self._since_s
-        spent = 0.0 if begun_s is None else max(now - begun_s, 0.0)
+        spent = self._elapsed(now)
         tenants = {tenant: _sum(account) for tenant, account in self.accounts.items()}
         idle, own = _sum(self.idle), _sum(self.own)
         own.host_s += self._host_s

@@ -202,6 +202,7 @@ class LedgerCollector(Collector):
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._idle_s = 0.0  # a counter never falls, though the latest part may turn out to be another's
 
     def describe(self) -> list[CounterMetricFamily]:
         self._seconds = CounterMetricFamily(
@@ -226,7 +227,8 @@ class LedgerCollector(Collector):
                 self._tokens.add_metric((tenant, kind), getattr(account, f"num_{kind}"))
             if account.joules:
                 self._joules.add_metric((tenant,), account.joules)
-        self._idle.add_metric((), ledger.idle.seconds)
+        self._idle_s = max(self._idle_s, ledger.read(time.monotonic())[1].seconds)
+        self._idle.add_metric((), self._idle_s)
         self._own.add_metric((), ledger.own.seconds)
         return families
 

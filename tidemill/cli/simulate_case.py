@@ -40,6 +40,7 @@ class RecordedCase:
     num_engines: int = 1
     page_bytes: int = 0
     free_bytes: int = 0
+    speeds: tuple[float, float] = (1.0, 1.0)
 
     def recorded(self, rows: Iterable[Row]) -> list[Record]:
         return recorded_of(rows)
@@ -73,7 +74,7 @@ def cases_of(
         cases.append(
             RecordedCase(
                 found.rows, config, found.profile, Delays() if loaded else found.delays, name, 1 if loaded else found.num_engines,
-                _page_bytes(config, found.profile), max(free_bytes, 0),
+                _page_bytes(config, found.profile), max(free_bytes, 0), found.speeds,
             )
         )  # fmt: skip
     if not cases:

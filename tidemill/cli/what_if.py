@@ -6,11 +6,13 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.simulate_case import RecordedCase
 from tidemill.errors import ConfigError
+from tidemill.sim.profile import Profile
 from tidemill.sim.what_if import Answer, Case, Search, Slo, Times, Tried, lines_of
 
 
@@ -23,9 +25,14 @@ def ask(case: RecordedCase, slo: Slo, most_engines: int, seconds: float, scales:
     recorded = case.recorded if scales == (1.0, 1.0) else (lambda rows: [])
     wanted = Case(
         case.rows, case.config, case.profile, slo, case.delays, case.num_engines, case.page_bytes, case.free_bytes,
-        max(most_engines, case.num_engines), *scales,
+        *(_scaled(case.profile, times) for times in case.speeds), max(most_engines, case.num_engines), *scales,
     )  # fmt: skip
     return Search(wanted, recorded, seconds, progress).run()
+
+
+def _scaled(profile: Profile, times: float) -> Profile | None:
+    """The profile of a machine that takes so many times as long; None: the same."""
+    return None if times == 1.0 else msgspec.structs.replace(profile, cost=profile.cost.scaled(times))
 
 
 def body_of(answer: Answer, case: RecordedCase, slo: Slo) -> dict[str, Any]:
@@ -45,7 +52,7 @@ def body_of(answer: Answer, case: RecordedCase, slo: Slo) -> dict[str, Any]:
         "tried_with": answer.num_requests,
         "recorded": None if answer.recorded is None else asdict(answer.recorded),
         "simulated": asdict(answer.simulated),
-        "error": {"ttft": answer.ttft_error, "tpot": answer.tpot_error},
+        "error": {"ttft": answer.ttft_error, "tpot": answer.tpot_error, "speed": case.speeds},
         "tried": [one(tried) for tried in answer.tried],
         "found": None if answer.found is None else one(answer.found),
         "time_over": answer.is_cut,
@@ -64,16 +71,31 @@ def show(answer: Answer, case: RecordedCase, slo: Slo) -> None:
         ratios = (answer.ttft_error if slo.ttft_s else None, answer.tpot_error if slo.tpot_s else None)
         cells = ("-" if ratio is None else f"× {ratio:.2f} at p{100 * slo.attainment:g}" for ratio in ratios)
         table.add_row("recorded / simulated", "", *cells)
+        if case.speeds != (1.0, 1.0):
+            table.add_row("steps, in good and bad times", "", f"× {case.speeds[0]:.2f} to × {case.speeds[1]:.2f}", "")
     table.add_section()
-    for tried in answer.tried[1:]:
-        part = f"{tried.times.attainment:.1%} ({tried.low:.1%} to {tried.high:.1%})" if tried.is_complete else "given up"
+    shown = _shown(answer)
+    for tried in shown:
+        part = f"{tried.times.attainment:.1%} ({tried.low:.1%} to {tried.high:.1%})"
         mark = " *" if tried is answer.found else ""
-        table.add_row(tried.change.flags(case.num_engines) + mark, part, *(_both(tried.times) if tried.is_complete else ("", "")))
+        table.add_row(tried.change.flags(case.num_engines) + mark, part, *_both(tried.times))
     console = Console(highlight=False)
     console.print(table)
+    if others := len(answer.tried) - 1 - len(shown):
+        console.print(f"{others} other changes were tried and kept it for no more requests (--json lists them).", markup=False)
     for line in lines_of(answer, slo, case.num_engines):
         console.print(line, markup=False)
     console.print(f"{len(answer.tried)} simulations in {answer.took_s:.1f} s", markup=False)
+
+
+def _shown(answer: Answer) -> list[Tried]:
+    """The changes that were better than those before them, in the order in which they were tried."""
+    shown, best = [], answer.simulated.attainment
+    for tried in answer.tried[1:]:
+        if tried is answer.found or (tried.is_complete and tried.times.attainment > best):
+            shown.append(tried)
+            best = tried.times.attainment
+    return shown
 
 
 def _both(times: Times) -> tuple[str, str]:

@@ -269,6 +269,14 @@ class FittedCost(msgspec.Struct, frozen=True):
         sharing_s = self.sharing_s if shape.num_shared and not shape.num_prompt else 0.0
         return self.new_token_s * shape.num_new + self.shared_s * shape.num_shared + sharing_s
 
+    def scaled(self, times: float) -> FittedCost:
+        """The cost on a machine on which everything takes so many times as long."""
+        curves = {name: Curve(curve.at, [value * times for value in curve.seconds]) for name, curve in (
+            ("decode", self.decode), ("mixed", self.mixed),
+        )}  # fmt: skip
+        seconds = {name: getattr(self, name) * times for name in _SCALED}
+        return msgspec.structs.replace(self, **curves, **seconds)
+
     def starting_s(self, num_new: int) -> float:
         return self.host_new_s + self.host_token_s * num_new if num_new else 0.0
 
@@ -278,6 +286,12 @@ class FittedCost(msgspec.Struct, frozen=True):
 
     def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
         return self.decode.value(padded(num_decoding, self.decode_sizes)), self.decode_context_s, self.longest_s
+
+
+_SCALED = (
+    "decode_context_s", "longest_s", "mixed_context_s", "pair_s", "draw_s", "new_token_s", "host_s", "shared_s",
+    "longest_prompt_s", "sharing_s", "submit_s", "host_new_s", "host_token_s",
+)  # fmt: skip
 
 
 def padded(num: int, sizes: Sequence[int]) -> int:

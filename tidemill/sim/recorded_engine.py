@@ -17,7 +17,7 @@ from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedServer, Recording
 from tidemill.sim.cost import Curve, FittedCost, StepShape
 from tidemill.sim.drafter import Speculation
-from tidemill.sim.fit import fit
+from tidemill.sim.fit import Sample, fit
 from tidemill.sim.fleet import Delays
 from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 from tidemill.sim.recorded import rows_of_servers
@@ -28,6 +28,7 @@ from tidemill.version import __version__
 
 _MOST_SAMPLES = 20_000  # steps that a profile is fitted to, evenly over the recording
 _MOST_DRAFTS = 16
+_STRETCHES, _LEAST_STEPS = 20, 20  # of a recording, whose speeds are compared
 _NOT_KEPT = ("notes", "reasons", "draft", "hot_neurons")  # of a configuration: not needed, or of other types
 _FIX = "Give a --profile."
 
@@ -44,6 +45,7 @@ class RecordedEngine:
     options: dict[str, Any]
     memory_bytes: int  # of the machine; 0: not known
     used_bytes: int  # of it, by the engine
+    speeds: tuple[float, float] = (1.0, 1.0)  # how many times as long as by the profile steps took, in good and in bad tenths
 
 
 def recorded_models(recording: Recording) -> list[str]:
@@ -70,12 +72,13 @@ def recorded_engine(
     )
     if sim.groups == (Group(config.page_size),):
         sim = replace(sim, groups=())
+    own = _profile_of(start, config, servers[-1], steps) if profile is None else profile
     begun = [request for each in servers for request in each.requests if request.begun.model == model]
     return RecordedEngine(
         model,
         from_zero(rows_of_servers(servers, limit, model)),
         sim,
-        profile or _profile_of(start, config, servers[-1], steps),
+        own,
         Delays(
             delay_s(
                 (
@@ -96,6 +99,7 @@ def recorded_engine(
         start.options,
         int(servers[-1].start.machine.get("memory_bytes", 0)) if config.device == "cpu" else 0,
         config.memory_bytes,
+        _speeds(own, steps.samples) if profile is None else (1.0, 1.0),
     )
 
 
@@ -189,9 +193,23 @@ def _profile_of(start: ModelStart, config: EngineConfig, server: RecordedServer,
     )  # fmt: skip
 
 
+def _speeds(profile: Profile, samples: Sequence[Sample]) -> tuple[float, float]:
+    """How the machine's speed varied while it recorded: others may use it, too. Of stretches of the recording, the one that only
+    a tenth was faster than, and the one that only a tenth was slower than."""
+    each = max(len(samples) // _STRETCHES, _LEAST_STEPS)
+    parts = [samples[at : at + each] for at in range(0, len(samples) - each + 1, each)]
+    took = [sum(sample.seconds for sample in part) for part in parts]
+    said = [sum(profile.shape_s(_plain(sample.shape)) for sample in part) for part in parts]
+    ratios = sorted(own / by_profile for own, by_profile in zip(took, said, strict=True) if by_profile > 0)
+    if not ratios:
+        return 1.0, 1.0
+    return min(ratios[len(ratios) // 10], 1.0), max(ratios[-1 - len(ratios) // 10], 1.0)
+
+
 def _plain(shape: StepShape) -> StepShape:
-    """Without what a load does not vary by itself: a prompt that is computed at once is as long as its context."""
-    return shape._replace(num_new=0, longest_prompt=0)
+    """Without what a load hardly varies by itself: a prompt that is computed at once is as long as its context, and nearly each
+    step with a prompt draws one token more than those that decode."""
+    return shape._replace(num_new=0, longest_prompt=0, num_draws=0)
 
 
 def extended(cost: FittedCost) -> FittedCost:
@@ -202,7 +220,7 @@ def extended(cost: FittedCost) -> FittedCost:
     for num in mixed.at:
         if num > decode.at[-1]:
             at.append(num)
-            seconds.append(max(mixed.value(num) + cost.draw_s * num, seconds[-1]))
+            seconds.append(max(mixed.value(num), seconds[-1]))
     few = [(num, took_s) for num, took_s in zip(decode.at, decode.seconds, strict=True) if num < mixed.at[0]]
     first_s = mixed.seconds[0]
     return msgspec.structs.replace(

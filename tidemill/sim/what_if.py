@@ -2,7 +2,8 @@
 
 Changes are tried in the order of what they cost: one option that only changes an order, one with other sizes, one with more
 memory; then the best of these together with others; then more replicas. A change keeps the SLO if its requests do even with the
-error that the simulation of the recorded engine has, at the quantile that the SLO asks for.
+error that the simulation of the recorded engine has, at the quantile that the SLO asks for, and with steps that take as long as
+they did in the machine's slower times.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Case:
     num_engines: int = 1
     page_bytes: int = 0  # 0: no other size of the KV cache is tried
     free_bytes: int = 0  # of the machine's memory
+    faster: CostModel | None = None  # of its good and its bad times
+    slower: CostModel | None = None
     most_engines: int = 4
     time_scale: float = 1.0
     length_scale: float = 1.0
@@ -204,16 +207,26 @@ class Search:
         one = self._tried(change, self._simulate(change, self._rows))
         took_s = time.monotonic() - begin_s
         self._answer.tried.append(one)
+        if one.keeps:
+            self._widen(one, self._rows)
         self._progress(f"{change.flags(self._case.num_engines)}: {one.times.attainment:.1%}")
         rows = self._case.rows
         left_s = self._seconds - (time.monotonic() - self._begin_s)
         if one.keeps and len(self._rows) < len(rows) and took_s * len(rows) / len(self._rows) < left_s:
             one = self._answer.tried[-1] = self._tried(change, self._simulate(change, rows))
+            self._widen(one, rows)
         if one.keeps:
             self._answer.found = one
         return one
 
-    def _simulate(self, change: Change, rows: Sequence[Row], gives_up: bool = True) -> FleetRun:
+    def _widen(self, one: Tried, rows: Sequence[Row]) -> None:
+        """The same in the machine's good and in its bad times: where requests queue, a little slower is a lot later."""
+        for cost in filter(None, (self._case.faster, self._case.slower)):
+            part = self._case.slo.part(self._simulate(one.change, rows, gives_up=False, cost=cost).records)
+            one.low, one.high = min(one.low, part), max(one.high, part)
+        one.keeps = one.low >= self._case.slo.attainment
+
+    def _simulate(self, change: Change, rows: Sequence[Row], gives_up: bool = True, cost: CostModel | None = None) -> FleetRun:
         case = self._case
         allowed = 2 * (1 - case.slo.attainment) * len(rows) + 10
 
@@ -221,8 +234,9 @@ class Search:
             return sum(bool(each.token_times_s) and not case.slo.is_kept(each) for each in records) > allowed
 
         return run_rows(
-            rows, change.apply(case.config, case.page_bytes), case.cost, num_engines=change.num_engines, delays=case.delays,
-            time_scale=case.time_scale, length_scale=case.length_scale, gives_up=is_lost if gives_up else None,
+            rows, change.apply(case.config, case.page_bytes), cost or case.cost, num_engines=change.num_engines,
+            delays=case.delays, time_scale=case.time_scale, length_scale=case.length_scale,
+            gives_up=is_lost if gives_up else None,
         )  # fmt: skip
 
     def _tried(self, change: Change, run: FleetRun) -> Tried:

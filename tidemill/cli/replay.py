@@ -30,7 +30,9 @@ def replay(
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An engine option other than recorded: kv-dtype=fp8.")
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="Where a recorded model is now.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="Where a recorded model or adapter is now.")
+    ] = None,
     server: Annotated[int, typer.Option(help="Which server's life, where there are several: 1 is the first, -1 the last.")] = 0,
     key: Annotated[Path | None, typer.Option(help="The owner's key, of a recording that is sealed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,

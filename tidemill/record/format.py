@@ -33,6 +33,7 @@ MAX_BLOCK = 1 << 28  # bytes of a block, and of what it holds
 _MAGIC = 0x184D2A50  # of a skippable frame
 _FRAME, _HEAD = struct.Struct("<II"), struct.Struct("<cQ")
 _NONCE_BYTES = 12
+_IDS_AT_ONCE = 8192
 _LEVEL = 3
 
 
@@ -126,7 +127,9 @@ def ids_of(data: bytes) -> array[int]:
 
 def bytes_of(ids: Sequence[int]) -> bytes:
     """Raises OverflowError for what is no token."""
-    found = array("I", ids)
+    found = array("I")
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        found.extend(ids[at : at + _IDS_AT_ONCE])  # other threads have a turn between two of them
     if sys.byteorder == "big":
         found.byteswap()
     return found.tobytes()

@@ -29,15 +29,16 @@ _ALONE: dict[str, Any] = {
 _ENDED = "as recorded"
 
 
-def options_of(start: ModelStart, changed: Mapping[str, Any], path: str | None = None) -> EngineOptions:
-    """The recorded options of an engine. `changed`: fields with other values. `path`: of its model, if that was moved."""
+def options_of(start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str, str]) -> EngineOptions:
+    """The recorded options of an engine. `changed`: fields with other values. `paths`: of models and adapters that were moved."""
     known = {each.name for each in fields(EngineOptions)}
     given = {name: value for name, value in start.options.items() if name in known}
     try:
         options = msgspec.convert(given, EngineOptions, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The options of the recorded engine cannot be used: {error}.") from error
-    options = replace(options, **_ALONE, model=path or start.path)
+    loras = tuple(f"{name}={paths.get(name, path)}" for name, path in options.lora_paths.items())
+    options = replace(options, **_ALONE, model=paths.get(start.model, start.path), loras=loras)
     if options.kv_disk is not None:  # what is on the server's disk is its own
         size = options.kv_disk.rpartition(":")[2]
         options = replace(options, kv_disk=f"{tempfile.mkdtemp(prefix='tidemill-replay-')}:{size}")
@@ -77,15 +78,16 @@ class CollectedRunner:
 
 class ReplayEngine:
     def __init__(
-        self, options: EngineOptions, server: RecordedServer, model: str, clock: Clock | None = None, progress: Any = None
+        self, options: EngineOptions, server: RecordedServer, model: str, paths: Mapping[str, str], clock: Clock | None = None
     ) -> None:
-        self.core: EngineCore = load_core(options, progress, clock)
+        """`paths`: of adapters that were moved."""
+        self.core: EngineCore = load_core(options, None, clock)
         self.problems: dict[int, str] = {}  # adapters that cannot be used, by number
         known = {adapter.adapter_id for adapter in self.core.adapters}
         for number, info in server.adapters.get(model, {}).items():
             if number not in known:
                 try:
-                    self.core.adapters.load_now(number, info.name, info.path)
+                    self.core.adapters.load_now(number, info.name, paths.get(info.name, info.path))
                 except TidemillError as error:
                     self.problems[number] = error.message
         for adapter in self.core.adapters:

@@ -29,7 +29,7 @@ class ReplayOptions:
     requests: frozenset[str] = frozenset()  # numbers or ids; empty: all
     changed: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineOptions
     shown: Mapping[str, str] = field(default_factory=dict)  # the same as they were given
-    paths: Mapping[str, str] = field(default_factory=dict)  # of models that were moved, by name
+    paths: Mapping[str, str] = field(default_factory=dict)  # of models and adapters that were moved, by name
     on_progress: Callable[[str, int, int], None] | None = None
 
 
@@ -90,12 +90,11 @@ def _replay_model(
     options: ReplayOptions,
     certificate: Certificate,
 ) -> None:
-    path = options.paths.get(start.model)
-    engine_options = options_of(start, options.changed, path)
+    engine_options = options_of(start, options.changed, options.paths)
     if fingerprint_of(locate(engine_options.model)) != start.fingerprint:
         certificate.notes.append(f"{start.model}: the weights are not those that were recorded")
     clock = RecordedClock() if options.mode == LIKE_THEN else None
-    engine = ReplayEngine(engine_options, server, start.model, clock)
+    engine = ReplayEngine(engine_options, server, start.model, options.paths, clock)
     try:
         ready = []
         for request in requests:

@@ -32,7 +32,7 @@ KEY_BYTES = 32
 MAX_BLOCK = 1 << 28  # bytes of a block, and of what it holds
 _MAGIC = 0x184D2A50  # of a skippable frame
 _FRAME, _HEAD = struct.Struct("<II"), struct.Struct("<cQ")
-_NONCE_BYTES = 12
+_NONCE_BYTES = _DIGEST_BYTES = 12
 _IDS_AT_ONCE = 8192
 _LEVEL = 3
 
@@ -136,26 +136,29 @@ def bytes_of(ids: Sequence[int]) -> bytes:
 
 
 def digest_of(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=12).digest()
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def has_values(delta: Delta) -> bool:
+    """It has log-probabilities, an embedding or a score, of which a digest is recorded."""
+    return bool(delta.logprobs or delta.prompt_pieces or delta.embedding or delta.score is not None)
 
 
 def add_values(digest: hashlib.blake2b, delta: Delta, num: int) -> None:
-    """Adds log-probabilities of the first `num` tokens, the prompt's, an embedding and a score to a digest, whatever pieces they
-    come in."""
+    """Adds what a delta has besides its first `num` tokens, whatever pieces it comes in."""
     for piece in delta.prompt_pieces or ():  # come with the first token, and others may be joined to it
         digest.update(piece)
     for entry in (delta.logprobs or ())[:num]:
         digest.update(encode(entry))
-    if delta.embedding is not None or delta.score is not None:
-        digest.update(encode((delta.embedding, delta.score)))
+    digest.update(encode_end(delta))
 
 
-def has_values(delta: Delta) -> bool:
-    return bool(delta.logprobs or delta.prompt_pieces or delta.embedding or delta.score is not None)
+def encode_end(delta: Delta) -> bytes:
+    return b"" if delta.embedding is None and delta.score is None else encode((delta.embedding, delta.score))
 
 
 def new_digest() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=12)
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
 def events_of(record: Events) -> list[Event]:

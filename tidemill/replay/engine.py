@@ -55,6 +55,7 @@ class Running:
     ends_early: bool  # its client went away, or it failed
     refused: str = ""  # by the engine, or it failed there
     is_elsewhere: bool = False  # it goes on in another engine
+    is_leaving: bool = False  # it ends when it has the recorded tokens
 
     @property
     def is_complete(self) -> bool:
@@ -152,7 +153,7 @@ class ReplayEngine:
                 continue
             sample = running.samples[delta.index]
             sample.take(delta)
-            if ends and sample.is_complete and delta.finish_reason is None:
+            if (ends or running.is_leaving) and sample.is_complete and delta.finish_reason is None:
                 self._end(delta.request_id, delta.index, running)
         return output.events
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from tidemill import events
 from tidemill.engine.pending import GOES_ON
@@ -66,7 +67,7 @@ class LikeThen:
                 case events.HoldRenewed():
                     self._engine.core.renew(Renew(event.name, event.ttl_s, event.reason))
                 case events.EngineRestarted():
-                    self._engine.drop_all()
+                    self._restart(recorded, at)
                 case events.StepPlanned():
                     self._step(event, at)
                 case events.StepDone():
@@ -78,10 +79,8 @@ class LikeThen:
         """When all engines had their turn: what went on in one that had its turn before."""
         for name, running in self._engine.running.items():
             if not running.is_complete and not running.request.begun.request.params.beams:
-                running.is_elsewhere = False
-                resumed = [
-                    Resumed(index, list(sample.ids)) for index, sample in enumerate(running.samples) if not sample.is_complete
-                ]
+                open_samples = [(index, sample) for index, sample in enumerate(running.samples) if not sample.is_complete]
+                resumed = [Resumed(index, sample.resume(len(sample.ids))) for index, sample in open_samples]
                 self._engine.submit(running.request, name, resumed=resumed)
             running.is_elsewhere = False
         yield from self._finish_all()
@@ -119,26 +118,41 @@ class LikeThen:
                 break
             if isinstance(other, events.Resumed) and other.request_id.partition(":")[0] == name:
                 index = int(other.request_id.partition(":")[2] or 0)
-                sample = running.samples[index]
-                sample.ids = [*sample.ids[: other.num_output], *sample.recorded[len(sample.ids) : other.num_output]]
-                found.append(Resumed(index, list(sample.ids)))
+                found.append(Resumed(index, running.samples[index].resume(other.num_output)))
         running.is_elsewhere = False
         self._engine.submit(running.request, name, resumed=found)
 
+    def _restart(self, recorded: Sequence[Event], at: int) -> None:
+        """The engine was started again. What had ended by then may be a little behind here, and ends first."""
+        following = takewhile(lambda event: not isinstance(event, events.StepPlanned), recorded[at:])
+        goes_on = {event.request_id.partition(":")[0] for event in following if isinstance(event, events.Resumed)}
+        for name in goes_on:
+            self._engine.core.abort(Abort(name, "the engine was restarted"))
+        while self._engine.core.has_work:
+            self._engine.step()
+        self._engine.drop_all()
+
     def _abort(self, event: events.Aborted) -> None:
         name, _, sample = event.request_id.partition(":")
-        if self._engine.core.has(name):
-            self._engine.core.abort(Abort(name, event.reason, int(sample) if sample else None))
-            running = self._engine.running.get(name)
-            if running is not None and event.reason == GOES_ON:
-                running.is_elsewhere = True
+        running = self._engine.running.get(name)
+        if running is None or not self._engine.core.has(name):
+            return
+        running.is_elsewhere |= event.reason == GOES_ON
+        if not running.is_elsewhere and not running.is_complete:
+            running.is_leaving = True  # when it has what its client got: here it is a little behind
+            return
+        self._engine.core.abort(Abort(name, event.reason, int(sample) if sample else None))
 
     def _finish(self, event: events.Finished) -> None:
         """The engine ends by itself what no text ended."""
         name, _, sample = event.request_id.partition(":")
         running, index = self._engine.running.get(name), int(sample or 0)
-        if running is not None and running.request.ended is not None and running.request.ended.outputs[index].by_text:
+        if running is None or running.request.ended is None or not running.request.ended.outputs[index].by_text:
+            return
+        if running.samples[index].is_complete:
             self._engine.core.finish(Finish(name, index))
+        else:
+            running.is_leaving = True
 
     def _step(self, event: events.StepPlanned, at: int) -> None:
         """Plans and launches the step; where the engine works ahead, the one before it ends with that."""

@@ -55,7 +55,7 @@ class Load:
             self._beams, self._adapter, self._embeddings, self._logprobs,
         ]  # fmt: skip
         path, body = rng.choice(kinds)(model)
-        leaves = rng.random() < 0.04 and path in ("/v1/completions", "/v1/chat/completions")
+        leaves = rng.random() < 0.04 and path in ("/v1/completions", "/v1/chat/completions") and "best_of" not in body  # streamed
         return path, body, leaves
 
     def _prompt(self) -> str:

@@ -122,7 +122,7 @@ def _with_build(python: tuple[list[str], dict[str, str]]) -> int:
     args = sys.argv[1:]
     at = next(i for i, text in enumerate(args) if text.startswith("--build"))
     del args[at : at + (1 if "=" in args[at] else 2)]
-    return subprocess.run([*python[0], "-m", "tidemill", *args], env=python[1], check=False).returncode
+    return subprocess.run([*python[0], "-P", "-m", "tidemill", *args], env=python[1], check=False).returncode
 
 
 def _show_progress(model: str, num: int, most: int) -> None:

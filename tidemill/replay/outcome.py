@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -11,6 +12,9 @@ from typing import Any
 from tidemill.record.format import Output, digest_of, encode, encode_end, ids_of
 from tidemill.record.reader import RecordedRequest
 from tidemill.wire import Delta
+
+
+_MOST_SHOWN = 20  # differences
 
 
 @dataclass(slots=True)
@@ -171,7 +175,14 @@ class Certificate:
             ratio = times.now_s / times.then_s if times.then_s else 0.0
             yield f"{kind}: {times.num:,} steps of {per_step[0]:.2f} ms then, {per_step[1]:.2f} ms now ({ratio:.2f} times)"
         yield from self.notes
-        yield from (difference.line() for difference in self.differences)
+        tokens = [found for found in self.differences if found.what == "token"]
+        others = [found for found in self.differences if found.what != "token"]
+        for what, num in Counter(found.what for found in self.differences).items():
+            yield f"different {what}: {num:,} {'sample' if num == 1 else 'samples'}"
+        shown = [*tokens, *others][:_MOST_SHOWN]
+        yield from (found.line() for found in shown)
+        if len(self.differences) > len(shown):
+            yield f"and {len(self.differences) - len(shown):,} more, which --json has"
 
 
 def _shown(machine: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from tidemill.weights.digest import fingerprint_of
 from tidemill.weights.locate import locate
 
 LIKE_THEN = "like then"
-_MOST_MARGINS = 20  # differences that are shown with their margins
+_MOST_MARGINS = 20  # differences of a model that are computed again for their margins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +121,12 @@ def _replay_model(
 
 
 def _find_margins(engine: ReplayEngine, server: RecordedServer, model: str, certificate: Certificate) -> None:
-    for number, found in enumerate(certificate.differences[:_MOST_MARGINS]):
+    num_left = _MOST_MARGINS
+    for number, found in enumerate(certificate.differences):
         request = server.requests[found.request]
-        if request.begun.model == model:
+        if num_left and found.what == "token" and request.begun.model == model:
             certificate.differences[number] = with_margin(engine, request, found)
+            num_left -= 1
 
 
 def _like_then(

@@ -8,7 +8,7 @@ ARGS ?=
 # Tests start some hundred interpreters, and each would compile torch and the rest anew: 6 s of CPU time for a server.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs serve test test-slow test-gpu test-clients lint types layers suite soak clean
+.PHONY: docs serve test test-slow test-gpu test-clients replay lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
@@ -31,6 +31,10 @@ test-gpu: $(VENV)/.test-ready
 	$(TEST_GPU) tests/gpu --ignore tests/gpu/test_ranks.py --ignore tests/gpu/test_lost_ranks.py $(ARGS)
 	$(TEST_GPU) tests/gpu/test_ranks.py $(ARGS)
 	$(TEST_GPU) tests/gpu/test_lost_ranks.py $(ARGS)
+
+# The release gate: a recorded day is computed again, like then and alone, and every token compared.
+replay: $(VENV)/.test-ready
+	$(PY) -m bench.replay_gate $(ARGS)
 
 # Client libraries, each with its newest releases in an environment of its own; `ARGS=--write` puts the table into docs/lab/clients.md.
 test-clients: $(VENV)/.test-ready

@@ -160,7 +160,7 @@ class Load:
         return "/v1/embeddings", {"model": "full", "input": [self._prompt(), self._prompt()]}
 
 
-def write_config(folder: Path, record_bytes: str) -> Path:
+def write_config(folder: Path, record_bytes: str, has_smollm2: bool) -> Path:
     models = folder / "models"
     make_all(models)
     adapters = [f"{name}={models / name}" for name in ADAPTERS]
@@ -175,7 +175,7 @@ def write_config(folder: Path, record_bytes: str) -> Path:
         ("smollm2", "smollm2", 'kv-memory = "200M"\n'),
     ]
     text = f'record = "{folder / "day"}:{record_bytes}"\nthreads = 1\nmax-context = 1024\nmax-requests = 16\ntoken-budget = 128\n'
-    for name, model, more in tables:
+    for name, model, more in tables if has_smollm2 else tables[:-1]:
         text += f'\n[[models]]\nname = "{name}"\nmodel = "{model}"\n{more}'
     path = folder / "server.toml"
     path.write_text(text)
@@ -245,7 +245,7 @@ def main() -> None:
     given = parser.parse_args()
     folder: Path = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    config = write_config(folder, given.size)
+    config = write_config(folder, given.size, given.smollm2 > 0)
     with reserved_port() as port:
         command = [sys.executable, "-m", "tidemill", "serve", "--config", str(config), "--port", str(port), "--no-request-log"]
         server = subprocess.Popen([*command, "--data-dir", str(folder / "data")])

@@ -33,6 +33,7 @@ def replay(
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="Where a recorded model or adapter is now.")
     ] = None,
+    tokens_only: Annotated[bool, typer.Option("--tokens-only", help="Do not compare log-probabilities and embeddings.")] = False,
     server: Annotated[int, typer.Option(help="Which server's life, where there are several: 1 is the first, -1 the last.")] = 0,
     key: Annotated[Path | None, typer.Option(help="The owner's key, of a recording that is sealed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
@@ -61,6 +62,7 @@ def replay(
     options = ReplayOptions(
         mode="alone" if alone else LIKE_THEN if like_then else "together",
         requests=frozenset(name.strip() for name in requests.split(",") if name.strip()),
+        tokens_only=tokens_only,
         changed=changed,
         shown=shown,
         paths=dict(_pair(text, "--model") for text in model or ()),

@@ -119,6 +119,8 @@ class LikeThen:
             if isinstance(other, events.Resumed) and other.request_id.partition(":")[0] == name:
                 index = int(other.request_id.partition(":")[2] or 0)
                 found.append(Resumed(index, running.samples[index].resume(other.num_output)))
+        if running.request.begun.request.params.beams is not None:  # they start over, as one sequence
+            found = [Resumed(index, sample.resume(0)) for index, sample in enumerate(running.samples)]
         running.is_elsewhere = False
         self._engine.submit(running.request, name, resumed=found)
 

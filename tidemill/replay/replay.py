@@ -29,6 +29,7 @@ class ReplayOptions:
     requests: frozenset[str] = frozenset()  # numbers or ids; empty: all
     changed: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineOptions
     shown: Mapping[str, str] = field(default_factory=dict)  # the same as they were given
+    tokens_only: bool = False  # not log-probabilities and embeddings
     paths: Mapping[str, str] = field(default_factory=dict)  # of models and adapters that were moved, by name
     on_progress: Callable[[str, int, int], None] | None = None
 
@@ -112,7 +113,7 @@ def _replay_model(
         for num, running in enumerate(ended, 1):
             if running.request.number in compared:
                 compared.discard(running.request.number)
-                _compare(engine, running, certificate)
+                _compare(engine, running, certificate, options.tokens_only)
             if options.on_progress is not None:
                 options.on_progress(start.model, num, len(ready))
         _find_margins(engine, server, start.model, certificate)
@@ -149,8 +150,8 @@ def _like_then(
     yield from like_then.rest()
 
 
-def _compare(engine: ReplayEngine, running: Running, certificate: Certificate) -> None:
+def _compare(engine: ReplayEngine, running: Running, certificate: Certificate, tokens_only: bool) -> None:
     if running.refused:
         certificate.leave_out(f"this engine refuses it: {running.refused}")
         return
-    certificate.differences += certificate.add(running.request, running.samples)
+    certificate.differences += certificate.add(running.request, running.samples, tokens_only)

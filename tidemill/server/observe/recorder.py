@@ -46,7 +46,9 @@ class _Sample:
         num = text.num_tokens
         self.ids += delta.token_ids[:num]
         if text.finish_reason:
-            self.finish_reason, self.by_text = text.finish_reason, not delta.finish_reason
+            # A stop string may be complete with the last token that the engine would give.
+            by_engine = delta.finish_reason == text.finish_reason
+            self.finish_reason, self.by_text = text.finish_reason, not by_engine
         if has_values(delta):
             self.digest = self.digest or new_digest()
             add_values(self.digest, delta, num)

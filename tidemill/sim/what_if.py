@@ -3,11 +3,12 @@
 Changes are tried in the order of what they cost: one option that only changes an order, one with other sizes, one with more
 memory; then the best of these together with others; then more replicas. A change keeps the SLO if its requests do even with the
 error that the simulation of the recorded engine has, at the quantile that the SLO asks for, and with steps that take as long as
-they did in the machine's slower times.
+they did in the machine's slower times. Few requests say less than many: that, too, is part of the error.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ MOST_ROWS = 2000  # requests of a long recording with which changes are tried
 _PERCENTILES = (50, 90, 99)
 _MOST_SLOTS, _LEAST_BUDGET, _MOST_BUDGET = 1024, 16, 16_384
 _MOST_TOGETHER = 3  # options that are changed
+_Z = 1.645
 _MOST_ERROR = 10.0  # times: more than that is no prediction
 _FIELDS = {
     "token-budget": "token_budget", "max-requests": "num_rows", "policy": "policy", "queue-order": "queue_order",
@@ -222,8 +224,9 @@ class Search:
     def _widen(self, one: Tried, rows: Sequence[Row]) -> None:
         """The same in the machine's good and in its bad times: where requests queue, a little slower is a lot later."""
         for cost in filter(None, (self._case.faster, self._case.slower)):
-            part = self._case.slo.part(self._simulate(one.change, rows, gives_up=False, cost=cost).records)
-            one.low, one.high = min(one.low, part), max(one.high, part)
+            records = self._simulate(one.change, rows, gives_up=False, cost=cost).records
+            low, high = likely(self._case.slo.part(records), len(records))
+            one.low, one.high = min(one.low, low), max(one.high, high)
         one.keeps = one.low >= self._case.slo.attainment
 
     def _simulate(self, change: Change, rows: Sequence[Row], gives_up: bool = True, cost: CostModel | None = None) -> FleetRun:
@@ -242,8 +245,9 @@ class Search:
     def _tried(self, change: Change, run: FleetRun) -> Tried:
         slo, answer = self._case.slo, self._answer
         errors = answer.ttft_error, answer.tpot_error
-        low = slo.part(run.records, *(max(1.0, error) for error in errors))
-        high = slo.part(run.records, *(min(1.0, error) for error in errors))
+        num = len(run.records)
+        low, _ = likely(slo.part(run.records, *(max(1.0, error) for error in errors)), num)
+        _, high = likely(slo.part(run.records, *(min(1.0, error) for error in errors)), num)
         keeps = run.is_complete and low >= slo.attainment
         config = change.apply(self._case.config, self._case.page_bytes)
         return Tried(
@@ -303,6 +307,13 @@ def busiest(rows: Sequence[Row], recorded: Callable[[Sequence[Row]], list[Record
     start = max(starts, key=worth)
     chosen = rows[start : start + MOST_ROWS]
     return [replace(row, at_s=row.at_s - chosen[0].at_s) for row in chosen]
+
+
+def likely(part: float, num: int) -> tuple[float, float]:
+    """In which range a part lies of which a sample of so many requests shows this (Wilson's interval, 90 %)."""
+    scale, middle = 1 + _Z**2 / num, part + _Z**2 / (2 * num)
+    margin = _Z * math.sqrt(part * (1 - part) / num + _Z**2 / (4 * num**2))
+    return max((middle - margin) / scale, 0.0), min((middle + margin) / scale, 1.0)
 
 
 def _error(recorded: Sequence[Record], simulated: Sequence[Record], slo: Slo) -> tuple[float, float]:

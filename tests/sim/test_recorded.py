@@ -21,7 +21,7 @@ from tidemill.sim.fleet import run_rows
 from tidemill.sim.recorded_engine import extended, recorded_engine
 from tidemill.sim.recorded_steps import steps_of
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
-from tidemill.sim.what_if import Slo, busiest
+from tidemill.sim.what_if import Slo, busiest, likely
 from tidemill.wire import Submit
 
 LADDER = [1, 8, 64, 512]
@@ -163,7 +163,7 @@ def test_cached_tokens_are_those_of_the_engine(tmp_path):
     put_events(writer, happened)
     writer.close()
     found = recorded_engine(Recording(tmp_path / "day"), "tiny", 1000)
-    truth = steps_of(happened).cached
+    truth = found.cached
     assert [truth[name] for name in asked][:5] == [0, 16, 0, 32, 0]
     assert truth["r6"] > truth["r5"] == 48
     run = run_rows(found.rows, found.config, found.profile)
@@ -218,11 +218,48 @@ def test_engines_with_roles_are_refused(tmp_path):
         simulate(tmp_path / "day")
 
 
+def test_shapes_and_times_of_steps_with_drafts_and_samples():
+    """Drafts that were wrong are no context; what the loop waited is none of a step's time."""
+    happened = [
+        events.Submitted(0.9, "a:0", 20),
+        events.Submitted(0.9, "a:1", 20),
+        events.LoopTimed(1.0, idle_s=0.8, messages_s=0.01),
+        events.Admitted(1.0, "a:0", 0, 16, 20, 0.1, ""),
+        events.StepPlanned(1.0, 1, 4, 64, 0, 1, 1, 1, 9, (("a:0", 4),)),
+        events.FirstToken(1.1, "a:0", 0.2),
+        events.StepDone(1.1, 1, 0.1, 1),
+        events.Forked(1.1, "a:1", "a:0", 1),
+        events.Admitted(1.11, "a:1", 1, 19, 20, 0.2, ""),
+        events.LoopTimed(1.11, outputs_s=0.01),
+        events.StepPlanned(1.11, 2, 4, 64, 2, 0, 2, 0, 9, (("a:0", 3), ("a:1", 1)), (("a:0", 2),)),
+        events.DraftsVerified(1.2, 2, "ngram", (("a:0", 2, 1),)),
+        events.StepDone(1.2, 2, 0.09, 3),
+        events.StepPlanned(1.2, 3, 2, 64, 2, 0, 2, 0, 9, (("a:0", 1), ("a:1", 1))),
+        events.StepDone(1.25, 3, 0.05, 2),
+    ]
+    found = steps_of(happened)
+    prompt, drafted, plain = found.samples
+    assert prompt.shape[:5] == (0, 0, 0, 4, 4 * 16 + 10)
+    assert (prompt.seconds, prompt.follows, prompt.submit_s) == (pytest.approx(0.1), False, 0.01)
+    assert (drafted.shape.num_decoding, drafted.shape.longest, drafted.shape.num_new) == (4, 23, 0)
+    assert (drafted.seconds, drafted.follows) == (pytest.approx(0.1), True)
+    assert (plain.shape.num_decoding, plain.shape.decode_context) == (2, 23 + 21)
+    assert (found.drafts.num_drafts, found.drafts.num_right, found.drafts.num_drafted) == (2, 1, 1)
+    assert found.cached == {"a:0": 16, "a:1": 19}
+
+
+def test_a_part_of_few_requests_is_less_certain_than_one_of_many():
+    few, many = likely(0.95, 20), likely(0.95, 2000)
+    assert few[0] < many[0] < 0.95 < many[1] < few[1] <= 1.0
+
+
 def test_more_sequences_than_were_recorded_cost_what_as_many_tokens_did():
     decode, mixed = Curve([1, 2], [0.01, 0.011]), Curve([16, 64], [0.015, 0.04])
     cost = extended(FittedCost(decode, mixed, *[0.0] * 6))
     assert cost.decode.value(16) == 0.015
     assert 0.011 < cost.decode.value(8) < 0.015
+    assert cost.decode.value(128) == pytest.approx(0.04 + 64 * 0.025 / 48)
+    assert cost.mixed.value(128) == pytest.approx(cost.decode.value(128))
     assert cost.mixed.value(1) == 0.01
 
 

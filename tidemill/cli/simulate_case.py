@@ -41,6 +41,8 @@ class RecordedCase:
     page_bytes: int = 0
     free_bytes: int = 0
     speeds: tuple[float, float] = (1.0, 1.0)
+    faster: Profile | None = None  # of the machine's good and bad times
+    slower: Profile | None = None
 
     def recorded(self, rows: Iterable[Row]) -> list[Record]:
         return recorded_of(rows)
@@ -74,7 +76,8 @@ def cases_of(
         cases.append(
             RecordedCase(
                 found.rows, config, found.profile, Delays() if loaded else found.delays, name, 1 if loaded else found.num_engines,
-                _page_bytes(config, found.profile), max(free_bytes, 0), found.speeds,
+                _page_bytes(config, found.profile), max(free_bytes, 0), found.speeds, found.faster,
+                found.slower,
             )
         )  # fmt: skip
     if not cases:

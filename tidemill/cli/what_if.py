@@ -6,13 +6,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.simulate_case import RecordedCase
 from tidemill.errors import ConfigError
-from tidemill.sim.profile import Profile
 from tidemill.sim.what_if import Answer, Case, Search, Slo, Times, Tried, lines_of
 
 
@@ -25,14 +23,9 @@ def ask(case: RecordedCase, slo: Slo, most_engines: int, seconds: float, scales:
     recorded = case.recorded if scales == (1.0, 1.0) else (lambda rows: [])
     wanted = Case(
         case.rows, case.config, case.profile, slo, case.delays, case.num_engines, case.page_bytes, case.free_bytes,
-        *(_scaled(case.profile, times) for times in case.speeds), max(most_engines, case.num_engines), *scales,
+        case.faster, case.slower, max(most_engines, case.num_engines), *scales,
     )  # fmt: skip
     return Search(wanted, recorded, seconds, progress).run()
-
-
-def _scaled(profile: Profile, times: float) -> Profile | None:
-    """The profile of a machine that takes so many times as long; None: the same."""
-    return None if times == 1.0 else msgspec.structs.replace(profile, cost=profile.cost.scaled(times))
 
 
 def body_of(answer: Answer, case: RecordedCase, slo: Slo) -> dict[str, Any]:

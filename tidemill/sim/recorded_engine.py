@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 
@@ -28,6 +27,8 @@ from tidemill.version import __version__
 
 _MOST_SAMPLES = 20_000  # steps that a profile is fitted to, evenly over the recording
 _MOST_DRAFTS = 16
+_BEYOND = 64  # times what was measured: a point of each curve
+_STEEPER = 1.5  # what is not measured may cost so many times more for each token
 _STRETCHES, _LEAST_STEPS = 20, 20  # of a recording, whose speeds are compared
 _NOT_KEPT = ("notes", "reasons", "draft", "hot_neurons")  # of a configuration: not needed, or of other types
 _FIX = "Give a --profile."
@@ -42,10 +43,11 @@ class RecordedEngine:
     delays: Delays
     num_engines: int
     cached: dict[str, int]  # by request: tokens that it found in the prefix cache
-    options: dict[str, Any]
     memory_bytes: int  # of the machine; 0: not known
     used_bytes: int  # of it, by the engine
-    speeds: tuple[float, float] = (1.0, 1.0)  # how many times as long as by the profile steps took, in good and in bad tenths
+    speeds: tuple[float, float]  # how many times as long as by the profile steps took, in good and in bad times
+    faster: Profile | None  # of good times; None: no other than `profile`
+    slower: Profile | None  # of bad ones, if what was not measured takes longer than it seems, too
 
 
 def recorded_models(recording: Recording) -> list[str]:
@@ -72,7 +74,9 @@ def recorded_engine(
     )
     if sim.groups == (Group(config.page_size),):
         sim = replace(sim, groups=())
-    own = _profile_of(start, config, servers[-1], steps) if profile is None else profile
+    fitted = _profile_of(start, config, servers[-1], steps) if profile is None else profile
+    own = msgspec.structs.replace(fitted, cost=extended(fitted.cost)) if profile is None else profile
+    speeds = _speeds(own, steps.samples) if profile is None else (1.0, 1.0)
     begun = [request for each in servers for request in each.requests if request.begun.model == model]
     return RecordedEngine(
         model,
@@ -96,10 +100,10 @@ def recorded_engine(
         ),
         num_engines,
         steps.cached,
-        start.options,
         int(servers[-1].start.machine.get("memory_bytes", 0)) if config.device == "cpu" else 0,
         config.memory_bytes,
-        _speeds(own, steps.samples) if profile is None else (1.0, 1.0),
+        speeds,
+        *(None, None) if profile is not None else _bounds(own, fitted, speeds),
     )
 
 
@@ -188,7 +192,7 @@ def _profile_of(start: ModelStart, config: EngineConfig, server: RecordedServer,
             config.max_context, config.max_requests, config.token_budget, steps.steps_ahead, config.threads, config.fast_math,
             groups, config.page_bytes if groups else 0,
         ),
-        extended(cost),
+        cost,
         FitErrors(errors.num_samples, errors.median, errors.p90, errors.total),
     )  # fmt: skip
 
@@ -206,25 +210,42 @@ def _speeds(profile: Profile, samples: Sequence[Sample]) -> tuple[float, float]:
     return min(ratios[len(ratios) // 10], 1.0), max(ratios[-1 - len(ratios) // 10], 1.0)
 
 
+def _bounds(own: Profile, fitted: Profile, speeds: tuple[float, float]) -> tuple[Profile, Profile]:
+    """The profiles of the machine's good and bad times."""
+    faster, slower = own.cost.scaled(speeds[0]), extended(fitted.cost, _STEEPER).scaled(speeds[1])
+    return msgspec.structs.replace(own, cost=faster), msgspec.structs.replace(own, cost=slower)
+
+
 def _plain(shape: StepShape) -> StepShape:
     """Without what a load hardly varies by itself: a prompt that is computed at once is as long as its context, and nearly each
     step with a prompt draws one token more than those that decode."""
     return shape._replace(num_new=0, longest_prompt=0, num_draws=0)
 
 
-def extended(cost: FittedCost) -> FittedCost:
+def extended(cost: FittedCost, steeper: float = 1.0) -> FittedCost:
     """In a simulation more sequences may decode than did when steps were recorded, and steps with prompts may have fewer tokens.
-    What so many tokens take is known of the steps of the other kind."""
+    What so many tokens take is known of the steps of the other kind. `steeper`: beyond both."""
     decode, mixed = cost.decode, cost.mixed
     at, seconds = [*decode.at], [*decode.seconds]
     for num in mixed.at:
         if num > decode.at[-1]:
             at.append(num)
             seconds.append(max(mixed.value(num), seconds[-1]))
+    _go_on(at, seconds, steeper)
     few = [(num, took_s) for num, took_s in zip(decode.at, decode.seconds, strict=True) if num < mixed.at[0]]
     first_s = mixed.seconds[0]
-    return msgspec.structs.replace(
-        cost,
-        decode=Curve(at, seconds),
-        mixed=Curve([num for num, _ in few] + mixed.at, [min(took_s, first_s) for _, took_s in few] + mixed.seconds),
-    )
+    mixed_at = [num for num, _ in few] + mixed.at
+    mixed_s = [min(took_s, first_s) for _, took_s in few] + mixed.seconds
+    _go_on(mixed_at, mixed_s, steeper)
+    return msgspec.structs.replace(cost, decode=Curve(at, seconds), mixed=Curve(mixed_at, mixed_s))
+
+
+def _go_on(at: list[int], seconds: list[float], steeper: float) -> None:
+    """Beyond what was measured a step takes as much more for a token as it does on the whole, or over the last half: small steps
+    say little about what the next token takes."""
+    if len(at) > 1:
+        slope = steeper * max(Curve(at, seconds).rise, (seconds[-1] - seconds[0]) / (at[-1] - at[0]))
+        last, last_s = at[-1], seconds[-1]
+        for times in (2, _BEYOND):
+            at.append(times * last)
+            seconds.append(last_s + slope * (times - 1) * last)

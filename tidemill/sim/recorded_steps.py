@@ -52,7 +52,7 @@ def steps_of(happened: Iterable[Event]) -> RecordedSteps:
     """`happened`: of all engines of a model, in their order."""
     found, engines = RecordedSteps(), dict[int, _Engine]()
     for event in happened:
-        if event.replica not in engines:
+        if event.replica not in engines or isinstance(event, events.EngineRestarted | events.EngineDown):
             engines[event.replica] = _Engine(found)
         engines[event.replica].take(event)
     return found
@@ -91,8 +91,6 @@ class _Engine:
                 self._found.first_s.setdefault(event.request_id.partition(":")[0], event.time_s)
             case events.Finished() | events.Aborted() | events.Preempted():
                 self._sequences.pop(event.request_id, None)
-            case events.EngineRestarted() | events.EngineDown():
-                self.__init__(self._found)  # type: ignore[misc]
             case events.Placed():
                 self._found.has_roles |= event.part != "whole"
 

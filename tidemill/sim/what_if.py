@@ -275,7 +275,7 @@ class Search:
         for weight, policy in enumerate(("continuous", "splitfuse", "prefill-first")):
             if config.policy != policy:
                 yield Change((("policy", policy),), num, 1.2 + weight / 10)
-        for steps, times in ((1, 2.0), (1, 0.5), (2, 4.0), (2, 0.25), (3, 8.0), (4, 16.0)):
+        for steps, times in ((1, 2.0), (1, 0.5), (2, 4.0), (2, 0.25), (3, 8.0), (3, 0.125), (4, 16.0)):
             budget = int(config.token_budget * times)
             if _LEAST_BUDGET <= budget <= min(_MOST_BUDGET, config.max_context):
                 yield Change((("token-budget", budget),), num, 1.5 + steps / 4)

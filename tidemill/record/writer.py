@@ -10,9 +10,9 @@ import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from tidemill import events
@@ -40,7 +40,8 @@ DEFAULT_BYTES = 2**30
 MIN_BYTES = 2**20
 MAX_BEHIND = 64 * 2**20  # bytes that wait to be written, about
 _FILES = 8  # of the folder, when it is full
-_EVERY_S, _AT_ONCE = 0.5, 200  # seconds or records between two blocks: what is encoded at once holds up other threads
+_EVERY_S = 0.5  # between two blocks: a thread that is woken for each record costs more than all else
+_AT_ONCE = 500  # records of a block: while one is encoded, other threads wait
 _CLOSE_S = 10.0  # to write what waits; a disk that hangs does not hold up the end
 _FIX = "Choose another --record."
 _TOKEN_BYTES = 4
@@ -65,7 +66,8 @@ class RecordingWriter:
         self._start = Start(VERSION, secrets.token_hex(8), build_name(), time.time(), time.monotonic(), about_machine())
         self._lasting: dict[tuple[str, str], tuple[RecordType, bool]] = {}  # what each file begins with
         self._known: set[bytes] = set()  # segments of the file
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._queue: deque[_Item] = deque()
+        self._is_closing = threading.Event()
         self._num_put = self._num_taken = 0  # bytes, about: each is changed by one thread
         self.num_requests = 0
         self._failure, self._is_told = "", False
@@ -95,7 +97,12 @@ class RecordingWriter:
             self._fail("the disk does not keep up")
             return
         self._num_put += size
-        self._queue.put(_Item(record, size, is_private or self._seals_all, prompt))
+        self._queue.append(_Item(record, size, is_private or self._seals_all, prompt))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file that is written."""
+        return self._size
 
     @property
     def num_behind(self) -> int:
@@ -111,7 +118,7 @@ class RecordingWriter:
 
     def close(self) -> None:
         """Safe to call twice."""
-        self._queue.put(None)
+        self._is_closing.set()
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive() and self._file >= 0:
             os.close(self._file)
@@ -123,21 +130,18 @@ class RecordingWriter:
     def _run(self) -> None:
         is_open = True
         while is_open:
-            taken, until_s = [self._queue.get()], time.monotonic() + _EVERY_S
-            with contextlib.suppress(Empty):
-                while taken[-1] is not None and len(taken) < _AT_ONCE:
-                    taken.append(self._queue.get(timeout=max(until_s - time.monotonic(), 0.0)))
-            is_open = taken[-1] is not None
-            records = [item for item in taken if item is not None]
-            try:
-                if not self._failure:
-                    self._write_records(records)
-            except OSError as error:
-                self._fail(error.strerror or type(error).__name__)
-            except Exception as error:
-                _log.exception("recording failed")
-                self._fail(type(error).__name__)
-            self._num_taken += sum(item.size for item in records)
+            is_open = not self._is_closing.wait(_EVERY_S)
+            while self._queue:
+                items = [self._queue.popleft() for _ in range(min(len(self._queue), _AT_ONCE))]
+                try:
+                    if not self._failure:
+                        self._write_records(items)
+                except OSError as error:
+                    self._fail(error.strerror or type(error).__name__)
+                except Exception as error:
+                    _log.exception("recording failed")
+                    self._fail(type(error).__name__)
+                self._num_taken += sum(item.size for item in items)
 
     def _write_records(self, items: list[_Item]) -> None:
         if self._size > max(self._most // _FILES, MIN_BYTES // _FILES):

@@ -87,21 +87,8 @@ def calls(folder: Path, model: Path) -> None:
     from tidemill.engine.load import load_core
     from tidemill.wire import Ready
 
-    core = load_core(EngineOptions(model=str(model), threads=1))
-    config: EngineConfig = core.config
-    ready = Ready(core.model_config, config)
     writer = RecordingWriter(folder / "calls")
     recorder = Recorder(writer, "tiny", model, EngineOptions(model=str(model)))
-    for length in (100, 10_000, 100_000):
-        request = Submit(f"r{length}", [7] * length, SamplingParams(seed=1))
-
-        def begin_and_end(request: Submit = request) -> None:
-            recorder.begin(request, ready, None, "/v1/completions")
-            recorder.end(request.request_id, "")
-
-        while writer.num_behind:
-            time.sleep(0.1)
-        print(f"a request of {length:,} tokens: {shown_ms(begin_and_end, 60)}")
     names = [f"tenant/cmpl-{number:032x}/0" for number in range(256)]
     planned = events.StepPlanned(1.0, 1, 256, 512, 256, 0, 256, 0, 100, tuple((name, 1) for name in names))
     batch: list[Event] = [planned, events.StepDone(1.0, 1, 0.01, 256)]
@@ -113,6 +100,19 @@ def calls(folder: Path, model: Path) -> None:
         time.sleep(0.01)
     cpu_ms = 1000 * (time.process_time() - began) / _STEPS
     print(f"the same with its writing: {cpu_ms:.3f} ms of CPU time, {writer.num_bytes / _STEPS:,.0f} bytes")
+    core = load_core(EngineOptions(model=str(model)))
+    config: EngineConfig = core.config
+    ready = Ready(core.model_config, config)
+    for length in (100, 10_000, 100_000):
+        request = Submit(f"r{length}", [7] * length, SamplingParams(seed=1))
+
+        def begin_and_end(request: Submit = request) -> None:
+            recorder.begin(request, ready, None, "/v1/completions")
+            recorder.end(request.request_id, "")
+
+        while writer.num_behind:
+            time.sleep(0.1)
+        print(f"a request of {length:,} tokens: {shown_ms(begin_and_end, 60)}")
     writer.close()
     core.close()
 

@@ -14,12 +14,12 @@ from tidemill.cli.main import app
 from tidemill.errors import ConfigError
 from tidemill.record.format import Begun, Ended, Events, ModelStart, Output, bytes_of, encode
 from tidemill.record.reader import Recording
-from tidemill.record.writer import RecordingWriter
+from tidemill.record.writer import RecordingWriter, read_key
 from tidemill.sampling import SamplingParams
 from tidemill.sim.cost import Curve, FittedCost
 from tidemill.sim.fleet import run_rows
-from tidemill.sim.recorded_engine import extended, recorded_engine
-from tidemill.sim.recorded_steps import steps_of
+from tidemill.sim.recorded_engine import _speculation, extended, recorded_engine
+from tidemill.sim.recorded_steps import DraftCounts, steps_of
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
 from tidemill.sim.what_if import Slo, busiest, likely
 from tidemill.wire import Submit
@@ -46,7 +46,7 @@ def put_events(writer, happened, model="tiny") -> None:
     writer.put(Events(model, msgspec.Raw(encode(happened))), 100)
 
 
-def record(folder, arrivals, config, cost=COST, model="tiny", **options):
+def record(folder, arrivals, config, cost=COST, model="tiny", key=None, **options):
     """What a server would record of a simulated engine."""
     engine = SimEngine(config, cost, jumps=False)
     for arrival in arrivals:
@@ -54,7 +54,7 @@ def record(folder, arrivals, config, cost=COST, model="tiny", **options):
         engine.submit(arrival)
     engine.run_until(1e9)
     result = engine.result()
-    writer = RecordingWriter(folder)
+    writer = RecordingWriter(folder, key=key)
     writer.put(start_of(config, model, **options), 100)
     for arrival in arrivals:
         times = result.token_times_s[arrival.request_id]
@@ -201,6 +201,15 @@ def test_an_engine_that_was_changed_meanwhile_is_asked_for(tmp_path):
         simulate(tmp_path / "day", "--server", 3)
 
 
+def test_a_sealed_recording_needs_its_key(tmp_path):
+    key = read_key(tmp_path / "own.key", creates=True)
+    record(tmp_path / "day", load(), SimConfig(max_context=512), key=key)
+    assert json.loads(simulate(tmp_path / "day", "--key", tmp_path / "own.key", "--json").stdout)["requests"] == 60
+    read_key(tmp_path / "other.key", creates=True)
+    with pytest.raises(ConfigError, match="another key"):
+        simulate(tmp_path / "day", "--key", tmp_path / "other.key")
+
+
 def test_a_recording_that_is_too_short_for_a_profile_is_refused(tmp_path):
     record(tmp_path / "day", load(num=2, num_output=2), SimConfig(max_context=512))
     with pytest.raises(ConfigError, match="too few"):
@@ -246,6 +255,14 @@ def test_shapes_and_times_of_steps_with_drafts_and_samples():
     assert (plain.shape.num_decoding, plain.shape.decode_context) == (2, 23 + 21)
     assert (found.drafts.num_drafts, found.drafts.num_right, found.drafts.num_drafted) == (2, 1, 1)
     assert found.cached == {"a:0": 16, "a:1": 19}
+
+
+def test_drafts_yield_as_many_tokens_as_they_did():
+    config = replace(SimConfig().engine(), speculate=("ngram",))
+    found = _speculation(config, DraftCounts(num_steps=100, num_drafted=80, num_drafts=240, num_right=120))
+    assert found.max_drafts == 3
+    assert sum(found.acceptance**i for i in (1, 2, 3)) == pytest.approx(1.2)
+    assert _speculation(config, DraftCounts(num_steps=100, num_drafted=10, num_drafts=10, num_right=1)) is None
 
 
 def test_a_part_of_few_requests_is_less_certain_than_one_of_many():

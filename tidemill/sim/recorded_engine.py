@@ -27,6 +27,7 @@ from tidemill.version import __version__
 
 _MOST_SAMPLES = 20_000  # steps that a profile is fitted to, evenly over the recording
 _MOST_DRAFTS = 16
+_WORTH = 0.05  # right drafts for each step of a sequence
 _BEYOND = 64  # times what was measured: a point of each curve
 _STEEPER = 1.5  # what is not measured may cost so many times more for each token
 _STRETCHES, _LEAST_STEPS = 20, 20  # of a recording, whose speeds are compared
@@ -149,8 +150,9 @@ def _config_of(start: ModelStart) -> EngineConfig:
 
 
 def _speculation(config: EngineConfig, drafts: DraftCounts) -> Speculation | None:
-    """As many drafts as were made on average, and so many of them right that a step yields as many tokens as it did."""
-    if not config.speculate or not drafts.num_drafts:
+    """As many drafts as were made on average, and so many of them right that a step yields as many tokens as it did. None if next
+    to nothing came of them: simulated sequences have drafts in each step."""
+    if not config.speculate or drafts.num_right < _WORTH * drafts.num_steps or not drafts.num_drafts:
         return None
     most = min(max(round(drafts.num_drafts / drafts.num_drafted), 1), _MOST_DRAFTS)
     wanted, low, high = drafts.num_right / max(drafts.num_steps, 1), 0.0, 1.0

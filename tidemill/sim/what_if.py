@@ -214,7 +214,8 @@ class Search:
         self._progress(f"{change.flags(self._case.num_engines)}: {one.times.attainment:.1%}")
         rows = self._case.rows
         left_s = self._seconds - (time.monotonic() - self._begin_s)
-        if one.keeps and len(self._rows) < len(rows) and took_s * len(rows) / len(self._rows) < left_s:
+        all_s = 3 * took_s * len(rows) / len(self._rows)  # also in good and in bad times
+        if one.keeps and len(self._rows) < len(rows) and all_s < left_s:
             one = self._answer.tried[-1] = self._tried(change, self._simulate(change, rows))
             self._widen(one, rows)
         if one.keeps:

@@ -354,7 +354,11 @@ def test_priorities_of_keys(tmp_path):
         assert BACKGROUND <= lines[0] < lines[1]
     assert access.caller_of("unknown") is None
     assert Access().caller_of("").priority_of(-100) == -100
-    for wrong in (f"{KEY} priority=101", f"{KEY} priority=x", f"{KEY} urgent", f"{KEY} priority=1 priority=2"):
+    sealed = Access.of([f"{KEY} record-text=off priority=2", OTHER], None, [], [], [])
+    assert sealed.private_tenants == {sealed.caller_with(KEY).tenant}
+    assert sealed.caller_with(KEY).priority == 2
+    for settings in ("record-text=maybe", "priority=101", "priority=x", "urgent", "priority=1 priority=2"):
+        wrong = f"{KEY} {settings}"
         with pytest.raises(ConfigError, match="priority=N") as refused:
             Access.of([wrong], None, [], [], [])
         assert KEY not in str(refused.value)

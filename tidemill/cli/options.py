@@ -395,7 +395,7 @@ OPTIONS = (
            short="A key that clients must send."),
     Option("api-key-file", "text", ACCESS,
            "A file of keys, or of sha256:HEX of keys, one a line. After a key, priority=N (-100 most urgent, 100 least) sets the "
-           "priority of its requests."),
+           "priority of its requests, and record-text=off seals them where --record records."),
     Option("admin-key", "text", ACCESS, is_list=True, is_secret=True,
            help="A key that may also read metrics and the live view, and see requests made with any key."),
     Option("allowed-host", "text", ACCESS, is_list=True,

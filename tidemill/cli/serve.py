@@ -69,7 +69,7 @@ def serve(
     served = _served(settings)
     for model in served:
         locate(model.engine.model, fetch=True)
-    recording = _recording(settings)
+    recording = _recording(settings, bool(access.private_tenants))
     sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
     bar, is_ready = LoadingBar(console=console), False
 
@@ -157,16 +157,17 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
         raise
 
 
-def _recording(settings: Settings) -> RecordingWriter | None:
-    """What --record asks for."""
+def _recording(settings: Settings, has_private: bool) -> RecordingWriter | None:
+    """What --record asks for. `has_private`: there are tenants whose requests are sealed."""
     if not settings["record"]:
         return None
     from tidemill.record.writer import RecordingWriter, folder_and_size, read_key
 
     folder, most = folder_and_size(settings["record"])
-    if settings["record-text"] == "on":
+    seals_all = settings["record-text"] == "off"
+    if not seals_all and not has_private:
         return RecordingWriter(folder, most)
-    return RecordingWriter(folder, most, read_key(_path(settings["record-key"]) or data_key(), creates=True))
+    return RecordingWriter(folder, most, read_key(_path(settings["record-key"]) or data_key(), creates=True), seals_all)
 
 
 def data_key() -> Path:

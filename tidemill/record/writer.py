@@ -62,6 +62,7 @@ class RecordingWriter:
         """`key`: with which records are sealed, all of them or those that say so."""
         self._folder, self._most = folder, most_bytes
         self._seals_all = key is not None and seals_all
+        self._has_key = key is not None
         self._packer = Packer(key)
         self._start = Start(VERSION, secrets.token_hex(8), build_name(), time.time(), time.monotonic(), about_machine())
         self._lasting: dict[tuple[str, str], tuple[RecordType, bool]] = {}  # what each file begins with
@@ -86,7 +87,7 @@ class RecordingWriter:
         self._thread.start()
 
     def __str__(self) -> str:
-        sealed = ", sealed with the owner's key" if self._seals_all else ""
+        sealed = ", sealed with the owner's key" if self._seals_all else ", in part sealed" if self._has_key else ""
         return f"{self._folder}, at most {fmt_bytes(self._most)}{sealed}"
 
     def put(self, record: RecordType, size: int, is_private: bool = False, prompt: Sequence[int] = ()) -> None:

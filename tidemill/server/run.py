@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,6 +109,7 @@ class ModelEngine:
         fleet: Fleet | None = None,
         advises: bool = False,
         recording: RecordingWriter | None = None,
+        private_tenants: Set[str] = frozenset(),
     ) -> None:
         """`parsers`: of tool calls and of reasoning, and the budget of the latter. `fleet`: what
         makes the engines, if that is not this process. `advises`: on engines with roles, also if
@@ -135,7 +136,9 @@ class ModelEngine:
         self.pooled: Pooled | None = None
         self.recorder: Recorder | None = None
         if recording is not None:
-            self.recorder = Recorder(recording, served.name, self.path, served.engine)
+            self.recorder = Recorder(
+                recording, served.name, self.path, served.engine, private_tenants
+            )
         self._advisor = Advisor(served.engine) if advises or served.engine.has_roles else None
 
     def _take_pages(self, pages: Pages) -> None:
@@ -269,7 +272,8 @@ async def serve(
         fleet,
         advises,
     )
-    engines = [ModelEngine(model, *engine_options, recording) for model in served]
+    recorded = recording, access.private_tenants
+    engines = [ModelEngine(model, *engine_options, *recorded) for model in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None

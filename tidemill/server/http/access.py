@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -83,12 +84,23 @@ _ANY_ORIGIN, _LOCAL_ORIGINS = "*", "localhost"
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeySettings:
+    """The settings after a key in the key file."""
+
+    priority: int = 0
+    is_private: bool = False  # what it sends is sealed where requests are recorded
+
+    def __str__(self) -> str:
+        return f"priority={self.priority} record-text={'off' if self.is_private else 'on'}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Access:
     """Without keys, every client that reaches the address is accepted, and is an admin."""
 
-    keys: Mapping[bytes, int] = field(default_factory=dict)  # digest to the key's priority
-    admin_keys: Mapping[bytes, int] = field(default_factory=dict)
+    keys: Mapping[bytes, KeySettings] = field(default_factory=dict)  # by digest
+    admin_keys: Mapping[bytes, KeySettings] = field(default_factory=dict)
     hosts: frozenset[str] = frozenset()  # names besides localhost and addresses
     origins: frozenset[str] = frozenset()  # of web pages besides the server's own
     request_templates: bool = False  # a request may bring a chat template
@@ -104,7 +116,7 @@ class Access:
         request_templates: bool = False,
     ) -> Access:
         """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally `
-        priority=N`."""
+        priority=N` and ` record-text=off`."""
         key_texts = [(key, "api_key", "") for key in keys]
         if key_file is not None:
             try:
@@ -129,6 +141,12 @@ class Access:
             origins=frozenset(map(_origin_given, origins)),
             request_templates=request_templates,
         )
+
+    @property
+    def private_tenants(self) -> frozenset[str]:
+        """Those whose requests are sealed where requests are recorded."""
+        keys = {**self.keys, **self.admin_keys}
+        return frozenset(tenant_name(digest) for digest, key in keys.items() if key.is_private)
 
     def check_host(self, host_header: str) -> None:
         try:
@@ -201,7 +219,9 @@ class Access:
     def _caller(self, digest: bytes) -> Caller:
         is_admin = digest in self.admin_keys
         return Caller(
-            tenant_name(digest), is_admin, (self.admin_keys if is_admin else self.keys)[digest]
+            tenant_name(digest),
+            is_admin,
+            (self.admin_keys if is_admin else self.keys)[digest].priority,
         )
 
     def check_may_see_all(self, caller: Caller) -> None:
@@ -296,37 +316,43 @@ def _origin_given(origin: str) -> str:
     return origin.rstrip("/").lower()
 
 
-def _parse_keys(key_texts: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
+def _parse_keys(key_texts: Iterable[tuple[str, str, str]]) -> dict[bytes, KeySettings]:
     """The tenants by key. Each entry of `key_texts` is the text, the option it came from, and words
     that say where in it."""
-    keys: dict[bytes, int] = {}
+    keys: dict[bytes, KeySettings] = {}
     for text, param, where in key_texts:
         key, _, settings = text.strip().partition(" ")
         try:
-            digest, priority = _key_digest(key), _priority_given(settings.strip())
+            digest, given = _key_digest(key), _settings_given(settings)
         except ConfigError as error:
             raise ConfigError(where + error.message, fix=error.fix, param=param) from None
-        if keys.setdefault(digest, priority) != priority:
+        if keys.setdefault(digest, given) != given:
             raise ConfigError(
-                f"A key is given twice, with priority {keys[digest]} and {priority}.",
-                fix="Give it once.",
+                f"A key is given twice, with {keys[digest]} and {given}.", fix="Give it once."
             )
     return keys
 
 
-def _priority_given(settings: str) -> int:
-    if not settings:
-        return 0
-    found = re.fullmatch(r"priority=(-?[0-9]{1,3})", settings)
-    if not found or not MOST_URGENT <= int(found[1]) <= LEAST_URGENT:
-        raise ConfigError(
-            f"After an API key comes {settings[:50]!r}.",
-            fix=(
-                f"Give nothing, or priority=N with N from {MOST_URGENT} (most urgent) to "
-                f"{LEAST_URGENT}."
-            ),
-        )
-    return int(found[1])
+def _settings_given(text: str) -> KeySettings:
+    given: dict[str, Any] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name == "priority" and re.fullmatch("-?[0-9]{1,3}", value):
+            given["priority"] = int(value)
+        elif name == "record-text" and value in ("on", "off"):
+            given["is_private"] = value == "off"
+        else:
+            break
+    settings = KeySettings(**given)
+    if len(given) == len(text.split()) and MOST_URGENT <= settings.priority <= LEAST_URGENT:
+        return settings
+    raise ConfigError(
+        f"After an API key comes {text[:50]!r}.",
+        fix=(
+            f"Give nothing, priority=N with N from {MOST_URGENT} (most urgent) to "
+            f"{LEAST_URGENT}, or record-text=off."
+        ),
+    )
 
 
 def _key_digest(key: str) -> bytes:

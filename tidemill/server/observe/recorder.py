@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,11 @@ class Recorder:
         model: str,
         path: Path,
         options: EngineOptions,
-        is_private: Callable[[str], bool] = lambda tenant: False,
+        private_tenants: Set[str] = frozenset(),
     ) -> None:
-        """`is_private`: of a tenant, whose requests are sealed."""
+        """`private_tenants`: whose requests are sealed."""
         self._writer, self._model, self._path, self._options = writer, model, path, options
-        self._is_private = is_private
+        self._private = private_tenants
         self._fingerprint = fingerprint_of(path)
         self._template = self._tokenizer = b""
         self._ready: Ready | None = None
@@ -98,7 +98,7 @@ class Recorder:
         self._writer.put(
             Begun(self._model, time.monotonic(), bare, [], len(prompt), api),
             _REQUEST_BYTES + _TOKEN_BYTES * len(prompt),
-            self._is_private(request.tenant),
+            request.tenant in self._private,
             prompt,
         )
 
@@ -120,12 +120,14 @@ class Recorder:
         self._writer.put(
             Ended(self._model, request_id, time.monotonic(), outputs, error, first_s),
             _REQUEST_BYTES + sum(len(output.ids) for output in outputs),
-            self._is_private(tenant),
+            tenant in self._private,
         )
 
     def take(self, batch: list[Event]) -> list[Event]:
         """Records events; returns those that tell of a recording that stopped."""
-        self._writer.put(_events(self._model, batch), _EVENT_BYTES * len(batch))
+        self._writer.put(
+            _events(self._model, batch), _EVENT_BYTES * len(batch), bool(self._private)
+        )
         return self._writer.stopped()
 
     def _put_model(self, ready: Ready) -> None:

@@ -27,6 +27,7 @@ from tidemill.sched.queue import ORDERS
 from tidemill.sched.scheduler import Scheduler
 from tidemill.sim.cost import LinearCost
 from tidemill.sim.simulator import Arrival, SimConfig, SimResult, simulate
+from tidemill.wire import Submit
 
 BLOCK_LEN = 512  # tokens that share a hash id in the trace
 _CHUNK = 2048  # tokens of a step
@@ -120,7 +121,7 @@ def miss_ms(prompts: list[list[int]], index: str, page_size: int) -> list[float]
     )  # fmt: skip
     for prompt in prompts:
         begin = time.thread_time()
-        scheduler.add("r", prompt, SamplingParams(max_tokens=1, seed=0))
+        scheduler.add(Submit("r", prompt, SamplingParams(max_tokens=1, seed=0)))
         while (plan := scheduler.plan()) is not None:
             scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         times.append(1000 * (time.thread_time() - begin))

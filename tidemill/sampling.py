@@ -427,8 +427,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         return some and self.penalty_window != 0
 
     def seeded(self) -> SamplingParams:
-        """The same parameters with a seed: the given one, or a fresh one."""
-        return self if self.seed is not None else msgspec.structs.replace(self, seed=secrets.randbits(63))
+        """The same parameters with a fresh seed."""
+        return msgspec.structs.replace(self, seed=secrets.randbits(63))
 
     def sample(self, index: int) -> SamplingParams:
         """The parameters of the `index`-th of n samples: its own seed, n = 1."""

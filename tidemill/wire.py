@@ -130,6 +130,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prefix_leases: list[Hold] = []
     hands_over: bool = False  # each sample ends here with its next token, to go on in another engine
 
+    def __post_init__(self) -> None:
+        """A request has a seed from its beginning, so that wherever it is computed again it draws the same."""
+        if self.params.seed is None:
+            msgspec.structs.force_setattr(self, "params", self.params.seeded())
+
     def check(self, vocab_size: int, context: int) -> None:
         """Raises what is wrong with it for a model of this size."""
         num, max_tokens = len(self.prompt_ids), self.params.max_tokens

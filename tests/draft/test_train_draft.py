@@ -384,6 +384,7 @@ def test_sampled_drafts_use_the_targets_noise(llm):
     from tidemill.runner.sampler import Sampler
     from tidemill.runner.state import RowState
     from tidemill.sched.plan import NewRow, StepPlan
+    from tidemill.sched.request import RowSpec
 
     logits, vocab = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * 3, 300
     params = [
@@ -391,7 +392,7 @@ def test_sampled_drafts_use_the_targets_noise(llm):
         for i in range(40)
     ]
     state = RowState(40, 64, 16)
-    rows = [NewRow(i, [i, 7, 9, 9], 2, [[1]], one, frozenset()) for i, one in enumerate(params)]
+    rows = [NewRow(i, [i, 7, 9, 9], [[1]], RowSpec(one, 2)) for i, one in enumerate(params)]
     state.stage(StepPlan(0, new_rows=rows))
     state.apply()
     expected = Sampler(state).sample(logits.clone(), list(range(40)), [4] * 40).token_ids.tolist()

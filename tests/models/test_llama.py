@@ -8,6 +8,7 @@ from tests.helpers import engine_config, greedy, load_model, make_core, make_lla
 from tidemill.runner.batch import gather_batch
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.sched.plan import NewRow, StepItem, StepPlan
+from tidemill.sched.request import RowSpec
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -50,7 +51,7 @@ def prompt_logits(model, prompt: list[int], **options) -> torch.Tensor:
     runner = CpuRunner(model, engine_config(model, **options))
     num_pages = -(-len(prompt) // runner.state.page_size)
     pages = np.arange(1, len(runner.state.tables) * num_pages + 1).reshape(-1, num_pages).tolist()
-    row = NewRow(0, prompt, len(prompt), pages, greedy(1), frozenset())
+    row = NewRow(0, prompt, pages, RowSpec(greedy(1), len(prompt)))
     plan = StepPlan(0, [StepItem(0, 0, 0, len(prompt), True, 0)], [row])
     runner.state.stage(plan)
     runner.state.apply()

@@ -6,10 +6,13 @@ from tidemill.cache_layout import Group
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import NewRow, RowCopy, RowPages, StepItem, StepPlan
+from tidemill.sched.request import RowSpec
+
+SPEC = RowSpec(SamplingParams(seed=1), 3)
 
 
 def new_row(row, page_ids):
-    return NewRow(row, [1, 2, 3], 3, [page_ids], SamplingParams(seed=1), frozenset())
+    return NewRow(row, [1, 2, 3], [page_ids], SPEC)
 
 
 def stage(state, **changes):
@@ -31,11 +34,11 @@ def test_entries_past_the_end_of_a_page_table_are_the_null_page():
 def test_groups_have_their_tables_side_by_side():
     state = RowState(2, 100, 16, groups=(Group(16), Group(16, 20), Group(64, 2)))
     assert [table.shape[1] % 4 for table in state.tables] == [0, 0, 0]
-    row = NewRow(1, [1, 2, 3], 3, [[4, 5], [6, 7], [8]], SamplingParams(seed=1), frozenset())
+    row = NewRow(1, [1, 2, 3], [[4, 5], [6, 7], [8]], SPEC)
     stage(state, new_rows=[row], page_updates=[RowPages(0, 1, 2, [9]), RowPages(0, 2, 1, [3])])
     assert [table[1].tolist()[:3] for table in state.tables] == [[4, 5, 0], [6, 7, 0], [8, 0, 0]]
     assert [table[0].tolist()[:3] for table in state.tables] == [[0, 0, 0], [0, 0, 9], [0, 3, 0]]
-    stage(state, new_rows=[NewRow(0, [1], 1, [[1], [], []], SamplingParams(seed=1), frozenset())])
+    stage(state, new_rows=[NewRow(0, [1], [[1], [], []], RowSpec(SamplingParams(seed=1), 1))])
     assert state.tables[1][0].sum() == 0
 
 
@@ -60,7 +63,7 @@ def test_only_tokens_of_a_prompt_are_asked_about():
     """Not those that are decoded, by a fork neither; the last token of a prompt predicts none of it."""
     state = RowState(4, 128, 16)
     asks = SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(pooling="mean"), SamplingParams(seed=1)
-    stage(state, new_rows=[NewRow(row, [1, 2, 3], 3, [[4]], params, frozenset()) for row, params in enumerate(asks)])
-    stage(state, row_copies=[RowCopy(0, 3, 3, asks[0])])
+    stage(state, new_rows=[NewRow(row, [1, 2, 3], [[4]], RowSpec(params, 3)) for row, params in enumerate(asks)])
+    stage(state, row_copies=[RowCopy(0, 3, 3, RowSpec(asks[0], 3))])
     items = [[StepItem(0, row, start, 1, False, 0) for start in range(5)] for row in range(4)]
     assert [sum(map(state.asks_prompt, of_row)) for of_row in items] == [2, 3, 0, 2]

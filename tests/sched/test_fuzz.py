@@ -19,7 +19,7 @@ from tidemill.sched.policies import POLICIES, make_policy
 from tidemill.sched.queue import ORDERS
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Hold
+from tidemill.wire import Hold, Submit
 
 EOS = 7
 
@@ -93,9 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(self.live) < 12:
             beams = Beams(2) if is_beam and n == 1 else None
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
-            ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": frozenset({EOS})}
+            ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": [EOS]}
             prefix_leases = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
-            for request in self.scheduler.add("r", prompt, params, **ranks, prefix_leases=prefix_leases):
+            for request in self.scheduler.add(Submit("r", prompt, params, **ranks, prefix_leases=prefix_leases)):
                 self.live[request.seq] = request
 
     @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.0, 0.0, 5.0]))
@@ -414,8 +414,8 @@ def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_p
                 counts["requests"] += 1
                 prompt = chance.choice(beginnings)[: chance.randrange(33)] + chance.choices(range(EOS), k=chance.randrange(1, 8))
                 params = SamplingParams(max_tokens=chance.randrange(1, 10), n=chance.choice([1] * 9 + [2]), seed=1)
-                how = {"priority": chance.randrange(2), "eos_token_ids": frozenset({EOS})}
-                live |= {request.seq: request for request in scheduler.add("r", prompt, params, **how)}
+                how = {"priority": chance.randrange(2), "eos_token_ids": [EOS]}
+                live |= {request.seq: request for request in scheduler.add(Submit("r", prompt, params, **how))}
         if live and chance.random() < 0.7:
             counts["aborts"] += 1
             scheduler.abort(live.pop(chance.choice(list(live))), "fuzz")

@@ -12,6 +12,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
 from tidemill.sched.scheduler import Scheduler
+from tidemill.wire import Submit
 
 CONTEXT, STREAM = 40, 100
 
@@ -39,7 +40,7 @@ class Cache:
     def run(self, plan):
         self.move(plan, is_load=False)
         for new in plan.new_rows:
-            self.slots[new.row], self.policies[new.row] = None, new.cache
+            self.slots[new.row], self.policies[new.row] = None, new.spec.cache
         read = [{offset: self.content.get((source, offset)) for offset in range(self.size)} for source, _ in plan.page_copies]
         for (_, target), held in zip(plan.page_copies, read, strict=True):
             self.content |= {(target, offset): value for offset, value in held.items()}
@@ -130,7 +131,7 @@ def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
                 params = SamplingParams(max_tokens=rng.randint(1, room), n=rng.choice([1, 1, 2]), seed=1)
                 made = settle(policy, len(prompt), params.max_tokens, CONTEXT)
                 num_evicting += made is not None
-                for request in scheduler.add(f"r{number}", prompt, params, cache=made, max_context=context):
+                for request in scheduler.add(Submit(f"r{number}", prompt, params), cache=made, max_context=context):
                     live[request.seq] = request
             if live and rng.random() < 0.02:
                 scheduler.abort(live.pop(rng.choice(list(live))), "fuzz")

@@ -13,6 +13,7 @@ from tidemill.sched.policies import make_policy
 from tidemill.sched.queue import _NUM_REMEMBERED, AGEING_S, PASSING_S
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
+from tidemill.wire import Submit
 
 URGENT = -(2**31)
 
@@ -35,7 +36,7 @@ def make(rows=1, num_pages=64, index="hash", **more):
 def add(scheduler, name, priority=0, tenant="", max_tokens=2, num_prompt=4, prompt=None):
     prompt = prompt or [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(num_prompt)]
     params = SamplingParams(max_tokens=max_tokens, seed=0)
-    (request,) = scheduler.add(name, prompt, params, priority=priority, tenant=tenant)
+    (request,) = scheduler.add(Submit(name, prompt, params, priority=priority, tenant=tenant))
     return request
 
 
@@ -179,7 +180,7 @@ def test_memory_does_not_grow_with_tenants_that_have_left():
 
 def test_samples_that_wait_for_their_prompt_do_not_stand_in_others_way():
     scheduler, clock, _ = make(rows=3)
-    scheduler.add("r", [1] * 40, SamplingParams(max_tokens=1, seed=0, n=3), tenant="a")
+    scheduler.add(Submit("r", [1] * 40, SamplingParams(max_tokens=1, seed=0, n=3), tenant="a"))
     add(scheduler, "other", tenant="b", max_tokens=1)
     assert scheduler.waiting.num_waiting(False, "a") == 3
     ended = []

@@ -12,12 +12,13 @@ from tidemill.sampling import SamplingParams
 from tidemill.sched.scheduler import Scheduler
 from tidemill.sim.cost import LinearCost
 from tidemill.sim.simulator import Arrival, SimConfig, simulate
-from tidemill.wire import Hold
+from tidemill.wire import Hold, Submit
 
 
 def submit(scheduler: Scheduler, name, tokens, max_tokens=1, prefix_leases=(), tenant="", salt=""):
     params = SamplingParams(max_tokens=max_tokens, seed=0)
-    return scheduler.add(name, list(tokens), params, prefix_leases=prefix_leases, tenant=tenant, salt=salt)[0]
+    spec = Submit(name, list(tokens), params, prefix_leases=prefix_leases, tenant=tenant, salt=salt)
+    return scheduler.add(spec)[0]
 
 
 def cached(scheduler, tokens):

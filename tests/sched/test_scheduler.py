@@ -14,6 +14,7 @@ from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import Policy, make_policy
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
+from tidemill.wire import Submit
 
 
 def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, index="hash", tiers=None, **more):
@@ -33,7 +34,7 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
 
 def add(scheduler, name, prompt, max_tokens=8, priority=0, **params):
     tokens = prompt if isinstance(prompt, list) else [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(prompt)]
-    return scheduler.add(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority)
+    return scheduler.add(Submit(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority))
 
 
 def step(scheduler, token=0):
@@ -96,7 +97,7 @@ def test_what_policies_keep_beside_pages_is_limited():
     scheduler, buffer = make(policy_bytes=100)
     policy = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 40, 256), beside_bytes=60)
     for name, cache in (("a", policy), ("b", policy), ("c", None)):
-        scheduler.add(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0), cache=cache)
+        scheduler.add(Submit(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0)), cache=cache)
     plans = [step(scheduler)[0] for _ in range(4)]
     assert [[new.row for new in plan.new_rows] for plan in plans] == [[0], [], [], [0, 1]]  # the queue's order stays
     assert [plan.left_rows for plan in plans] == [[], [], [], [0]]
@@ -183,9 +184,9 @@ def test_finished_requests_leave_in_that_step_and_the_next_takes_the_row():
 
 def test_finish_reasons():
     scheduler, _ = make()
-    scheduler.add("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=frozenset({9}))
-    scheduler.add("ignored", [1, 2], SamplingParams(max_tokens=2, seed=0, ignore_eos=True), eos_token_ids=frozenset({9}))
-    scheduler.add("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,)))
+    scheduler.add(Submit("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=[9]))
+    scheduler.add(Submit("ignored", [1, 2], SamplingParams(max_tokens=2, seed=0, ignore_eos=True), eos_token_ids=[9]))
+    scheduler.add(Submit("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,))))
     _, done = step(scheduler, token=9)
     assert {p.request.request_id: p.finish_reason for p in done} == {"eos": "stop", "ignored": None, "stop id": "stop"}
     _, done = step(scheduler, token=9)
@@ -275,10 +276,10 @@ def test_tenants_share_what_there_is():
     """One tenant floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
     scheduler, _ = make(rows=1, budget=16)
     for i in range(6):
-        scheduler.add(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="a")
+        scheduler.add(Submit(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="a"))
     step(scheduler)
     for i in range(2):
-        scheduler.add(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="b")
+        scheduler.add(Submit(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="b"))
     order = []
     while scheduler.has_work:
         _, done = step(scheduler)
@@ -424,11 +425,11 @@ def test_rows_and_pages_are_given_up_by_the_background_first():
 
 def test_what_a_tenant_runs_in_the_background_is_not_counted_against_it():
     scheduler, _ = make(rows=1)
-    scheduler.add("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a")
+    scheduler.add(Submit("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a"))
     for _ in range(10):
         step(scheduler)
-    scheduler.add("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), tenant="a")
-    scheduler.add("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), tenant="b")
+    scheduler.add(Submit("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), tenant="a"))
+    scheduler.add(Submit("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), tenant="b"))
     assert list(run(scheduler)) == ["of a", "of b", "batch"]
 
 
@@ -591,7 +592,7 @@ def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenan
     scheduler, buffer = make(rows=2, budget=16)
     for i, (priority, tenant) in enumerate([(0, "a"), (0, "a"), (1, "b")]):
         params = SamplingParams(max_tokens=6, seed=0)
-        scheduler.add(f"r{i}", [10 + i] * 5, params, priority=priority, tenant=tenant)
+        scheduler.add(Submit(f"r{i}", [10 + i] * 5, params, priority=priority, tenant=tenant))
     while scheduler.has_work:
         step(scheduler)
     assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
@@ -600,9 +601,9 @@ def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenan
 def test_a_higher_priority_takes_what_kv_policies_keep_of_a_lower_one():
     scheduler, buffer = make(policy_bytes=100)
     kept = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 200, 256), beside_bytes=60)
-    scheduler.add("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), cache=kept, priority=5)
+    scheduler.add(Submit("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), priority=5), cache=kept)
     step(scheduler)
-    scheduler.add("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0), cache=kept, priority=0)
+    scheduler.add(Submit("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0)), cache=kept)
     step(scheduler)
     assert [event.request_id for event in buffer.take() if isinstance(event, events.Preempted)] == ["low"]
     assert [request.request_id for request in scheduler.running] == ["high"]

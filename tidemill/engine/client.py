@@ -18,8 +18,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-import msgspec
-
 from tidemill import events
 from tidemill.config import EngineOptions, settled
 from tidemill.engine import inbox
@@ -31,7 +29,6 @@ from tidemill.engine.progress import Progress
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.sched.queue import check_room
-from tidemill.sched.request import BACKGROUND
 from tidemill.wire import (
     Abort,
     AdapterReply,
@@ -223,7 +220,6 @@ class EngineClient:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
-        request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
         pending = Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         if tells_progress:
             self._progress.tell(pending)
@@ -310,16 +306,10 @@ class EngineClient:
     def _queue(self, pending: Pending, why: str) -> None:
         """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
         assert self.ready is not None
-        request, background = pending.request, pending.request.priority >= BACKGROUND
+        request = pending.request
         request.check(self.ready.model.vocab_size, self.ready.config.context_of(request.params))
-        waiting = [
-            pending.request
-            for pending in self.pending.values()
-            if not pending.is_submitted and not pending.is_over and (pending.request.priority >= BACKGROUND) == background
-        ]
-        num_waiting = sum(queued.params.n for queued in waiting)
-        num_own = sum(queued.params.n for queued in waiting if queued.tenant == request.tenant)
-        check_room(self.ready.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
+        waiting = [other.request for other in self.pending.values() if not other.is_submitted and not other.is_over]
+        check_room(self.ready.config.max_waiting, request, waiting)
         pending.is_known = True
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))

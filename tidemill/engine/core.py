@@ -38,9 +38,9 @@ from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
 from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
-from tidemill.sched.request import BACKGROUND, HANDED_OVER, Request, Status
+from tidemill.sched.request import HANDED_OVER, Request, Status
 from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Abort, Delta, Expect, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Expect, Finish, Pages, Refused, Renew, Resumed, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
@@ -132,7 +132,8 @@ class EngineCore:
             self.drafting = Drafting(parts.drafters, *draft_settings)
         self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events, weakly(self._end_holds))
         self._adapter_of: dict[str, Adapter] = {}  # by request id
-        self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
+        # Requests whose adapter is in no slot yet, in their order.
+        self._awaiting: dict[str, tuple[Submit, Matcher | None, CachePolicy | None]] = {}
         self._take_expert_counts = parts.take_expert_counts
         self._take_expert_counts()  # what starting computed
         self._take_weight_reads = parts.take_weight_reads
@@ -202,23 +203,24 @@ class EngineCore:
         if self.has(request.request_id):
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
-            self._check_queue(request)
+            awaiting = [request for request, *_ in self._awaiting.values()]
+            check_room(self.config.max_waiting, request, awaiting, self.scheduler.waiting)
         self.model_config.check_pooling(request.params.pooling)
         request.check(self.model_config.vocab_size, self.config.context_of(request.params))
-        self._cache_of(request)
+        cache = self._cache_of(request)
         self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
         if request.params.beams is not None and not self.config.evict:
             fix = "Sample with n instead, or serve without --no-evict."
             raise InvalidRequest("Beams preempt each other, which this server does not do.", fix=fix, param="use_beam_search")
         if not request.adapter:
-            self._submit(request, compiled)
+            self._submit(request, compiled, cache)
             return
         adapter = self.adapters.get(request.adapter)
         if self._awaiting or not self.adapters.bring(adapter):  # in turn, so that each gets a slot at some time
-            self._awaiting[request.request_id] = request, compiled
+            self._awaiting[request.request_id] = request, compiled, cache
             self.prepare(request, f"its adapter {adapter.name} is read into a slot")
         else:
-            self._submit(request, compiled, adapter)
+            self._submit(request, compiled, cache, adapter)
 
     def prepare(self, request: Submit, reason: str) -> None:
         """The request is here, and cannot be submitted yet."""
@@ -228,46 +230,35 @@ class EngineCore:
         """Requests whose adapters are in their slots by now."""
         refused = []
         while self._awaiting:
-            request_id, (request, compiled) = next(iter(self._awaiting.items()))
+            request_id, (request, compiled, cache) = next(iter(self._awaiting.items()))
             try:
                 adapter = self.adapters.get(request.adapter)
                 if not self.adapters.bring(adapter):
                     break
-                self._submit(request, compiled, adapter)
+                self._submit(request, compiled, cache, adapter)
             except TidemillError as error:
                 refused.append(refusal(request_id, error))
             del self._awaiting[request_id]
         if self.adapters.is_reading:
-            self.adapters.drop_unwanted({request.adapter for request, _ in self._awaiting.values()})
+            self.adapters.drop_unwanted({request.adapter for request, *_ in self._awaiting.values()})
         return refused
 
-    def _submit(self, request: Submit, compiled: Matcher | None, adapter: Adapter | None = None) -> None:
-        outputs = {sample.index: sample.output_ids for sample in request.resumed or ()}
-        if request.resumed is None:
-            outputs = {index: [] for index in range(request.params.n)}
-        params = request.params.seeded()
+    def _submit(
+        self, request: Submit, compiled: Matcher | None, cache: CachePolicy | None, adapter: Adapter | None = None
+    ) -> None:
+        params, resumed = request.params, request.resumed
         if params.beams is not None:  # they begin as one sequence, also if they had begun before
-            params, outputs = params_of_a_beam(request, self.model_config.vocab_size), {0: []}
-        grammar = request.params.grammar
-        reasoning = request.params.reasoning
-        has_masks = request.params.has_masks
-        matchers = self.structured.matchers(grammar, compiled, list(outputs.values()), reasoning) if has_masks else []
-        samples = self.scheduler.add(
-            request.request_id,
-            request.prompt_ids,
-            params,
-            eos_token_ids=frozenset([t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size]),
-            priority=request.priority,
-            salt=_salt(request.salt, adapter),
-            tenant=request.tenant,
-            adapter=-1 if adapter is None else adapter.slot,
-            adapter_id=request.adapter,
-            cache=self._cache_of(request),
-            max_context=self.config.context_of(request.params),
-            resumed=None if request.resumed is None else outputs,
-            prefix_leases=request.prefix_leases,
-            hands_over=request.hands_over,
-        )
+            params, resumed = params_of_a_beam(request, self.model_config.vocab_size), resumed and [Resumed(0, [])]
+        eos = [token for token in request.eos_token_ids if 0 <= token < self.model_config.vocab_size]
+        salt = _salt(request.salt, adapter)
+        spec = msgspec.structs.replace(request, params=params, resumed=resumed, eos_token_ids=eos, salt=salt)
+        indices = range(params.n) if resumed is None else [sample.index for sample in resumed]
+        matchers = []
+        if params.has_masks:
+            begun = [[] for _ in indices] if resumed is None else [sample.output_ids for sample in resumed]
+            matchers = self.structured.matchers(params.grammar, compiled, begun, params.reasoning)
+        slot = -1 if adapter is None else adapter.slot
+        samples = self.scheduler.add(spec, adapter=slot, cache=cache, max_context=self.config.context_of(request.params))
         if adapter is not None:
             self.adapters.hold(adapter)
             self._adapter_of[request.request_id] = adapter
@@ -275,7 +266,7 @@ class EngineCore:
         if is_unit is None:
             is_unit = pooler is None or pooler.is_normalized
         live = self.live[request.request_id] = Live(request.request_id, is_unit)
-        for index, sample in zip(outputs, samples, strict=True):
+        for index, sample in zip(indices, samples, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live
         if params.beams is not None:
@@ -305,14 +296,6 @@ class EngineCore:
                 param="kv_policy",
             )
         return msgspec.structs.replace(policy, beside_bytes=num_bytes)
-
-    def _check_queue(self, request: Submit) -> None:
-        waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND
-        num_waiting, num_own = waiting.num_waiting(in_background), waiting.num_waiting(in_background, request.tenant)
-        awaiting = [request for request, _ in self._awaiting.values() if (request.priority >= BACKGROUND) == in_background]
-        num_waiting += sum(submitted.params.n for submitted in awaiting)
-        num_own += sum(submitted.params.n for submitted in awaiting if submitted.tenant == request.tenant)
-        check_room(self.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
 
     def abort(self, message: Abort) -> None:
         """Unknown or ended requests are ignored: the last output may have crossed the abort on its way."""

@@ -256,12 +256,12 @@ class Drafting:
         self._guesses.pop(request.seq, None)
         self._rests.pop(request.seq, None)
         for drafter in self.drafters:
-            drafter.forget(request.seq, request.tokens, request.salt)
+            drafter.forget(request.seq, request.tokens, request.spec.salt)
             self._acceptance[drafter.name].forget(request.seq)
 
 
 def _ask_for(request: Request, most: int) -> Ask:
-    return Ask(request.seq, request.row, request.tokens, request.num_prompt, request.params, most, request.salt)
+    return Ask(request.seq, request.row, request.tokens, request.num_prompt, request.params, most, request.spec.salt)
 
 
 def _drafts_in(plan: StepPlan, row: int) -> Sequence[int]:

@@ -197,7 +197,6 @@ class Replicas:
         """The deltas of the request; same as `EngineClient.submit`."""
         if request.request_id in self.routes:
             raise TidemillError(f"Request id {request.request_id} is in use.")
-        request = msgspec.structs.replace(request, params=request.params.seeded())  # another replica draws the same
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         route = self.routes[request.request_id] = self.routing.new_route(request)
         try:

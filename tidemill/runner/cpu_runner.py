@@ -169,7 +169,7 @@ class CpuRunner:
         for row in (*plan.left_rows, *(copy.target for copy in plan.row_copies)):  # a copy's source has none
             self._policies.take(row, None)
         for new in plan.new_rows:
-            self._policies.take(new.row, new.cache)
+            self._policies.take(new.row, new.spec.cache)
 
     def _gather(self, plan: StepPlan) -> Batch:
         return gather_batch(plan.items, self.state, plan.trees, self._policies)
@@ -178,7 +178,7 @@ class CpuRunner:
     def change_pages(self, plan: StepPlan) -> None:
         if self.mover is not None:
             tables = [table.numpy() for table in self.state.tables]
-            anywhere = self._policies.rows | {new.row for new in plan.new_rows if new.cache is not None}
+            anywhere = self._policies.rows | {new.row for new in plan.new_rows if new.spec.cache is not None}
             self.mover.store(plan.page_moves, changed_pages(plan, tables, self._groups, anywhere))
         if plan.page_zeroes:
             self.cache[plan.page_zeroes] = 0

@@ -56,7 +56,7 @@ class CudaPolicies:
         for row in (*plan.left_rows, *(copy.target for copy in plan.row_copies)):  # a copy's source has none
             self.rows.take(row, None)
         for new in plan.new_rows:
-            self.rows.take(new.row, new.cache)
+            self.rows.take(new.row, new.spec.cache)
 
     def plan(self, parts: np.ndarray, samples: np.ndarray, size: int) -> tuple[Work, CudaPolicyStep]:
         """`parts`: [n, 3] row, start, count. The step's tokens without lists, and its attention; padded to `size` tokens."""

@@ -323,11 +323,11 @@ class CudaRunner:
         if plan.row_copies:
             self._pages[[copy.target for copy in plan.row_copies]] = self._pages[[copy.source for copy in plan.row_copies]]
         for copy in plan.row_copies:
-            self._know(copy.target, copy.params)
+            self._know(copy.target, copy.spec.params)
         if self._policies is not None:
             self._policies.begin(plan)
         for new in plan.new_rows:
-            self._know(new.row, new.params)
+            self._know(new.row, new.spec.params)
             for table, page_ids in zip(self._tables, new.page_ids, strict=True):
                 table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:

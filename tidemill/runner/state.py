@@ -12,6 +12,7 @@ from tidemill.cache_layout import Group
 from tidemill.kernels.attention import block_bounds
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import RowCopy, StepItem, StepPlan
+from tidemill.sched.request import RowSpec
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -96,17 +97,12 @@ class RowState:
         self._writes.clear()  # of a step that failed before it applied them
         self._stage_copies(plan.row_copies)
         for new in plan.new_rows:
-            self.params[new.row] = new.params
-            self.eos_token_ids[new.row] = new.eos_token_ids
-            self.num_prompt[new.row] = new.num_prompt
-            self._asked_until[new.row] = _asked_until(new.params, new.num_prompt)
-            self.adapters[new.row] = new.adapter
+            self._keep(new.row, new.spec)
             self._add(0, new.row, 0, new.token_ids)
             for group, page_ids in enumerate(new.page_ids):
                 padding = [0] * (self._num_pages[new.row][group] - len(page_ids))  # past the end: null
                 self._add(1, new.row, self.columns[group], page_ids + padding)
                 self._num_pages[new.row][group] = len(page_ids)
-            self._add(2, new.row, 0, _draw_words(new.params))
         for write in plan.token_writes:
             self._add(0, write.row, write.position, [write.token_id])
         for update in plan.page_updates:
@@ -126,15 +122,16 @@ class RowState:
     def _stage_copies(self, copies: list[RowCopy]) -> None:
         self._copies = copies
         sources = [copy.source for copy in copies]
-        known = [
-            (self.eos_token_ids[row], self.num_prompt[row], self.adapters[row], list(self._num_pages[row])) for row in sources
-        ]
-        for copy, (eos_token_ids, num_prompt, adapter, num_pages) in zip(copies, known, strict=True):
-            row = copy.target
-            self.params[row], self.eos_token_ids[row], self.num_prompt[row] = copy.params, eos_token_ids, num_prompt
-            self.adapters[row], self._num_pages[row] = adapter, num_pages
-            self._asked_until[row] = _asked_until(copy.params, num_prompt)
-            self._add(2, row, 0, _draw_words(copy.params))
+        for copy, num_pages in zip(copies, [list(self._num_pages[row]) for row in sources], strict=True):
+            self._num_pages[copy.target] = num_pages
+            self._keep(copy.target, copy.spec)
+
+    def _keep(self, row: int, spec: RowSpec) -> None:
+        """The row is of this request from now on."""
+        self.params[row], self.eos_token_ids[row], self.num_prompt[row] = spec.params, spec.eos_token_ids, spec.num_prompt
+        self.adapters[row] = spec.adapter
+        self._asked_until[row] = _asked_until(spec.params, spec.num_prompt)
+        self._add(2, row, 0, _draw_words(spec.params))
 
     def _copy_rows(self) -> None:
         """On the device; the sources are read before a target is written."""

@@ -8,9 +8,7 @@ import msgspec
 
 from tidemill.kv.groups import PageChange
 from tidemill.kv.tiers import PageMove
-from tidemill.kv_policy import CachePolicy
-from tidemill.sampling import SamplingParams
-from tidemill.sched.request import Request
+from tidemill.sched.request import Request, RowSpec
 
 
 class NewRow(msgspec.Struct, frozen=True):
@@ -18,12 +16,8 @@ class NewRow(msgspec.Struct, frozen=True):
 
     row: int
     token_ids: list[int]
-    num_prompt: int
     page_ids: list[list[int]]  # of each KV group
-    params: SamplingParams
-    eos_token_ids: frozenset[int]
-    adapter: int = -1  # its slot
-    cache: CachePolicy | None = None
+    spec: RowSpec
 
 
 class RowPages(msgspec.Struct, frozen=True):
@@ -41,7 +35,7 @@ class RowCopy(msgspec.Struct, frozen=True):
     source: int
     target: int
     num_tokens: int
-    params: SamplingParams
+    spec: RowSpec
 
 
 class TokenWrite(msgspec.Struct, frozen=True):
@@ -129,7 +123,7 @@ class Unsent(msgspec.Struct):
         if any(source in changes for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates)):
             self.rows[request.row] = request
             return
-        self.row_copies[request.row] = RowCopy(source, request.row, len(request.tokens), request.params)
+        self.row_copies[request.row] = RowCopy(source, request.row, len(request.tokens), request.row_spec)
         self.update_pages(request.row, spare)
 
     def forget(self, row: int) -> None:
@@ -152,16 +146,7 @@ class Unsent(msgspec.Struct):
     def send_with(self, plan: StepPlan, tables: Callable[[int], list[list[int]]]) -> None:
         """`tables`: a sequence's pages in each group. A new row's are complete by now, whatever changed since it was taken."""
         plan.new_rows = [
-            NewRow(
-                row,
-                list(new.tokens),
-                new.num_prompt,
-                [list(pages) for pages in tables(new.seq)],
-                new.params,
-                new.eos_token_ids,
-                new.adapter,
-                new.cache,
-            )
+            NewRow(row, list(new.tokens), [list(pages) for pages in tables(new.seq)], new.row_spec)
             for row, new in self.rows.items()
         ]
         plan.left_rows, self.left_rows = self.left_rows, []

@@ -19,7 +19,8 @@ from itertools import islice, takewhile
 from typing import TypeAlias
 
 from tidemill.errors import QueueFull
-from tidemill.sched.request import Request
+from tidemill.sched.request import BACKGROUND, Request
+from tidemill.wire import Submit
 
 ORDERS = ("arrival", "prefix")
 AGEING_S = 10.0
@@ -72,10 +73,10 @@ class _Class:
     def join(self, request: Request) -> None:
         """A tenant that had no requests starts level with the least served of those present: idling saves up no claim, and
         leaving for a moment pays no debt."""
-        tenant = self.tenants.get(request.tenant)
+        tenant = self.tenants.get(request.spec.tenant)
         if tenant is None:
             least = min((other.num_served for other in self.tenants.values()), default=0)
-            tenant = self.tenants[request.tenant] = Tenant(max(self._served_before.pop(request.tenant, 0), least))
+            tenant = self.tenants[request.spec.tenant] = Tenant(max(self._served_before.pop(request.spec.tenant, 0), least))
         tenant.num_requests += 1
         request.account = tenant
 
@@ -84,8 +85,8 @@ class _Class:
         tenant.num_requests -= 1
         if tenant.num_requests:
             return
-        del self.tenants[request.tenant]
-        self._served_before[request.tenant] = tenant.num_served
+        del self.tenants[request.spec.tenant]
+        self._served_before[request.spec.tenant] = tenant.num_served
         if not self.tenants:
             self._served_before.clear()  # all start level again
         elif len(self._served_before) > _NUM_REMEMBERED:
@@ -104,7 +105,7 @@ class _Class:
         request.queued_s = now - request.waited_s
         insort(tenant.ready, request, key=_place)
         insort(tenant.by_age, request, key=_age)
-        self._ready[request.tenant] = tenant
+        self._ready[request.spec.tenant] = tenant
 
     def remove(self, request: Request) -> None:
         tenant = request.account
@@ -115,7 +116,7 @@ class _Class:
             del tenant.ready[at]
             del tenant.by_age[_index(tenant.by_age, request, _age)]
             if not tenant.ready:
-                del self._ready[request.tenant]
+                del self._ready[request.spec.tenant]
 
     def ready(self) -> Iterable[Tenant]:
         """The tenants with a request that could start."""
@@ -249,11 +250,18 @@ def _index(line: list[Request], request: Request, key: Callable[[Request], tuple
     return 0 if line and line[0] is request else bisect_left(line, key(request), key=key)
 
 
-def check_room(most: int, num_waiting: int, num_own: int, num_new: int, tenant: str) -> None:
-    """Raise QueueFull if `num_new` more cannot be queued.
+def check_room(most: int, request: Submit, queued: Iterable[Submit], waiting: WaitingQueue | None = None) -> None:
+    """Raise QueueFull if the request cannot be queued behind those that are `queued` and those that the scheduler has `waiting`,
+    of which only its own class counts.
 
     One tenant's part of the queue is half of what the others leave, so that there is always room for another tenant. Without API
     keys there is one tenant, the one without a name, and only the bound applies."""
+    num_new, tenant, in_background = request.params.n, request.tenant, request.priority >= BACKGROUND
+    others = [(other.params.n, other.tenant) for other in queued if (other.priority >= BACKGROUND) == in_background]
+    num_waiting, num_own = sum(num for num, _ in others), sum(num for num, other in others if other == tenant)
+    if waiting is not None:
+        num_waiting += waiting.num_waiting(in_background)
+        num_own += waiting.num_waiting(in_background, tenant)
     if num_waiting + num_new > most:
         raise QueueFull(f"{num_waiting} requests are waiting; at most {most} may.", fix="Try again later.")
     most_own = (most - num_waiting + num_own) // 2

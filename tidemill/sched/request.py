@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
-from tidemill.wire import Hold
+from tidemill.wire import Hold, Submit
 
 if TYPE_CHECKING:
     from tidemill.kv.prefix import Path
@@ -27,6 +29,16 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class RowSpec(msgspec.Struct, frozen=True):
+    """The part of a request that the runner keeps for as long as it has a row."""
+
+    params: SamplingParams  # of one sample, with its own seed
+    num_prompt: int
+    eos_token_ids: frozenset[int] = frozenset()
+    adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
+    cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """There is no prefill phase and no decode phase: a step computes some of the tokens that are not computed yet.
@@ -39,16 +51,10 @@ class Request:
     request_id: str
     seq: int  # arrival order; also the sequence's name in the KV manager
     tokens: list[int]
-    params: SamplingParams
+    spec: Submit  # what was asked for, the same for all of its samples
+    row_spec: RowSpec
     max_tokens: int  # resolved: never None, never past the context
     arrival_s: float
-    eos_token_ids: frozenset[int] = frozenset()
-    priority: int = 0  # lower runs first
-    salt: str = ""
-    tenant: str = ""
-    adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
-    adapter_id: int = 0  # which adapter that is, also when another has the slot
-    cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
     hands_over: bool = False  # it goes on in another engine when it has reached `max_tokens`
@@ -56,7 +62,6 @@ class Request:
 
     status: Status = Status.WAITING
     row: int = -1
-    num_prompt: int = 0
     num_computed: int = 0
     num_in_flight: int = 0  # sampled on the device, not yet known to the host: so many, if drafts under way are right
     num_drafts_in_flight: int = 0  # of them, drafts
@@ -74,21 +79,34 @@ class Request:
     path: Path | None = None  # of its tokens when it was last queued; made once, however often admission is tried
     started_s: float | None = None
     first_token_s: float | None = None
-    in_background: bool = False
-    waits_for_tokens: bool = False  # as its parameters', which are looked at in every step
-    ends: frozenset[int] = frozenset()  # tokens that end it, once it has enough
     waited_s: float = 0.0  # in the queue, until it last started
     queued_s: float = 0.0  # while it is queued: now less its time in the queue
     is_aged: bool = False  # it started before requests of higher priority, and is not preempted for them
     account: Tenant = field(init=False)  # set when it is queued for the first time
+    # Of the specs, what is looked at in every step:
+    num_prompt: int = field(init=False)
+    cache: CachePolicy | None = field(init=False)
+    in_background: bool = field(init=False)
+    waits_for_tokens: bool = field(init=False)
+    ends: frozenset[int] = field(init=False)  # tokens that end it, once it has enough
 
     def __post_init__(self) -> None:
-        self.num_prompt = self.num_prompt or len(self.tokens)
+        spec, params = self.row_spec, self.row_spec.params
         self.root = self.seq if self.root < 0 else self.root
+        self.num_prompt, self.cache = spec.num_prompt, spec.cache
         self.in_background = self.priority >= BACKGROUND
-        self.waits_for_tokens = self.params.waits_for_tokens
-        eos = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
-        self.ends = eos.union(self.params.stop_token_ids) if self.params.stop_token_ids else eos
+        self.waits_for_tokens = params.waits_for_tokens
+        eos = frozenset[int]() if params.ignore_eos else spec.eos_token_ids
+        self.ends = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.row_spec.params
+
+    @property
+    def priority(self) -> int:
+        """Lower runs first."""
+        return self.spec.priority
 
     def fork(self, request_id: str, seq: int, params: SamplingParams) -> Request:
         """Another request with the same tokens, of which nothing is computed yet."""
@@ -97,7 +115,7 @@ class Request:
             request_id=request_id,
             seq=seq,
             tokens=list(self.tokens),
-            params=params,
+            row_spec=msgspec.structs.replace(self.row_spec, params=params),
             children=[],
             prefix_leases=(),
             status=Status.WAITING,

@@ -33,7 +33,7 @@ class Retention:
     def _hold(self, request: Request, hold: Hold) -> None:
         now, name = self._clock.now(), hold.name
         num_tokens = min(hold.num_tokens or len(request.tokens), request.num_computed)
-        held = Held(name, request.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned, adapter_id=request.adapter_id)
+        held = Held(name, request.spec.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned, adapter_id=request.spec.adapter)
         if hold.is_pinned and not self._evict and (self._kv.has_states or self._kv.has_windows):
             why = "pages that it does not hold any more are reserved for running requests (--no-evict)"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -15,9 +15,9 @@ from tidemill.sched.clock import Clock
 from tidemill.sched.pages import Pages
 from tidemill.sched.plan import StepPlan, TokenWrite
 from tidemill.sched.queue import WaitingQueue
-from tidemill.sched.request import Request, Status
+from tidemill.sched.request import Request, RowSpec, Status
 from tidemill.sched.retention import Retention
-from tidemill.wire import Hold
+from tidemill.wire import Resumed, Submit
 
 
 class RequestTable:
@@ -55,65 +55,42 @@ class RequestTable:
         return bool(self.running or self.waiting.requests)
 
     def add(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        eos_token_ids: frozenset[int] = frozenset(),
-        priority: int = 0,
-        salt: str = "",
-        arrival_s: float | None = None,
-        tenant: str = "",
-        adapter: int = -1,
-        adapter_id: int = 0,
-        cache: CachePolicy | None = None,
-        max_context: int | None = None,
-        resumed: Mapping[int, Sequence[int]] | None = None,
-        prefix_leases: Sequence[Hold] = (),
-        hands_over: bool = False,
+        self, spec: Submit, *, adapter: int = -1, cache: CachePolicy | None = None, max_context: int | None = None
     ) -> list[Request]:
-        """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
-        `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
-        stay in its pages. `max_context`: its own, if it has one. `prefix_leases`: of the first sample.
-        `hands_over`: each sample ends with its next token."""
+        """Queue a request: one `Request` per sample, or per one that is resumed, which is computed like a preempted one. Samples
+        after the first wait for its prompt and then share its pages. `adapter`: the slot of its LoRA adapter. `cache`: which
+        tokens stay in its pages. `max_context`: its own, if it has one."""
         now, max_context = self._clock.now(), max_context or self.max_context
-        assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
-        room = max(max_context - len(prompt_ids), 1)  # a prompt that is pooled may fill the context
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
-        samples: list[Request] = []
-        for index in range(params.n) if resumed is None else resumed:
-            num_output = len(resumed[index]) if resumed else 0
-            goes_on = hands_over and num_output + 1 < most
+        num_prompt, n = len(spec.prompt_ids), spec.params.n
+        assert 0 < num_prompt <= max_context, "checked by the engine"
+        room = max(max_context - num_prompt, 1)  # a prompt that is pooled may fill the context
+        most = room if spec.params.max_tokens is None else min(spec.params.max_tokens, room)
+        eos, samples = frozenset(spec.eos_token_ids), list[Request]()
+        for each in [Resumed(index, []) for index in range(n)] if spec.resumed is None else spec.resumed:
+            num_output = len(each.output_ids)
+            goes_on = spec.hands_over and num_output + 1 < most
             request = Request(
-                request_id=request_id if params.n == 1 else f"{request_id}:{index}",
+                request_id=spec.request_id if n == 1 else f"{spec.request_id}:{each.index}",
                 seq=self._next_seq,
-                tokens=list(prompt_ids),
-                params=params.sample(index),
+                tokens=[*spec.prompt_ids, *each.output_ids],
+                spec=spec,
+                row_spec=RowSpec(spec.params.sample(each.index), num_prompt, eos, adapter, cache),
                 max_tokens=num_output + 1 if goes_on else most,
-                arrival_s=now if arrival_s is None else arrival_s,
-                eos_token_ids=eos_token_ids,
-                priority=priority,
-                salt=salt,
-                tenant=tenant,
-                adapter=adapter,
-                adapter_id=adapter_id,
-                cache=cache,
-                parent=samples[0] if samples and resumed is None else None,
-                prefix_leases=() if samples else prefix_leases,
+                arrival_s=now,
+                parent=samples[0] if samples and spec.resumed is None else None,
+                prefix_leases=() if samples else spec.prefix_leases,
                 hands_over=goes_on,
             )
             self._next_seq += 1
             self.requests[request.seq] = request
-            if samples and resumed is None:
-                samples[0].children.append(request)
-            if resumed is None:
-                num_beams = params.beams.width if params.beams else 1
-                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, tenant, num_beams))
+            if request.parent is not None:
+                request.parent.children.append(request)
+            if spec.resumed is None:
+                num_beams = spec.params.beams.width if spec.params.beams else 1
+                self._emit(events.Submitted(now, request.request_id, num_prompt, spec.priority, spec.tenant, num_beams))
             else:
-                request.tokens += resumed[index]
-                request.first_token_s = now if resumed[index] else None
-                self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
+                request.first_token_s = now if num_output else None
+                self._emit(events.Resumed(now, request.request_id, num_prompt, num_output))
             samples.append(request)
             self.waiting.join(request)
             self.waiting.push(request, now)

@@ -40,7 +40,7 @@ class SimCore(EngineCore):
         if not num or num + (request.params.max_tokens or 1) > context:
             what = f"Request {request.request_id} has {num} + {request.params.max_tokens} tokens, and the context is {context}."
             raise InvalidRequest(what, fix="Shorten it, or simulate with a larger context.")
-        self._submit(request, None)
+        self._submit(request, None, None)
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
         """Nobody reads what tokens there are: `produced` tells of them."""

@@ -21,6 +21,7 @@ from tidemill.runner.make import make_runner
 from tidemill.runner.spec import Ask
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan, TokenWrite
+from tidemill.sched.request import RowSpec
 
 
 @dataclass(slots=True)
@@ -136,8 +137,8 @@ class DraftModelDrafter:
             plan.token_writes += [TokenWrite(row.row, at, token) for at, token in enumerate(ask.tokens[first:], first)]
             return
         pages = [list(pages) for pages in self._kv.tables(ask.seq)]
-        params = _own_params(ask.params, self._num_ids)
-        plan.new_rows.append(NewRow(row.row, list(ask.tokens), ask.num_prompt, pages, params, frozenset()))
+        spec = RowSpec(_own_params(ask.params, self._num_ids), ask.num_prompt)
+        plan.new_rows.append(NewRow(row.row, list(ask.tokens), pages, spec))
         row.is_new = False
 
     def _next(self, number: int, nums: dict[int, int]) -> StepPlan:

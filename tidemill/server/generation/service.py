@@ -457,7 +457,7 @@ class Service:
         self.ready.model.check_pooling(params.pooling)
         tenant, call, times = caller.tenant, caller.call, caller.call.stopwatch
         priority = caller.priority_of(priority)
-        params = self.with_defaults(params, prompt_ids).seeded()
+        params = self.with_defaults(params, prompt_ids)
         texts = [TextStream(self.tokenizer, params, output_format) for _ in range(params.n)]
         ended: set[int] = set()
         per_token = cells_per_token(params)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from tidemill.model_config import AttentionSpec
+from tidemill.model_config import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ COVERED = {
 }
 
 
-def uncovered(kernel: str, specs: Iterable[AttentionSpec]) -> str:
+def uncovered(kernel: str, specs: Iterable[LayerSpec]) -> str:
     """Why the attention kernels in this language cannot compute these layers, or empty."""
     covered = COVERED[kernel]
     for spec in specs:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_format import FORMATS
@@ -37,31 +39,105 @@ class Rotation:
     scaling: RopeScaling | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the things that a layer stores of each token: so many heads of so many values."""
+
+    name: str
+    num_heads: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The computation of a layer besides its feed-forward: an AttentionSpec or a StateSpec."""
+    """What a layer computes besides its feed-forward, and what it keeps of a sequence for later tokens. It keeps parts of every
+    token, or a state of constant size, or nothing where it reads what another layer keeps. Fields and properties here are what
+    the rest of the engine asks of a layer, whatever its kind."""
+
+    tag: str  # of its kind, in messages and in the tables of kernels
+    num_heads: int
+    head_dim: int
+    window: int = 0  # a token sees this many tokens, its own the last; 0: all before it
+    rotation: Rotation | None = None  # None: nothing is rotated
+    scale: float = 1.0  # of scores
+    softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
+    reads: int | None = None  # the number of the layer whose cache it reads; None: it has its own
+    first_head: int = 0  # of a rank's heads, the number of the first among all
+    kv_is_shared: bool = False  # other ranks store the same parts, for other heads
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Tells if the layer attends over what was stored of earlier tokens."""
+        return False
+
+    @property
+    def stored(self) -> tuple[Part, ...]:
+        """The parts that the layer stores of each token."""
+        return ()
+
+    @property
+    def head_groups(self) -> int:
+        """The number of groups of heads that stay together when ranks share them out."""
+        return self.num_heads
+
+    @property
+    def piece_bytes(self) -> list[int]:
+        """The sizes of what a state consists of, each of which lies in one place; empty: there is no state."""
+        return []
+
+    @property
+    def kinds(self) -> list[str]:
+        """The features beyond causal attention over keys and values of one size, by their names in `coverage.py`."""
+        return []
+
+    @property
+    def num_inner(self) -> int:
+        """The number of a token's values that come out, before the last projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_exchanged(self) -> int:
+        """The number of a token's values that ranks exchange to turn rows into heads and back; 0: they cannot."""
+        return 0
+
+    @property
+    def num_activations(self) -> int:
+        """The number of a token's values that the layer needs meanwhile."""
+        raise NotImplementedError
+
+    def num_parameters(self, hidden_size: int, is_gated: bool = False) -> int:
+        raise NotImplementedError
+
+    def token_bytes(self, kv_dtype: str) -> int:
+        """The bytes of a token in the layer's cache."""
+        kv_format = FORMATS[kv_dtype]
+        return sum(part.num_heads * kv_format.head_bytes(part.dim) for part in self.stored)
+
+    def cut(self, heads: range, num_groups: int, ends: Sequence[int]) -> Self:
+        """The spec as a rank with these heads has it. `ends`: after the last head of each rank."""
+        return self.but(num_heads=len(heads))
+
+    def but(self, **changes: Any) -> Self:
+        """The spec with other values of some fields."""
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(LayerSpec):
-    """The attention that a layer computes."""
+    """Attention over a key and a value of each token, of as many heads or fewer."""
 
-    num_heads: int
+    tag: str = "attention"
     num_kv_heads: int
-    head_dim: int
-    scale: float  # of the scores
-    rotation: Rotation | None  # None: queries and keys are not rotated
-    window: int = 0  # a query sees this many keys, its own the last; 0: all before it
-    softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
+    value_head_dim: int = 0  # of a value; 0: head_dim, which is a key's
+    rotation: Rotation | None  # of queries and keys
     has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
     is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
     has_alibi: bool = False  # the distance between query and key, times a slope of the head, is taken off the score
     has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
-    first_head: int = 0  # of a rank's heads, the number of the first among `all_heads`, which 0 means num_heads
-    all_heads: int = 0
-    kv_is_shared: bool = False  # other ranks have the same KV heads, for other queries
+    all_heads: int = 0  # of all ranks; 0: num_heads
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
             _check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -71,8 +147,50 @@ class AttentionSpec(LayerSpec):
         assert not (self.is_bidirectional and self.window), "no kernel has both"
 
     @property
+    def reads_tokens(self) -> bool:
+        return True
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_head_dim or self.head_dim
+
+    @property
+    def stored(self) -> tuple[Part, ...]:
+        if self.reads is not None:
+            return ()
+        return Part("keys", self.num_kv_heads, self.head_dim), Part("values", self.num_kv_heads, self.value_dim)
+
+    @property
+    def num_inner(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def head_groups(self) -> int:
+        return self.num_kv_heads
+
+    def cut(self, heads: range, num_groups: int, ends: Sequence[int]) -> Self:
+        is_shared = self.num_kv_heads < len(ends)
+        own = self.but(num_heads=len(heads), num_kv_heads=num_groups, first_head=heads.start, kv_is_shared=is_shared)
+        return own.but(all_heads=self.num_heads)
+
+    @property
+    def num_projected(self) -> int:
+        """Columns of the projection that a token starts with: queries, and what is stored."""
+        return self.num_heads * self.head_dim + sum(part.num_heads * part.dim for part in self.stored)
+
+    @property
+    def num_exchanged(self) -> int:
+        return self.num_projected + self.num_inner
+
+    @property
+    def num_activations(self) -> int:
+        return 3 * self.num_projected
+
+    def num_parameters(self, hidden_size: int, is_gated: bool = False) -> int:
+        return hidden_size * (self.num_projected + (2 if is_gated else 1) * self.num_inner)
+
+    @property
     def kinds(self) -> list[str]:
-        """The features beyond causal attention, by their names in `coverage.py`."""
         has = {
             "window": self.window,
             "softcap": self.softcap,
@@ -80,6 +198,8 @@ class AttentionSpec(LayerSpec):
             "bidirectional": self.is_bidirectional,
             "distance bias": self.has_distance_bias,
             "ALiBi": self.has_alibi,
+            "keys and values of different sizes": self.value_dim != self.head_dim,
+            "a cache of another layer": self.reads is not None,
         }
         return [kind for kind, value in has.items() if value]
 
@@ -90,11 +210,11 @@ STATE_KINDS = ("mamba", "mamba2", "delta")
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(LayerSpec):
     """The computation of a layer with a state of constant size: a short causal convolution, then a recurrence over a float32
-    matrix [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
+    matrix [state_size, head_dim] for each head. Columns of that matrix do not depend on each other. The channels of a mamba are
+    all alike: its heads are groups of head_dim of them."""
 
+    tag: str = "state"
     kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
-    num_heads: int  # of a mamba, whose channels are all alike: groups of head_dim of them
-    head_dim: int  # of values
     state_size: int  # of a delta rule: the size of a key
     num_groups: int = 1  # heads of one group share their B and C (delta: key and query)
     kernel: int = 4  # tokens that the convolution sees
@@ -116,9 +236,13 @@ class StateSpec(LayerSpec):
             )
 
     @property
-    def num_inner(self) -> int:
-        """Values of a token that come out."""
-        return self.num_heads * self.head_dim
+    def head_groups(self) -> int:
+        return self.num_groups
+
+    def cut(self, heads: range, num_groups: int, ends: Sequence[int]) -> Self:
+        """Without a norm where ranks have parts of what is normed together."""
+        is_split = self.norm_size and any(end * self.head_dim % self.norm_size for end in ends)
+        return self.but(num_heads=len(heads), num_groups=num_groups, norm_size=0 if is_split else self.norm_size)
 
     @property
     def num_channels(self) -> int:
@@ -145,12 +269,19 @@ class StateSpec(LayerSpec):
         """The convolution's state and each head's: what lies in one place each."""
         return [4 * self.conv_floats, *[4 * self.head_floats] * self.num_heads]
 
-    def num_parameters(self, hidden_size: int) -> int:
+    @property
+    def num_activations(self) -> int:
+        return self.num_projected + self.num_channels + 3 * self.num_inner
+
+    def num_parameters(self, hidden_size: int, is_gated: bool = False) -> int:
         inner = self.num_inner
         linears = hidden_size * (self.num_projected + inner)
         if self.kind == "mamba":
             linears += inner * (2 * self.rank + 2 * self.state_size + self.state_size)
         return linears + self.num_channels * (self.kernel + 1) + 3 * self.num_heads + self.norm_size
+
+
+SPECS: dict[str, type[LayerSpec]] = {"attention": AttentionSpec, "state": StateSpec}  # by tag
 
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
@@ -232,7 +363,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # 0: no feed-forward
-    layers: tuple[LayerSpec, ...]  # one for each layer; KV heads and their size are the same in all
+    layers: tuple[LayerSpec, ...]  # one for each layer
     max_context: int
     norm_eps: float
     tie_embeddings: bool = False
@@ -266,10 +397,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
-            if getattr(self, name) or name != "intermediate_size" or self.attention_layers:
+            if getattr(self, name) or name != "intermediate_size" or self.token_layers:
                 _check_size(name, getattr(self, name))
-        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_layers}) > 1:
-            raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
+        for layer, spec in enumerate(self.layers):
+            if spec.reads is not None and not self._has_cache_for(spec, layer):
+                raise ConfigError(
+                    f"Layer {layer} reads the cache of layer {spec.reads}.",
+                    fix="That must be an earlier layer that has a cache, with the same window and the same heads.",
+                )
         if self.experts and len(self.experts) != self.num_layers:
             raise ConfigError(f"The model has {self.num_layers} layers, and experts for {len(self.experts)}.")
 
@@ -277,33 +412,47 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """The specs of the layers that have a KV cache."""
-        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+    def _has_cache_for(self, spec: LayerSpec, layer: int) -> bool:
+        assert spec.reads is not None
+        source = self.layers[spec.reads] if 0 <= spec.reads < layer else None
+        if source is None or not source.stored:
+            return False
+        return spec.but(reads=None).stored == source.stored and spec.window == source.window
 
     @property
-    def state_layers(self) -> tuple[StateSpec, ...]:
-        """The specs of the layers that have a state of constant size."""
-        return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
+    def token_layers(self) -> tuple[LayerSpec, ...]:
+        """The specs of the layers that attend over what was stored of tokens."""
+        return tuple(spec for spec in self.layers if spec.reads_tokens)
+
+    @property
+    def has_states(self) -> bool:
+        """Tells if layers keep a state of constant size."""
+        return any(spec.piece_bytes for spec in self.layers)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The features of its layers beyond causal attention over keys and values that all have the same size."""
+        kinds = {kind for spec in self.token_layers for kind in spec.kinds}
+        are_alike = len({(spec.num_heads, spec.but(reads=None).stored) for spec in self.token_layers}) <= 1
+        return sorted(kinds | (set() if are_alike else {"layers of different sizes"}))
 
     @property
     def num_heads(self) -> int:
-        """The number of heads of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
-        return self.attention_layers[0].num_heads if self.attention_layers else 0
+        """The number of heads of the first layer that attends; 0 if there is none, as num_kv_heads and head_dim."""
+        return next((spec.num_heads for spec in self.token_layers), 0)
 
     @property
     def num_kv_heads(self) -> int:
-        return self.attention_layers[0].num_kv_heads if self.attention_layers else 0
+        return next((spec.stored[0].num_heads for spec in self.token_layers), 0)
 
     @property
     def head_dim(self) -> int:
-        return self.attention_layers[0].head_dim if self.attention_layers else 0
+        return next((spec.head_dim for spec in self.token_layers), 0)
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers whose keys and values are kept. An encoder computes a sequence in one step: its layers use the same memory."""
-        return len(self.attention_layers) if self.pooler is None else 1
+        """Layers that store tokens. An encoder computes a sequence in one step: its layers use the same memory."""
+        return sum(1 for spec in self.layers if spec.stored) if self.pooler is None else 1
 
     @property
     def own_pooling(self) -> str | None:
@@ -339,9 +488,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
-        h, d = self.hidden_size, self.head_dim
-        attention = h * d * ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads)
-        mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
+        h = self.hidden_size
+        mixers = sum(spec.num_parameters(h, self.gated_attention) for spec in self.layers)
         dense = (3 if self.is_gated else 2) * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
         layers = mixers + 2 * h * self.num_layers + feed_forward
@@ -387,21 +535,23 @@ class ModelConfig:
     @property
     def state_bytes(self) -> int:
         """The bytes of one sequence's state, whatever its length; each that is kept takes as much again."""
-        return sum(sum(spec.piece_bytes) for spec in self.state_layers)
+        return sum(sum(spec.piece_bytes) for spec in self.layers)
 
     def has_long_factors(self, context: int) -> bool:
         """Tells if longrope's factors for long contexts are taken: keys depend on it."""
-        scalings = [spec.rotation.scaling for spec in self.attention_layers if spec.rotation is not None]
+        scalings = [spec.rotation.scaling for spec in self.layers if spec.rotation is not None]
         return any(s is not None and s.kind == "longrope" and context > s.original_context for s in scalings)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """The bytes of a token's keys and values in one sequence. They follow from the KV heads, not from hidden_size, which
-        would ignore grouping."""
-        return 2 * self.num_kv_heads * self.num_kv_layers * FORMATS[kv_dtype].head_bytes(self.head_dim)
+        """The bytes that a token takes in the caches of all layers. An encoder's use the same memory."""
+        sizes = [spec.token_bytes(kv_dtype) for spec in self.layers]
+        return sum(sizes) if self.pooler is None else max(sizes)
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
         feed_forward = max([3 * self.intermediate_size, *(moe.activations(self.hidden_size) for moe in self.experts if moe)])
-        width = 4 * self.hidden_size + feed_forward + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        width += max((spec.num_projected + spec.num_channels + 3 * spec.num_inner for spec in self.state_layers), default=0)
+        mixers = {spec.tag: 0 for spec in self.layers}
+        for spec in self.layers:
+            mixers[spec.tag] = max(mixers[spec.tag], spec.num_activations)
+        width = 4 * self.hidden_size + feed_forward + sum(mixers.values())
         return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)

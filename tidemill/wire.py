@@ -11,7 +11,7 @@ from tidemill.config import EngineConfig, EngineOptions
 from tidemill.errors import ContextTooLong, InvalidRequest, input_too_long
 from tidemill.events import Event
 from tidemill.machine import Machine
-from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
+from tidemill.model_config import SPECS, LayerSpec, ModelConfig
 from tidemill.sampling import SamplingParams
 
 
@@ -294,10 +294,10 @@ FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterRe
 
 
 def _layer_spec(kind: type, value: Any) -> Any:
-    """msgspec has no unions of dataclasses."""
+    """The spec of a layer from its fields and the tag of its kind: msgspec has no unions of dataclasses."""
     if kind is not LayerSpec:
         raise NotImplementedError(kind)
-    return msgspec.convert(value, StateSpec if "state_size" in value else AttentionSpec)
+    return msgspec.convert(value, SPECS[value["tag"]])
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -105,7 +105,7 @@ def test_a_prefix_comes_back_from_host_memory(model, expected):
 
 
 def test_a_prefix_comes_back_from_disk_also_after_a_restart(model, expected, tmp_path):
-    slots = 4 if model.config.state_layers else 30
+    slots = 4 if model.config.has_states else 30
     core = make_core(model, slots=slots, folder=tmp_path)
     assert one_by_one(core)[0] == expected
     answers, started, _ = one_by_one(core)

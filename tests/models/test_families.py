@@ -362,7 +362,7 @@ def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
     assert ours.head_dim == theirs.head_dim
     assert ours.tie_embeddings
     assert ours.act == "gelu_tanh"
-    for spec, kind in zip(ours.attention_layers, theirs.layer_types, strict=True):
+    for spec, kind in zip(ours.layers, theirs.layer_types, strict=True):
         rope = theirs.rope_parameters[kind]
         assert spec.window == (1024 if kind == "sliding_attention" else 0)
         assert spec.scale == theirs.query_pre_attn_scalar**-0.5
@@ -374,7 +374,7 @@ def test_gemma3s_configurations_as_published_leave_much_out(size, tmp_path):
 def test_older_files_do_not_say_which_layers_have_windows(family, tmp_path):
     make(family, layer_types=None, num_hidden_layers=7).save_pretrained(tmp_path)
     newer = load_model(tmp_path).config
-    assert {spec.window for spec in newer.attention_layers} == {0, FAMILIES[family]["sliding_window"]}
+    assert {spec.window for spec in newer.layers} == {0, FAMILIES[family]["sliding_window"]}
     edit_config(tmp_path, layer_types=None, _sliding_window_pattern=None)
     assert load_model(tmp_path).config == newer
 

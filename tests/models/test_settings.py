@@ -154,7 +154,8 @@ VARIANTS = {
     "a window that is switched off": {"use_sliding_window": False, "sliding_window": 7},
     "no window": {"sliding_window": None},
     "listed layers": {
-        "use_sliding_window": True, "sliding_window": 9,
+        "use_sliding_window": True,
+        "sliding_window": 9,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
     "theta": {"rope_theta": 7777.0},
@@ -217,7 +218,7 @@ def test_layers_are_those_of_transformers(family, tmp_path):
 def test_longrope_is_that_of_transformers(more, place, tmp_path):
     data = SIZES | {place: LONGROPE | more, "original_max_position_embeddings": 64}
     theirs = transformers.Phi3Config(**json.loads(json.dumps(data)))
-    rotation = read(tmp_path, "Phi3", **data).attention_layers[0].rotation
+    rotation = read(tmp_path, "Phi3", **data).layers[0].rotation
     found, factor = next(iter(rotations("Phi3", theirs)))
     made, strength = rope_frequencies(rotation.num_dims, rotation.theta, rotation.scaling, 64)
     np.testing.assert_allclose(made, found, rtol=1e-5)

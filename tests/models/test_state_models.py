@@ -99,16 +99,16 @@ class Harness:
         states = PagedStates(pool, list(table.split(max_blocks, dim=1)), layout, layers, INTERVAL)
         self.states = NativeStates(states) if native.lib else TorchStates(states)
         assert native.lib is None or NativeStates.can_run(states)
-        self.attention = self._make_attention(num_rows) if model.config.attention_layers else None
+        self.attention = self._make_attention(num_rows) if model.config.token_layers else None
 
     def _make_attention(self, num_rows: int):
         config, num_pages, page_size = self.model.config, 32, 16
         self.page_size = page_size
-        cache = new_cache(1 + num_rows * num_pages, len(config.attention_layers), config.num_kv_heads, page_size, config.head_dim)
+        cache = new_cache(1 + num_rows * num_pages, len(config.token_layers), config.num_kv_heads, page_size, config.head_dim)
         self.table = (1 + torch.randperm(num_rows * num_pages, dtype=torch.int32)).view(num_rows, num_pages)
         angles = [one for one, spec in zip(self.model.angles(256), config.layers, strict=True) if isinstance(spec, AttentionSpec)]
         places = tuple(Place(0, i) for i in range(len(angles)))
-        kv = PagedKV(cache, [self.table], config.attention_layers, angles, places)
+        kv = PagedKV(cache, [self.table], config.token_layers, angles, places)
         return NativeAttention(kv) if native.lib else TorchAttention(kv)
 
     def plan(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray):

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tidemill.errors import ConfigError
+from tidemill.layers.mamba import state_cut
 from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, StateSpec, alike
-from tidemill.parallel.cuts import attention_heads, feed_forward_cut, rank_config, shares, state_cut, unit_of
+from tidemill.parallel.cuts import feed_forward_cut, heads_of, rank_config, shares, unit_of
 from tidemill.parallel.shard import Shard
 
 
@@ -27,7 +28,7 @@ def ranks(size: int) -> list[Shard]:
     ("heads", "groups", "size"), [(9, 3, 2), (9, 3, 4), (8, 1, 4), (32, 8, 4), (6, 2, 3), (7, 7, 4), (5, 1, 5)]
 )
 def test_heads(heads, groups, size):
-    own = [attention_heads(spec(heads, groups), shard) for shard in ranks(size)]
+    own = [heads_of(spec(heads, groups), shard) for shard in ranks(size)]
     assert [head for one in own for head in one.heads.runs[0]] == list(range(heads))
     for one in own:
         assert {head // (heads // groups) for head in one.heads.runs[0]} == set(one.groups.runs[0])
@@ -38,7 +39,7 @@ def test_heads(heads, groups, size):
 
 def test_more_ranks_than_heads():
     with pytest.raises(ConfigError, match="4 heads in 2 groups cannot be shared out among 8 ranks"):
-        attention_heads(spec(4, 2), Shard(0, 8))
+        heads_of(spec(4, 2), Shard(0, 8))
 
 
 @pytest.mark.parametrize(("size", "quantized"), [(2, False), (2, True), (4, True), (3, False)])
@@ -64,7 +65,7 @@ def test_states():
     delta = StateSpec(kind="delta", num_heads=4, head_dim=16, state_size=8, num_groups=2, norm_size=16)
     cut = state_cut(delta, Shard(1, 2))
     assert cut.channels.runs == (range(32, 64), range(72, 80), range(88, 96))  # values, then the group's keys and queries
-    assert rank_config(config(delta), Shard(1, 2)).state_layers[0].num_channels == cut.channels.num
+    assert rank_config(config(delta), Shard(1, 2)).layers[0].num_channels == cut.channels.num
     with pytest.raises(ConfigError, match="evenly"):
         rank_config(config(replace(delta, num_heads=6, num_groups=3)), Shard(0, 2))
 

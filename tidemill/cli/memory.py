@@ -86,7 +86,7 @@ def memory(
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
     table.add_row("total", fmt_bytes((held or weights) + kv + activations), "", style="bold")
     console.print(table)
-    if config.attention_layers and config.pooler is None:
+    if config.token_layers and config.pooler is None:
         console.print(_formats(options, config, device, dtype, tokens, room))
     for note in _notes(config, dtype):
         console.print(note, markup=False)

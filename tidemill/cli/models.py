@@ -131,7 +131,7 @@ def _pooling(config: ModelConfig) -> str:
 
 def _rotations(config: ModelConfig) -> Iterator[str]:
     """Each kind of rotation once, in the order of the layers."""
-    for rotation in dict.fromkeys(spec.rotation for spec in config.attention_layers):
+    for rotation in dict.fromkeys(spec.rotation for spec in config.token_layers):
         if rotation is None:
             yield "none in some layers"
         else:

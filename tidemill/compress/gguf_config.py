@@ -30,7 +30,7 @@ def hf_config(checkpoint: Checkpoint, config: ModelConfig) -> Settings:
             fix=f"Give its Hugging Face folder, or a GGUF of {', '.join(_FAMILIES)}.",
         )
     architecture, model_type, own = _FAMILIES[config.architecture]
-    windows = {spec.window for spec in config.attention_layers} - {0}
+    windows = {spec.window for spec in config.layers} - {0}
     if windows and config.architecture in _WITH_WINDOWS:
         architecture, model_type, own = _WITH_WINDOWS[config.architecture]
     ids = {f"{name}_token_id": checkpoint.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
@@ -53,11 +53,11 @@ def hf_config(checkpoint: Checkpoint, config: ModelConfig) -> Settings:
         "pad_token_id": None,
         "dtype": "float32",
     } | ids
-    rotation = next((spec.rotation for spec in config.attention_layers if spec.rotation is not None), None)
+    rotation = next((spec.rotation for spec in config.layers if spec.rotation is not None), None)
     if rotation is not None:
         settings["rope_parameters"] = _rope(rotation, config.head_dim, _factors(checkpoint))
     if windows:
-        kinds = ["sliding_attention" if spec.window else "full_attention" for spec in config.attention_layers]
+        kinds = ["sliding_attention" if spec.window else "full_attention" for spec in config.layers]
         settings |= {"sliding_window": max(windows), "layer_types": kinds, "use_sliding_window": True}
     return settings | own(config)
 
@@ -111,11 +111,11 @@ def _plain(config: ModelConfig) -> Settings:
 
 
 def _smollm3(config: ModelConfig) -> Settings:
-    return {"no_rope_layers": [int(spec.rotation is not None) for spec in config.attention_layers], "use_sliding_window": False}
+    return {"no_rope_layers": [int(spec.rotation is not None) for spec in config.layers], "use_sliding_window": False}
 
 
 def _gemma2(config: ModelConfig) -> Settings:
-    spec = config.attention_layers[0]
+    spec = config.layers[0]
     return {
         "hidden_activation": _ACTS[config.act],
         "query_pre_attn_scalar": _whole(spec.scale**-2),
@@ -126,7 +126,7 @@ def _gemma2(config: ModelConfig) -> Settings:
 
 def _by_kind(config: ModelConfig) -> Settings:
     """Windowed layers and others are rotated differently."""
-    rope = {"sliding_attention" if spec.window else "full_attention": spec.rotation for spec in config.attention_layers}
+    rope = {"sliding_attention" if spec.window else "full_attention": spec.rotation for spec in config.layers}
     parameters = {kind: _rope(rotation, config.head_dim) for kind, rotation in rope.items() if rotation is not None}
     return {"rope_parameters": parameters}
 
@@ -154,14 +154,14 @@ def _whole(value: float) -> float | int:
 def _granite(config: ModelConfig) -> Settings:
     return {
         "embedding_multiplier": config.embedding_scale,
-        "attention_multiplier": config.attention_layers[0].scale,
+        "attention_multiplier": config.layers[0].scale,
         "residual_multiplier": config.residual_scale,
         "logits_scaling": 1 / config.logits_scale,
     }
 
 
 def _phi3(config: ModelConfig) -> Settings:
-    rotation = config.attention_layers[0].rotation
+    rotation = config.layers[0].rotation
     scaling: RopeScaling | None = rotation.scaling if rotation else None
     original = scaling.original_context if scaling else config.max_context
     return {"original_max_position_embeddings": original, "layer_types": None}

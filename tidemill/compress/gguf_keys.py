@@ -12,7 +12,7 @@ import torch
 
 from tidemill.compress.gguf_config import ARCHITECTURES, llama3_factors
 from tidemill.errors import CheckpointError
-from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
+from tidemill.model_config import LayerSpec, ModelConfig, Rotation
 from tidemill.models.registry import model_class
 from tidemill.weights.checkpoint import RandomTensor, WeightTensor
 
@@ -37,7 +37,7 @@ def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{source}: {config.architecture} cannot be written as GGUF.", fix=f"These can: {known}.")
     arch = ARCHITECTURES[config.architecture]
-    full = next((spec for spec in config.attention_layers if spec.rotation and not spec.window), config.attention_layers[0])
+    full = next((spec for spec in config.layers if spec.rotation and not spec.window), config.layers[0])
     keys: Keys = {
         "context_length": config.max_context,
         "embedding_length": config.hidden_size,
@@ -51,7 +51,7 @@ def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...
         keys["attention.layer_norm_epsilon"] = float(config.norm_eps)
     else:
         keys |= {
-            "attention.head_count_kv": full.num_kv_heads,
+            "attention.head_count_kv": full.head_groups,
             "attention.key_length": full.head_dim,
             "attention.value_length": full.head_dim,
             "attention.layer_norm_rms_epsilon": float(config.norm_eps),
@@ -66,7 +66,7 @@ def describe(config: ModelConfig, source: Path, shapes: dict[str, tuple[int, ...
 
 def _windows(config: ModelConfig, arch: str) -> Keys:
     """llama.cpp knows which layers have one, and not all its models read a list."""
-    windows = [spec.window for spec in config.attention_layers]
+    windows = [spec.window for spec in config.layers]
     if not any(windows):
         return {}
     keys: Keys = {"attention.sliding_window": max(windows)}
@@ -76,12 +76,12 @@ def _windows(config: ModelConfig, arch: str) -> Keys:
     return keys
 
 
-def _own(config: ModelConfig, arch: str, full: AttentionSpec) -> Keys:
+def _own(config: ModelConfig, arch: str, full: LayerSpec) -> Keys:
     """The keys of single families."""
     if arch == "gemma2":
         return {"attn_logit_softcapping": full.softcap, "final_logit_softcapping": config.logits_softcap}
     if arch == "gemma3":
-        local = next((spec.rotation for spec in config.attention_layers if spec.window), None)
+        local = next((spec.rotation for spec in config.layers if spec.window), None)
         return {"rope.freq_base_swa": float(local.theta)} if local else {}
     if arch == "granite":
         return {
@@ -152,7 +152,7 @@ def _check(config: ModelConfig, described: Described, source: Path, shapes: dict
     tensors += [_Tensor(name, values) for name, values in described.tensors.items()]
     planned = _Planned(source, described.architecture, described.keys, tensors)
     read = model_class(planned).read_config(planned)
-    expected = replace(config, layers=tuple(map(_as_read, config.attention_layers)))
+    expected = replace(config, layers=tuple(map(_as_read, config.layers)))
     for each in fields(ModelConfig):
         mine, theirs = getattr(expected, each.name), getattr(read, each.name)
         if each.name not in _UNCOMPARED and mine != theirs:
@@ -173,13 +173,13 @@ def _difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
     return f"{part} of layer {layer}", getattr(own, part), getattr(other, part)
 
 
-def _as_read(spec: AttentionSpec) -> AttentionSpec:
+def _as_read(spec: LayerSpec) -> LayerSpec:
     """The spec as it is read back: a value that a file has as a tensor or a number is not computed again."""
     scaling = spec.rotation.scaling if spec.rotation else None
     if scaling is None or spec.rotation is None:
         return spec
     if scaling.kind == "llama3":
-        return replace(spec, rotation=replace(spec.rotation, scaling=None))
+        return spec.but(rotation=replace(spec.rotation, scaling=None))
     if scaling.kind == "longrope":
         scaling = replace(
             scaling,
@@ -187,7 +187,7 @@ def _as_read(spec: AttentionSpec) -> AttentionSpec:
             short_factors=_float32(scaling.short_factors),
             long_factors=_float32(scaling.long_factors),
         )
-    return replace(spec, rotation=replace(spec.rotation, scaling=scaling))
+    return spec.but(rotation=replace(spec.rotation, scaling=scaling))
 
 
 def _float32(values: tuple[float, ...]) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS, ON_DEVICE, SHORT_NAMES
-from tidemill.model_config import ModelConfig, StateSpec
+from tidemill.model_config import ModelConfig
 
 GPU_PAGE = 64
 _LEAST_ON_GPU = 32  # dimensions of a head in a format with scales
@@ -33,7 +33,7 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
         raise refuse("there is no such format of the KV cache", f"Choose one of auto, {', '.join(FORMATS)}.")
     if name not in ON_DEVICE[device]:
         raise refuse(f"the kernels of {device} do not have it", f"Choose one of auto, {', '.join(ON_DEVICE[device])}.")
-    if not model.attention_layers:
+    if not model.token_layers:
         raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
     if model.pooler is not None and FORMATS[name].has_scales:
         raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
@@ -44,7 +44,7 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
         )
     if device == "cuda" and name == "int4" and model.head_dim < 64:
         raise refuse(f"on a GPU heads must have at least 64 dimensions, and these have {model.head_dim}", "Use --kv-dtype int8.")
-    rotations = {spec.rotation.num_dims for spec in model.attention_layers if spec.rotation is not None}
+    rotations = {spec.rotation.num_dims for spec in model.layers if spec.rotation is not None}
     if device == "cuda" and name == "int4" and rotations - {model.head_dim}:
         raise refuse("on a GPU rotation must be of whole heads", "Use --kv-dtype int8.")
     if FORMATS[name].bits < 8 and model.head_dim % 2:
@@ -135,9 +135,9 @@ def decide_session_retention(options: EngineOptions, max_pinned: float) -> Decis
 def decide_layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
     if model.pooler is not None:
         return one_place(model.num_layers, page_size), "an encoder's layers use one place in turn"
-    layout = lay_out([spec.window for spec in model.attention_layers], page_size, context)
+    layout = lay_out([spec.window for spec in model.token_layers], page_size, context)
     windowed = [group.window for group in layout.groups if group.window]
-    if model.state_layers:
+    if model.has_states:
         page_bytes = _kv_page_bytes(model, kv_dtype, page_size, layout)
         states = _states(model, page_bytes)
         each = f"{fmt_bytes(states.block_bytes)} in {states.block_pages} pages"
@@ -150,7 +150,7 @@ def decide_layout(model: ModelConfig, kv_dtype: str, page_size: int, context: in
 
 def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
     """In pages as large as those of keys and values, if there are any."""
-    sizes = [spec.piece_bytes if isinstance(spec, StateSpec) else [] for spec in model.layers]
+    sizes = [spec.piece_bytes for spec in model.layers]
     largest = max(size for layer in sizes for size in layer)
     if page_bytes and (page_bytes < largest + 63 or page_bytes % 64):
         raise ConfigError(

@@ -118,7 +118,7 @@ def decide_token_budget(
         return _encoder_budget(options, device, max_requests, context)
     if options.token_budget is None:
         default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
-        if device == "cuda" and model.num_parameters <= _SMALL and not model.state_layers:
+        if device == "cuda" and model.num_parameters <= _SMALL and not model.has_states:
             default, why = 4096, "a small model does not fill the GPU with fewer; short beside a long prompt"
         if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
             default, why = enough, "a step reads every expert: enough for each, and still short beside a long prompt"

@@ -47,7 +47,7 @@ def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tup
         )
     if model.pooler is not None:
         return (), "the model generates nothing"
-    if names and model.state_layers:
+    if names and model.has_states:
         if options.speculate != "auto" or options.draft_model is not None:
             raise ConfigError(
                 "This model keeps states of constant size, which cannot be taken back where a draft was wrong.",

@@ -72,7 +72,7 @@ def measure(
 ) -> Memory:  # fmt: skip
     on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_draws)
-    if on_gpu and model.attention_layers:
+    if on_gpu and model.token_layers:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * (max_draws + 1) * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         copied = num_copied_pages(kv_dtype, context, model.num_kv_heads, page_size, model.head_dim)

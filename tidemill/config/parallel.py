@@ -51,7 +51,7 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
     is_there = {
         "device cuda and --quantization sparse24": device == "cuda" and options.quantization == "sparse24",
         "device cuda, --pipeline-parallel and --nano-batching": stages and options.nano_batching == "on",
-        "device cuda, --pipeline-parallel and states": stages and bool(model.state_layers),
+        "device cuda, --pipeline-parallel and states": stages and bool(model.has_states),
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,
@@ -101,12 +101,12 @@ def unfit(layout: str, options: EngineOptions, device: str, model: ModelConfig, 
         "--lora": bool(options.loras) or options.max_loras is not None,
     }
     if layout == "2d":
-        is_wrong |= {"experts": any(model.experts), "states": bool(model.state_layers)}
+        is_wrong |= {"experts": any(model.experts), "states": bool(model.has_states)}
         is_wrong |= {f"{options.tensor_parallel} ranks, which make no grid": grid_of(options.tensor_parallel) == 1}
     else:
         is_wrong |= {"torch instead of the compiled kernels": not machine.kernels}
     if layout == "phased":
-        is_wrong |= {"experts": any(model.experts), "states": bool(model.state_layers)}
+        is_wrong |= {"experts": any(model.experts), "states": bool(model.has_states)}
         is_wrong |= {"workers of other hosts": options.remote_workers > 0}
     return [what for what, is_asked in is_wrong.items() if is_asked]
 

@@ -24,10 +24,10 @@ def decide_kv_policies(
     model: ModelConfig,
 ) -> Decision[tuple[str, ...]]:
     """The kinds that requests may ask for, or why they may not."""
-    specs, why = model.attention_layers, ""
+    specs, why = model.token_layers, ""
     if model.pooler is not None:
         why = "an encoder keeps no tokens"
-    elif model.state_layers:
+    elif model.has_states:
         why = "this model's states of constant size keep no tokens that could be given up"
     elif kinds := sorted({kind for spec in specs for kind in spec.kinds}):
         why = f"this model's layers have {' and '.join(kinds)}, which KV policies do not know"

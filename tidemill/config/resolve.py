@@ -231,7 +231,7 @@ def resolve(
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", decide_background_budget(device, token_budget, model))
-    step_cost = settle("step_cost", decide_step_cost(device, bool(model.state_layers)))
+    step_cost = settle("step_cost", decide_step_cost(device, bool(model.has_states)))
     fast_math = settle("fast_math", decide_fast_math(options, device))
     max_loras = settle("max_loras", decide_max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
@@ -376,7 +376,7 @@ def _draft(
     if model is None:
         raise ConfigError("The draft model's shape is not known.", param="draft_model")
     name = options.draft_model
-    if model.pooler is not None or model.state_layers:
+    if model.pooler is not None or model.has_states:
         why = "generates nothing" if model.pooler is not None else "keeps states of constant size, which cannot be taken back"
         raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))

@@ -24,7 +24,7 @@ def decide_contextual_sparsity(
         "an encoder": model.pooler is not None,
         "experts": any(model.experts),
         "a feed-forward without a gate": not model.is_gated,
-        "layers without attention": bool(model.state_layers),
+        "layers without attention": bool(model.has_states),
     }
     fixes = {"quantized weights": "Add --dtype float32.", "a GPU": "Add --device cpu."}
     for what, is_wrong in wrong.items():

@@ -33,9 +33,9 @@ def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype:
     """The obstacle to computing over a contiguous range, or empty."""
     if model.pooler is not None:
         return "an encoder keeps no keys and values"
-    if model.state_layers:
+    if model.has_states:
         return "this model keeps states of constant size, which lie in pages"
-    if any(spec.window for spec in model.attention_layers):
+    if any(spec.window for spec in model.layers):
         return "this model has layers with windows, which give back pages in the middle of a row"
     if kv_dtype not in ("float32", "bfloat16", "float16"):
         return f"keys and values of {kv_dtype} have their scales in the page"
@@ -57,7 +57,7 @@ def _gpu_obstacle(options: EngineOptions, model: ModelConfig) -> str:
         return f"draft heads (speculate {options.speculate}) are in graphs of paged attention"
     if options.loras or options.max_loras:
         return "LoRA adapters of a GPU are in graphs of paged attention"
-    kinds = sorted({kind for spec in model.attention_layers for kind in spec.kinds})
+    kinds = sorted({kind for spec in model.layers for kind in spec.kinds})
     if kinds:
         return f"the contiguous attention kernel has no {' and no '.join(kinds)}"
     if model.head_dim not in (16, 32, 64, 128, 256):

@@ -3,7 +3,7 @@ run. In a format with scales a page is bytes: the values, then the scales (`kv_f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from tidemill.cache_layout import Place
 from tidemill.kernels import masks
 from tidemill.kernels.kvquant import KVQuant
 from tidemill.kv_format import FORMATS, KVFormat
-from tidemill.model_config import AttentionSpec
+from tidemill.model_config import AttentionSpec, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class HeadWeights:
 
 
 PLAIN = HeadWeights()
+
+
+def attention_specs(layers: Iterable[LayerSpec]) -> tuple[AttentionSpec, ...]:
+    """The specs of those layers that attend."""
+    return tuple(spec for spec in layers if isinstance(spec, AttentionSpec))
 
 
 @dataclass(frozen=True, slots=True)

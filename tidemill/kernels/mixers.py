@@ -21,7 +21,7 @@ from tidemill.kernels.policies import Round
 from tidemill.kernels.policy_attention import PolicyStep, plan_policies
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
 from tidemill.kernels.trees import Paths
-from tidemill.model_config import AttentionSpec, LayerSpec
+from tidemill.model_config import LayerSpec
 
 Attention: TypeAlias = NativeAttention | TorchAttention
 AttentionStep: TypeAlias = NativeStep | TorchStep | PolicyStep
@@ -39,7 +39,7 @@ class Mixers:
     def __init__(self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None) -> None:
         """`kv`: of the attention layers alone; `states`: of all layers. None: there are none."""
         self.kv, self.paged = kv, states
-        self._numbers = np.cumsum([isinstance(spec, AttentionSpec) for spec in layers]) - 1  # among attention layers
+        self._numbers = np.cumsum([spec.reads_tokens for spec in layers]) - 1  # among attention layers
         self.attention: Attention | None = None
         self.states: NativeStates | TorchStates | None = None
         self.why_not = ""  # attention by the compiled kernel, and what computes it instead

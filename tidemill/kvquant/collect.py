@@ -14,7 +14,6 @@ from tidemill.errors import CalibrationError
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.mixers import MixedStep
 from tidemill.kvquant.fit import Samples, sensitivity
-from tidemill.model_config import AttentionSpec
 from tidemill.runner.batch import Batch
 from tidemill.runner.cpu_runner import CpuRunner
 
@@ -97,9 +96,7 @@ class Collector:
 
     def _see(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         _check_finite(layer, k, v)
-        spec = self._kv.specs[layer]
-        assert isinstance(spec, AttentionSpec)
-        weights = sensitivity(q, k, v, spec, self._kv.angles[layer])
+        weights = sensitivity(q, k, v, self._kv.specs[layer], self._kv.angles[layer])
         self._made[layer].append(tuple(each[1 :: self.stride].clone() for each in (k, weights[0], v, weights[1])))
 
     def _see_first(self, ids: list[int]) -> None:

@@ -14,7 +14,7 @@ from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import AttentionSpec, ModelConfig
-from tidemill.parallel.cuts import Cut, attention_heads
+from tidemill.parallel.cuts import Cut, heads_of
 from tidemill.quant import WeightPlan
 
 
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         assert isinstance(spec, AttentionSpec)
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        own = attention_heads(spec, weights.shard)
+        own = heads_of(spec, weights.shard)
         self.sinks = Sinks(own.heads) if spec.has_sinks else None
         q, kv = own.heads.times(dim).size, own.groups.times(dim).size
         self.qkv = Linear(config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.attention_bias, weights=weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,11 +14,30 @@ from tidemill.kernels.norm import NormGroup, shared_rms_norm
 from tidemill.kernels.state import ScanInputs, StateWeights
 from tidemill.layers.base import Layer, read_values
 from tidemill.layers.linear import Linear
-from tidemill.model_config import ModelConfig, StateSpec
-from tidemill.parallel.cuts import Cut, Size, StateCut, norm_is_shared, state_cut, together
+from tidemill.model_config import LayerSpec, ModelConfig, StateSpec
+from tidemill.parallel.cuts import Cut, Size, heads_of, rank_spec, together
 from tidemill.parallel.group import group_of
+from tidemill.parallel.shard import Shard
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateCut:
+    """The cut of a layer with a state: heads, inner values, and what the convolution sees."""
+
+    heads: Cut
+    groups: Cut
+    inner: Cut
+    channels: Cut
+
+
+def state_cut(spec: LayerSpec, shard: Shard) -> StateCut:
+    assert isinstance(spec, StateSpec)
+    own = heads_of(spec, shard)
+    inner, keys = own.heads.times(spec.head_dim), own.groups.times(spec.state_size)
+    channels = inner if spec.kind == "mamba" else together(inner, keys, keys)
+    return StateCut(own.heads, own.groups, inner, channels)
 
 
 class StateStep(Protocol):
@@ -132,7 +152,8 @@ class StateMixer(nn.Module):
         assert isinstance(spec, StateSpec)
         self.layer, self.eps = layer, config.norm_eps
         self.own, self._group = state_cut(spec, weights.shard), group_of(weights.shard)
-        self._groups = _norm_groups(spec, self.own.inner) if norm_is_shared(spec, weights.shard) else []
+        is_split = spec.norm_size and rank_spec(spec, weights.shard) == rank_spec(spec.but(norm_size=0), weights.shard)
+        self._groups = _norm_groups(spec, self.own.inner) if is_split else []
         self._num_groups = spec.num_inner // spec.norm_size if self._groups else 0
         self.ins = Linear(config.hidden_size, ins, bias=bias, weights=weights, stored=stored)
         self.conv = Conv(spec, self.own.channels, conv_bias)

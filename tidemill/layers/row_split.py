@@ -11,8 +11,8 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.exchanges import Exchange
 from tidemill.layers.attention import AttentionStep
-from tidemill.model_config import AttentionSpec, ModelConfig
-from tidemill.parallel.cuts import attention_heads
+from tidemill.model_config import ModelConfig
+from tidemill.parallel.cuts import heads_of
 from tidemill.parallel.group import Group
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.shared import SharedGroup
@@ -25,9 +25,9 @@ class RowSplit:
 
     def __init__(self, config: ModelConfig, group: Group, by_rank: bool = False) -> None:
         self._group, self._shard = group, Shard(group.rank, group.size)
-        spec, dim = config.attention_layers[0], config.head_dim
-        heads = [attention_heads(spec, Shard(rank, group.size)) for rank in range(group.size)]
-        nums = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        spec, dim = config.layers[0], config.head_dim
+        heads = [heads_of(spec, Shard(rank, group.size)) for rank in range(group.size)]
+        nums = (spec.num_heads, *(part.num_heads for part in spec.stored))
         firsts = [sum(nums[:i]) * dim for i in range(3)]
         self._runs = [
             [
@@ -119,4 +119,4 @@ class RowStep:
 
 def can_split(config: ModelConfig) -> bool:
     """Tells if rows have nothing but attention to do with each other."""
-    return all(isinstance(spec, AttentionSpec) for spec in config.layers)
+    return all(spec.num_exchanged for spec in config.layers)

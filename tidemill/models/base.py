@@ -29,7 +29,7 @@ from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.layers.streamed import Reads, Streaming
-from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
+from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.heads import Labels
 from tidemill.models.settings import required
 from tidemill.parallel.cuts import part_config
@@ -63,7 +63,7 @@ class Model(nn.Module, ABC):
         self.whole, self.weight_plan = config, weights
         self.config = part_config(config, weights.part, weights.expert_parallel)  # of the part that is here
         self._rotations = [
-            rotation for rotation in dict.fromkeys(spec.rotation for spec in config.attention_layers) if rotation is not None
+            rotation for rotation in dict.fromkeys(spec.rotation for spec in config.layers) if rotation is not None
         ]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.labels: Labels | None = None
@@ -124,12 +124,12 @@ class Model(nn.Module, ABC):
         for rotation, rope in zip(self._rotations, self.ropes, strict=True):
             assert isinstance(rope, Rope)
             tables[rotation] = rope.build(num_positions, device, longest)
-        return [tables[spec.rotation] if isinstance(spec, AttentionSpec) else None for spec in self.config.layers]
+        return [tables[spec.rotation] for spec in self.config.layers]
 
     def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:
         """Each layer's numbers [N, 2 * num_positions - 1] that are added to scores, by the key's position less the query's, from
         1 - num_positions on."""
-        return [None] * len(self.config.attention_layers)
+        return [None] * len(self.config.token_layers)
 
     def pool(self, hidden_TH: torch.Tensor, kind: str) -> torch.Tensor:
         """The pooling of some tokens of a sequence, in float64: the sum for a mean, scores, the last's or the first's hidden

@@ -15,7 +15,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig
 from tidemill.models import llama
 from tidemill.models.settings import Nullable, rope_keys
-from tidemill.parallel.cuts import Size, attention_heads, num_of, whole_of
+from tidemill.parallel.cuts import Size, heads_of, num_of, whole_of
 from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
 
@@ -37,7 +37,7 @@ class SubNorm(RMSNorm):
 class NormedAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
-        own = attention_heads(config.attention_layers[layer], weights.shard)
+        own = heads_of(config.layers[layer], weights.shard)
         self.sub_norm = SubNorm(own.heads.times(config.head_dim).size, config.norm_eps, weights)
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:

@@ -104,7 +104,7 @@ class Gemma2(Llama):
         ]
         config = with_windows(config, windows_of(kinds, settings["sliding_window"], num_layers, source))
         softcap, scale = settings["attn_logit_softcapping"] or 0.0, max(settings["query_pre_attn_scalar"], 1e-6) ** -0.5
-        layers = tuple(replace(spec, scale=scale, softcap=softcap) for spec in config.attention_layers)
+        layers = tuple(spec.but(scale=scale, softcap=softcap) for spec in config.layers)
         return replace(config, layers=layers, logits_softcap=settings["final_logit_softcapping"] or 0.0)
 
     @classmethod
@@ -115,8 +115,8 @@ class Gemma2(Llama):
         scalar = config.hidden_size / config.num_heads if wide else config.head_dim
         softcap = optional(data, f"{arch}.attn_logit_softcapping", float, 0.0, source)
         layers = [
-            replace(spec, scale=scalar**-0.5, softcap=softcap, window=window)
-            for spec, window in zip(config.attention_layers, sizes, strict=True)
+            spec.but(scale=scalar**-0.5, softcap=softcap, window=window)
+            for spec, window in zip(config.layers, sizes, strict=True)
         ]
         return replace(
             config,
@@ -148,7 +148,7 @@ class Gemma3(Gemma2):
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        whole = config.attention_layers[0].rotation
+        whole = config.layers[0].rotation
         assert whole is not None
         key = f"{checkpoint.architecture}.rope.freq_base_swa"
         local = optional(checkpoint.metadata, key, float, _LOCAL_THETA, checkpoint.path)
@@ -160,7 +160,7 @@ class Gemma3(Gemma2):
     ) -> ModelConfig:
         dim = config.head_dim
         rotations = [Rotation(num_dims=dim, theta=theta, scaling=scaling) for theta, scaling in (local, whole)]
-        layers = (replace(spec, rotation=rotations[0 if spec.window else 1]) for spec in config.attention_layers)
+        layers = (spec.but(rotation=rotations[0 if spec.window else 1]) for spec in config.layers)
         return replace(config, layers=tuple(layers), qk_norm=True)
 
 

@@ -102,7 +102,7 @@ class GPT2(Llama):
         config = _config(settings, checkpoint, source)
         scale = config.head_dim**-0.5 if settings["scale_attn_weights"] else 1.0
         by_layer = settings["scale_attn_by_inverse_layer_idx"]
-        layers = (replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.attention_layers))
+        layers = (spec.but(scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.layers))
         return replace(config, layers=tuple(layers), act=one_of(settings, "activation_function", ACTS, source))
 
     @classmethod

@@ -115,7 +115,7 @@ class GptOss(Llama):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
         config = cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else config
-        return replace(config, layers=tuple(replace(spec, has_sinks=True) for spec in config.attention_layers))
+        return replace(config, layers=tuple(spec.but(has_sinks=True) for spec in config.layers))
 
     KEYS: ClassVar = {
         "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
@@ -145,7 +145,7 @@ class GptOss(Llama):
         data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
         window = required(data, f"{arch}.attention.sliding_window", int, source)
         layers = []
-        for i, layer in enumerate(config.attention_layers):
+        for i, layer in enumerate(config.layers):
             rotation = layer.rotation
             if rotation is not None and rotation.scaling is not None:  # which the format has no word for
                 rotation = replace(rotation, scaling=replace(rotation.scaling, truncate=False))

@@ -43,7 +43,7 @@ class Granite(Llama):
         config = super().read_config(checkpoint)
         if checkpoint.format != "gguf":
             return config
-        defaults = (1.0, config.attention_layers[0].scale, 1.0, 1.0)  # where the file does not say
+        defaults = (1.0, config.layers[0].scale, 1.0, 1.0)  # where the file does not say
         keys = [f"{checkpoint.architecture}.{key}" for key in _GGUF]
         multipliers = zip(keys, defaults, strict=True)
         values = {key: optional(checkpoint.metadata, key, float, default, checkpoint.path) for key, default in multipliers}
@@ -55,7 +55,7 @@ def _scaled(config: ModelConfig, values: Settings, source: object) -> ModelConfi
         if not 1e-6 < value < 1e6:
             raise CheckpointError(f"{source}: {key} is {value}, which cannot be used.")
     embedding, attention, residual, logits = values.values()
-    layers = tuple(replace(spec, scale=attention) for spec in config.attention_layers)
+    layers = tuple(spec.but(scale=attention) for spec in config.layers)
     return replace(config, layers=layers, embedding_scale=embedding, residual_scale=residual, logits_scale=1 / logits)
 
 

@@ -257,21 +257,21 @@ class SmolLM3(Llama):
         window = settings["sliding_window"] if settings["use_sliding_window"] or settings["layer_types"] else None
         kinds = settings["layer_types"] or ["full_attention" if is_rotated else "sliding_attention" for is_rotated in are_rotated]
         config = with_windows(config, windows_of(kinds[: config.num_layers], window, config.num_layers, source))
-        specs = zip(config.attention_layers, are_rotated, strict=False)
-        return replace(config, layers=tuple(spec if is_rotated else replace(spec, rotation=None) for spec, is_rotated in specs))
+        specs = zip(config.layers, are_rotated, strict=False)
+        return replace(config, layers=tuple(spec if is_rotated else spec.but(rotation=None) for spec, is_rotated in specs))
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
         if checkpoint.format != "gguf":
             return config
-        specs = enumerate(config.attention_layers)  # files of GGUF do not say which layers are rotated
-        layers = (replace(spec, rotation=None) if (i + 1) % _SMOLLM3_EVERY == 0 else spec for i, spec in specs)
+        specs = enumerate(config.layers)  # files of GGUF do not say which layers are rotated
+        layers = (spec.but(rotation=None) if (i + 1) % _SMOLLM3_EVERY == 0 else spec for i, spec in specs)
         return replace(config, layers=tuple(layers))
 
 
 def _notes(config: ModelConfig) -> tuple[str, ...]:
-    scalings = {spec.rotation.scaling for spec in config.attention_layers if spec.rotation is not None}
+    scalings = {spec.rotation.scaling for spec in config.layers if spec.rotation is not None}
     notes = [
         f"--max-context decides the rope factors: above {scaling.original_context} the long ones, else the short ones."
         for scaling in scalings
@@ -286,7 +286,7 @@ def _notes(config: ModelConfig) -> tuple[str, ...]:
 
 def check_numbers(config: ModelConfig, source: object) -> None:
     """Refuses numbers that would make rope tables or norms that are not numbers."""
-    rotations = {spec.rotation for spec in config.attention_layers if spec.rotation is not None}
+    rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
     scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
         "context length": config.max_context < 1,
@@ -294,7 +294,7 @@ def check_numbers(config: ModelConfig, source: object) -> None:
         "number of rotated dimensions": any(
             not 0 < rotation.num_dims <= config.head_dim or rotation.num_dims % 2 for rotation in rotations
         ),
-        "sliding window": any(spec.window < 0 for spec in config.attention_layers),
+        "sliding window": any(spec.window < 0 for spec in config.layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
         "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
         "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),
@@ -330,7 +330,7 @@ def from_settings(settings: Settings, checkpoint: Checkpoint, act: str = "hidden
         scale=head_dim**-0.5,
         rotation=Rotation(num_dims=num_rotated, theta=rope.theta, scaling=rope.scaling),
     )
-    layers = alike(settings["num_hidden_layers"], replace(spec, window=settings.get("sliding_window") or 0))
+    layers = alike(settings["num_hidden_layers"], spec.but(window=settings.get("sliding_window") or 0))
     if checkpoint.metadata.get("is_causal") is False:
         raise CheckpointError(f"{source}: is_causal is false: a decoder that sees the whole text is not supported.")
     has_bias = settings.get("attention_bias", False)
@@ -368,7 +368,7 @@ def windows_of(kinds: list[str], window: int | None, num_layers: int, source: ob
 
 
 def with_windows(config: ModelConfig, sizes: list[int]) -> ModelConfig:
-    layers = tuple(replace(spec, window=size) for spec, size in zip(config.attention_layers, sizes, strict=True))
+    layers = tuple(spec.but(window=size) for spec, size in zip(config.layers, sizes, strict=True))
     return replace(config, layers=layers)
 
 

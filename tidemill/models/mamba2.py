@@ -7,19 +7,19 @@ from typing import ClassVar
 import torch
 
 from tidemill.errors import CheckpointError
-from tidemill.layers.mamba import StateMixer
+from tidemill.layers.mamba import StateMixer, state_cut
 from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.models import mamba
 from tidemill.models.mamba import MAX_CONTEXT, Mamba
 from tidemill.models.settings import Nullable, Settings, required
-from tidemill.parallel.cuts import state_cut, together
+from tidemill.parallel.cuts import together
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 
 class Block(mamba.Block):
     def make_mixer(self, config: ModelConfig, layer: int, weights: WeightPlan) -> StateMixer:
-        own = state_cut(config.state_layers[0], weights.shard)
+        own = state_cut(config.layers[0], weights.shard)
         ins = {"in": together(own.channels, own.inner, own.heads).size}
         return StateMixer(config, layer, weights, ins, bias=config.attention_bias, conv_bias=config.conv_bias)
 
@@ -36,7 +36,8 @@ class Mamba2(Mamba):
         """Stored: gate, channels, time steps."""
         if part.partition(".")[0] != "in":
             return None
-        spec = self.whole.state_layers[0]
+        spec = self.whole.layers[0]
+        assert isinstance(spec, StateSpec)
         gate, channels, steps = torch.arange(spec.num_projected, device="cpu").split(
             [spec.num_inner, spec.num_channels, spec.num_heads]
         )

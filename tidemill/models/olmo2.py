@@ -17,7 +17,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.llama import Llama, from_settings, gguf_windows, source_of, windows_of
 from tidemill.models.settings import Nullable, Settings, read_layered_rope, rope_keys
-from tidemill.parallel.cuts import attention_heads
+from tidemill.parallel.cuts import heads_of
 from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ _EVERY = 4  # layers, the last of which is without a window, in files that do no
 class NormedAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
-        own, dim = attention_heads(config.attention_layers[0], weights.shard), config.head_dim
+        own, dim = heads_of(config.layers[0], weights.shard), config.head_dim
         q, k = own.heads.times(dim), own.groups.times(dim)
         self.q_norm, self.k_norm = RMSNorm(q.size, config.norm_eps), RMSNorm(k.size, config.norm_eps)
         self._group = group_of(weights.shard)
@@ -95,10 +95,10 @@ class Olmo2(Llama):
         if checkpoint.format != "gguf":
             return config
         layers = []
-        for spec, window in zip(config.attention_layers, gguf_windows(checkpoint, config.num_layers, _EVERY), strict=True):
+        for spec, window in zip(config.layers, gguf_windows(checkpoint, config.num_layers, _EVERY), strict=True):
             assert spec.rotation is not None
             rotation = replace(spec.rotation, scaling=None) if window else spec.rotation
-            layers.append(replace(spec, window=window, rotation=rotation))
+            layers.append(spec.but(window=window, rotation=rotation))
         return replace(config, layers=tuple(layers))
 
 
@@ -118,7 +118,7 @@ class Olmo3(Olmo2):
         ]
         sizes = windows_of(kinds, settings["sliding_window"], num_layers, source)
         layers = (
-            replace(spec, window=size, rotation=local if kind == "sliding_attention" else full)
-            for spec, size, kind in zip(config.attention_layers, sizes, kinds, strict=True)
+            spec.but(window=size, rotation=local if kind == "sliding_attention" else full)
+            for spec, size, kind in zip(config.layers, sizes, kinds, strict=True)
         )
         return replace(config, layers=tuple(layers))

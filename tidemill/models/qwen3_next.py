@@ -12,16 +12,16 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels.gate import gated
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.linear import Linear
-from tidemill.layers.mamba import StateMixer, StateParameters
+from tidemill.layers.mamba import StateMixer, StateParameters, state_cut
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import RMSNorm
-from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
+from tidemill.model_config import LayerSpec, ModelConfig, StateSpec
 from tidemill.models.llama import Llama, from_settings, source_of
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.qwen3 import Qwen3
 from tidemill.models.qwen_moe import Qwen2MoE, with_experts
 from tidemill.models.settings import Nullable, Settings, optional, required, rope_keys
-from tidemill.parallel.cuts import attention_heads, state_cut, together
+from tidemill.parallel.cuts import heads_of, together
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -36,7 +36,7 @@ class GatedAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
         size, num_q, bias = config.hidden_size, config.num_heads * config.head_dim, config.attention_bias
-        own = attention_heads(config.attention_layers[0], weights.shard)
+        own = heads_of(config.layers[layer], weights.shard)
         q, kv = own.heads.times(config.head_dim).size, own.groups.times(config.head_dim).size
         self.qkv = Linear(size, {"q": q, "k": kv, "v": kv}, bias=bias, weights=weights, stored={"q": 2 * num_q})
         self.gate = Linear(size, {"output_gate": q}, bias=bias, weights=weights, stored={"output_gate": 2 * num_q})
@@ -102,7 +102,8 @@ class Qwen3Next(Llama):
             return torch.arange(2 * heads * dim, device="cpu").view(heads, 2, dim)[:, 0 if name == "q" else 1].flatten()
         if name not in ("qkv", "z", "ba", "conv") or (name == "z" and checkpoint_format == "gguf"):
             return None
-        return _delta_order(self.whole.state_layers[0], "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
+        spec = next(spec for spec in self.whole.layers if isinstance(spec, StateSpec))
+        return _delta_order(spec, "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
 
     KEYS: ClassVar = {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
@@ -170,7 +171,7 @@ def _delta(num_heads: int, head_dim: int, key_dim: int, num_keys: int, kernel: i
 
 def _assembled(config: ModelConfig, are_states: list[bool], state: StateSpec) -> ModelConfig:
     layers: list[LayerSpec] = [state if is_state else spec for is_state, spec in zip(are_states, config.layers, strict=True)]
-    if not any(isinstance(spec, AttentionSpec) for spec in layers):
+    if not any(spec.reads_tokens for spec in layers):
         raise CheckpointError("A Qwen3-Next without attention layers is not supported.")
     return replace(config, layers=tuple(layers))
 

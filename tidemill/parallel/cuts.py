@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tidemill.errors import ConfigError
-from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, MoESpec, StateSpec
+from tidemill.model_config import LayerSpec, ModelConfig, MoESpec
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.world import Part
 
@@ -99,33 +99,13 @@ def share_heads(num_heads: int, num_groups: int, shard: Shard) -> Heads:
     )
 
 
-def attention_heads(spec: AttentionSpec, shard: Shard) -> Heads:
-    return share_heads(spec.num_heads, spec.num_kv_heads, shard)
-
-
-@dataclass(frozen=True, slots=True)
-class StateCut:
-    """The cut of a layer with a state: heads, inner values, and what the convolution sees."""
-
-    heads: Cut
-    groups: Cut
-    inner: Cut
-    channels: Cut
-
-
-def state_cut(spec: StateSpec, shard: Shard) -> StateCut:
-    own = share_heads(spec.num_heads, spec.num_groups, shard)
-    inner, keys = own.heads.times(spec.head_dim), own.groups.times(spec.state_size)
-    return StateCut(own.heads, own.groups, inner, inner if spec.kind == "mamba" else together(inner, keys, keys))
+def heads_of(spec: LayerSpec, shard: Shard) -> Heads:
+    return share_heads(spec.num_heads, spec.head_groups, shard)
 
 
 def mixer_values(config: ModelConfig, layer: int, shard: Shard) -> int:
     """Weights of a layer's attention, or of what it has instead, on this rank."""
-    spec = rank_spec(config.layers[layer], shard)
-    if isinstance(spec, StateSpec):
-        return spec.num_parameters(config.hidden_size)
-    assert isinstance(spec, AttentionSpec)
-    return config.hidden_size * spec.head_dim * ((3 if config.gated_attention else 2) * spec.num_heads + 2 * spec.num_kv_heads)
+    return rank_spec(config.layers[layer], shard).num_parameters(config.hidden_size, config.gated_attention)
 
 
 def feed_forward_cut(config: ModelConfig, layer: int, shard: Shard) -> Cut:
@@ -177,28 +157,9 @@ def shares(num: int, unit: int, per_column: int, others: Sequence[int]) -> list[
 
 def rank_spec(spec: LayerSpec, shard: Shard) -> LayerSpec:
     """The spec of a layer as this rank has it."""
-    if isinstance(spec, StateSpec):
-        own = state_cut(spec, shard)
-        norm = 0 if norm_is_shared(spec, shard) else spec.norm_size
-        return replace(spec, num_heads=own.heads.num, num_groups=own.groups.num, norm_size=norm)
-    assert isinstance(spec, AttentionSpec)
-    heads = attention_heads(spec, shard)
-    return replace(
-        spec,
-        num_heads=heads.heads.num,
-        num_kv_heads=heads.groups.num,
-        first_head=heads.heads.runs[0].start,
-        all_heads=spec.num_heads,
-        kv_is_shared=spec.num_kv_heads < shard.size,
-    )
-
-
-def norm_is_shared(spec: StateSpec, shard: Shard) -> bool:
-    """Tells if values of several ranks are normed together."""
-    if not spec.norm_size:
-        return False
-    ends = [state_cut(spec, Shard(rank, shard.size)).inner.runs[0].stop for rank in range(shard.size)]
-    return any(end % spec.norm_size for end in ends)
+    ranks = [heads_of(spec, Shard(rank, shard.size)) for rank in range(shard.size)]
+    own, ends = ranks[shard.rank], [rank.heads.runs[0].stop for rank in ranks]
+    return spec.cut(own.heads.runs[0], own.groups.num, ends)
 
 
 def rank_config(config: ModelConfig, shard: Shard, expert_parallel: bool = False) -> ModelConfig:
@@ -210,7 +171,7 @@ def rank_config(config: ModelConfig, shard: Shard, expert_parallel: bool = False
     if expert_parallel and any(spec is not None and spec.num_experts < shard.size for spec in config.experts):
         raise ConfigError("There are more ranks than experts.", fix="Use fewer ranks, or leave --expert-parallel out.")
     layers = tuple(rank_spec(spec, shard) for spec in config.layers)
-    if config.state_layers:
+    if config.has_states:
         _check_alike(config, shard)
     experts = tuple(
         None if spec is None else _rank_experts(config, layer, spec, shard, expert_parallel)
@@ -231,7 +192,7 @@ def part_config(config: ModelConfig, part: Part, expert_parallel: bool = False) 
     if config.pooler is not None:
         raise ConfigError("Encoders cannot be divided among ranks.", fix="Use --data-parallel.")
     size, num_layers = part.rows.size, config.num_layers
-    layers = config.layers if config.state_layers else tuple(rank_spec(spec, part.rows) for spec in config.layers)
+    layers = config.layers if config.has_states else tuple(rank_spec(spec, part.rows) for spec in config.layers)
     stored = {kind: min(num, -(-num // size) + 2 * num // num_layers) for kind, num in config.stored.items()}
     return replace(config, layers=layers, stored=stored)
 
@@ -239,17 +200,12 @@ def part_config(config: ModelConfig, part: Part, expert_parallel: bool = False) 
 def _check_alike(config: ModelConfig, shard: Shard) -> None:
     """Pages of states are planned for all ranks at once: they must have the same sizes everywhere."""
     for spec in dict.fromkeys(config.layers):
-        own = {_anywhere(rank_spec(spec, Shard(rank, shard.size))) for rank in range(shard.size)}
+        own = {rank_spec(spec, Shard(rank, shard.size)).but(first_head=0) for rank in range(shard.size)}
         if len(own) > 1:
-            heads = spec.num_heads if isinstance(spec, AttentionSpec | StateSpec) else 0
             raise ConfigError(
-                f"{heads} heads of a model that has states cannot be shared out evenly among {shard.size} ranks.",
+                f"{spec.num_heads} heads of a model that has states cannot be shared out evenly among {shard.size} ranks.",
                 fix="Use a number of ranks that divides heads, KV heads and groups.",
             )
-
-
-def _anywhere(spec: LayerSpec) -> LayerSpec:
-    return replace(spec, first_head=0) if isinstance(spec, AttentionSpec) else spec
 
 
 def _rank_experts(config: ModelConfig, layer: int, spec: MoESpec, shard: Shard, expert_parallel: bool) -> MoESpec:

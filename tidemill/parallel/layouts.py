@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.config.parallel import grid_of
-from tidemill.model_config import AttentionSpec, ModelConfig, StateSpec
+from tidemill.model_config import ModelConfig
 
 _MOST_TOKENS = 2**16  # of a step
 
@@ -145,23 +145,15 @@ def _sent(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: D
                 num += 4
             num += layout.gathered > 1
         if layout.gathered == size:  # rows for heads, and back
-            total += tokens * _exchanged(model, layer) * device.activation_bytes
+            total += tokens * model.layers[layer].num_exchanged * device.activation_bytes
     if layout.gathered > 1 and not layout.in_place:
         total += model.num_parameters * device.weight_bytes * (layout.gathered - 1) / size
     return total, num
 
 
-def _exchanged(model: ModelConfig, layer: int) -> int:
-    """Values of a token that its attention takes and gives."""
-    spec = model.layers[layer]
-    return 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if isinstance(spec, AttentionSpec) else 0
-
-
 def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
     """The inner sizes of a layer's blocks, between their two projections."""
-    spec, moe = model.layers[layer], model.moe(layer)
-    assert isinstance(spec, AttentionSpec | StateSpec)
-    own = [spec.num_inner if isinstance(spec, StateSpec) else spec.num_heads * spec.head_dim]
+    moe, own = model.moe(layer), [model.layers[layer].num_inner]
     fed = model.intermediate_size if moe is None else moe.top_k * moe.expert_size + moe.shared_size
     return [*own, fed] if fed else own
 

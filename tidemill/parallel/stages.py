@@ -20,7 +20,7 @@ from tidemill.config.compute import decide_device, decide_dtype, decide_scheme, 
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import AttentionSpec, ModelConfig
+from tidemill.model_config import ModelConfig
 from tidemill.parallel.world import Stage, split_layers
 
 FORMAT = 1  # of the file; raised when its fields mean something else
@@ -179,7 +179,7 @@ def stages_of(counts: tuple[int, ...]) -> list[Stage]:
 
 def kv_layers(model: ModelConfig, stage: Stage) -> list[int]:
     """The layers with keys and values of a stage."""
-    with_kv = [layer for layer, spec in enumerate(model.layers) if isinstance(spec, AttentionSpec)]
+    with_kv = [layer for layer, spec in enumerate(model.layers) if spec.reads_tokens]
     return [number for number, layer in enumerate(with_kv) if layer in stage]
 
 

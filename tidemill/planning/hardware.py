@@ -185,7 +185,7 @@ def estimate(model: ModelConfig, hardware: Hardware, shape: Shape, seen: Seen | 
     first, two, many = cost(1), cost(2), cost(2**20)
     head = model.vocab_size * model.hidden_size / model.num_active_parameters  # the part of computing that is the logits'
     tables = head if model.tie_embeddings else 2 * head  # looking up an embedding computes nothing
-    specs = model.attention_layers
+    specs = model.token_layers
     by_prompts = of_windows(model, seen.by_prompts)
     width = sum(spec.num_heads * spec.head_dim * by_prompts[spec.window] for spec in specs)
     read = _mean_of_layers(model, seen.by_outputs)
@@ -215,12 +215,12 @@ def kv_dtype(hardware: Hardware) -> str:
 
 
 def of_windows(model: ModelConfig, part: Callable[[int], float]) -> dict[int, float]:
-    return {window: part(window) for window in {spec.window for spec in model.attention_layers}}
+    return {window: part(window) for window in {spec.window for spec in model.layers}}
 
 
 def _mean_of_layers(model: ModelConfig, part: Callable[[int], float]) -> float:
     """The mean over the layers with keys and values."""
-    specs, parts = model.attention_layers, of_windows(model, part)
+    specs, parts = model.token_layers, of_windows(model, part)
     return sum(parts[spec.window] for spec in specs) / max(len(specs), 1)
 
 

@@ -152,7 +152,7 @@ class Case:
 
     def page_size_of(self, name: str) -> int:
         """The page size of a model. Where there are states, whole pages lie between those that are kept."""
-        return math.gcd(self.page_size, STATE_INTERVAL) if self.models[name].state_layers else self.page_size
+        return math.gcd(self.page_size, STATE_INTERVAL) if self.models[name].has_states else self.page_size
 
     def cache(self, name: str, shape: Shape) -> Cache | None:
         """The cache of a model in this shape; same as `cache_of`."""
@@ -296,9 +296,7 @@ class Evaluator:
         if served is None:
             self._late[pool] = limit
             return None
-        done = self._prefilled[pool] = {
-            request.job.number: Prefilled(request.engine, request.first_s) for request in served
-        }
+        done = self._prefilled[pool] = {request.job.number: Prefilled(request.engine, request.first_s) for request in served}
         return done
 
 

@@ -35,7 +35,7 @@ def _but_every(nth: int, model: ModelConfig, spec: LayerSpec) -> ModelConfig:
 
 
 _GEMMA = _dense(62, 5376, 21_504, 32, 16, 262_208, tied=True)
-_WINDOW = replace(_GEMMA.attention_layers[0], window=1024)
+_WINDOW = _GEMMA.layers[0].but(window=1024)
 _DELTA = StateSpec(kind="delta", num_heads=32, head_dim=128, state_size=128, num_groups=16, norm_size=128)
 
 SHAPES: dict[str, ModelConfig] = {

@@ -11,7 +11,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels import native
-from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, views
+from tidemill.kernels.kv_cache import PagedKV, attention_specs, copy_pages, new_cache, views
 from tidemill.kernels.mixers import MixedStep, Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import Policies
@@ -19,7 +19,7 @@ from tidemill.kernels.state import PagedStates
 from tidemill.kernels.trees import move_tokens
 from tidemill.layers.lora import Loras
 from tidemill.layers.phased import PhasedWeights
-from tidemill.model_config import AttentionSpec, ModelConfig
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, accept, broken_rows, draws, right_drafts
 from tidemill.runner.batch import Batch, gather_batch
@@ -39,7 +39,7 @@ _LEAST_UNREAD = 16  # tokens of a step, below which its last layer computes them
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
     """Pages of keys and values, or of states where a model has no others. Mapped as they are used."""
     layout = config.layout
-    if layout.states is not None and not shape.attention_layers:
+    if layout.states is not None and not shape.token_layers:
         return torch.from_numpy(np.zeros((num_pages, layout.states.page_bytes), np.uint8))
     return new_cache(num_pages, layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
 
@@ -118,14 +118,14 @@ class CpuRunner:
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
         angles, kv, states = self.model.angles(config.max_context, longest=config.max_stream), None, None
-        if shape.attention_layers:
-            own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
+        if shape.token_layers:
+            own = [one for one, spec in zip(angles, shape.layers, strict=True) if spec.reads_tokens]
             biases = self.model.distance_biases(config.max_context)
             values, tables, scales = self._kv_memory(config)
             quant = None
             if config.kv_calibration is not None:
                 quant = load_calibration(Path(config.kv_calibration), shape, config.kv_dtype)
-            kv = PagedKV(values, tables, shape.attention_layers, own, layout.places, biases, scales, quant)
+            kv = PagedKV(values, tables, attention_specs(shape.layers), own, layout.places, biases, scales, quant)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)

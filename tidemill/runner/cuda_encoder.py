@@ -24,7 +24,7 @@ from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.pooling import pool
 from tidemill.kernels.cuda.records import HEADER, PROMPT_WIDTH, PROMPTS
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
-from tidemill.kernels.kv_cache import PagedKV
+from tidemill.kernels.kv_cache import PagedKV, attention_specs
 from tidemill.models.base import Model
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch, gather_batch
@@ -120,10 +120,10 @@ class CudaEncoder:
         self.cache = cache
         self._hidden = torch.empty(config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=device)
         angles, biases = model.angles(config.max_context, device), model.distance_biases(config.max_context)
-        self._kv_of = lambda table: PagedKV(cache, [table], shape.attention_layers, angles, config.layout.places, biases)
+        self._kv_of = lambda table: PagedKV(cache, [table], attention_specs(shape.layers), angles, config.layout.places, biases)
         kv = self._kv_of(self._words[: self._table_width].view(1, -1))
         self._biases = kv.by_distance()
-        missing = uncovered("Triton", shape.attention_layers)
+        missing = uncovered("Triton", shape.token_layers)
         self._uses_flex = bool(missing)
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._copies = torch.cuda.Stream()

@@ -39,9 +39,8 @@ from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.cuda.scan import StateLists
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
-from tidemill.kernels.kv_cache import PagedKV, copy_pages, views
+from tidemill.kernels.kv_cache import PagedKV, attention_specs, copy_pages, views
 from tidemill.layers.cuda_lora import CudaLoras
-from tidemill.model_config import AttentionSpec
 from tidemill.models.base import CausalLM
 from tidemill.parallel.group import group_of
 from tidemill.runner.base import StepResult, accept, broken_rows, draws
@@ -90,12 +89,12 @@ class CudaRunner:
         num_rows = config.max_requests + 1
         self._is_plain, self._asks = [True] * num_rows, [False] * num_rows
         self.cache = self._new_cache(config)
-        has_attention = [isinstance(spec, AttentionSpec) for spec in shape.layers]
+        has_attention = [spec.reads_tokens for spec in shape.layers]
         angles = model.angles(config.max_context, self._device, config.max_stream)
         own = [one for one, has in zip(angles, has_attention, strict=True) if has]
         biases = model.distance_biases(config.max_context)
         values, scales = self._kv_memory(config)
-        self._kv = PagedKV(values, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases, scales)
+        self._kv = PagedKV(values, self.state.kv_tables, attention_specs(shape.layers), own, config.layout.places, biases, scales)
         self._biases = self._kv.by_distance()
         missing = find_missing(config, shape, scales is not None)
         self._flex = FlexAttention(self._kv) if missing else None
@@ -105,7 +104,7 @@ class CudaRunner:
             self.fallback = "; ".join(filter(None, (self.fallback, "weights are streamed: steps run without CUDA graphs")))
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = new_states(config, shape, self.cache, self.state.tables)
-        self._by_roles = by_roles(shape.attention_layers, scales is not None) and config.kv_dtype != "int4"
+        self._by_roles = by_roles(self._kv.specs, scales is not None) and config.kv_dtype != "int4"
         self._copies_of_pages, self._room = new_copies(config, shape, self._device, self._by_roles)
         self._either = self._kinds_of_attention()
         group = shape.num_heads // max(1, shape.num_kv_heads)
@@ -227,7 +226,7 @@ class CudaRunner:
         return views(self.cache, *page, config.kv_dtype)
 
     def _kinds_of_attention(self) -> tuple[bool, ...]:
-        return (False, True) if self.model.config.attention_layers else (False,)
+        return (False, True) if self.model.config.token_layers else (False,)
 
     def _capture_mixed(self, step: Step, pool: object, run_first: bool) -> Graph:
         return self._capture(step, pool, run_first)
@@ -421,7 +420,7 @@ class CudaRunner:
         return graph.out.clone(), self._logits[:num]  # the next replay writes over the tokens
 
     def _decode_programs(self, size: int, shares: bool) -> Programs:
-        num_singles = _num_singles(size) if self.model.config.attention_layers else 0
+        num_singles = _num_singles(size) if self.model.config.token_layers else 0
         return num_singles, _SHARED_PROGRAMS if shares else 0, 0, size if self._states else 0
 
     def _decode_step(self, size: int, shares: bool, lora: bool = False) -> Step:

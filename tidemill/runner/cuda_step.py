@@ -85,8 +85,8 @@ class Launched:
 def find_missing(config: EngineConfig, shape: ModelConfig, has_scales: bool) -> str:
     """The features of the model's attention that our kernels do not compute, and torch's FlexAttention does; empty if there is
     nothing."""
-    missing = uncovered("Triton", shape.attention_layers)
-    if missing and shape.state_layers:
+    missing = uncovered("Triton", shape.token_layers)
+    if missing and shape.has_states:
         raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
     if missing and has_scales:
         why = f"{missing}, and torch's FlexAttention does not read {config.kv_dtype} keys and values."
@@ -97,7 +97,7 @@ def find_missing(config: EngineConfig, shape: ModelConfig, has_scales: bool) -> 
 def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:
     """Pages of keys and values, or of states where a model has no others; and the null page."""
     layout, num = config.layout, config.num_pages + 1
-    if layout.states is not None and not shape.attention_layers:
+    if layout.states is not None and not shape.token_layers:
         return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
     page, kind = (layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim), FORMATS[config.kv_dtype]
     if kind.has_scales:

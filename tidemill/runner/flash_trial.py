@@ -50,7 +50,7 @@ def refused_flash(config: EngineConfig, model: ModelConfig, has_scales: bool, is
         return f"it does not read {config.kv_dtype} keys and values"
     if is_streamed:
         return "weights are streamed"
-    return "" if flash.covers(model.attention_layers) and not model.state_layers else "not for this model's layers"
+    return "" if flash.covers(model.token_layers) and not model.has_states else "not for this model's layers"
 
 
 def run_trial(contest: Contest) -> FlashTrial:

@@ -65,7 +65,7 @@ def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
         return "attention is not by our kernels"
     if config.weight_memory:
         return "weights are streamed"
-    if model.experts or model.state_layers:
+    if model.experts or model.has_states:
         return "experts and states are counted and kept for a whole step"
     if config.layout.num_kv_groups != 1:
         return "layers keep different tokens"

@@ -123,7 +123,7 @@ class Calibration:
         progress: Callable[[float], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not core.model_config.attention_layers:
+        if not core.model_config.token_layers:
             what = "The model keeps states of constant size and no KV cache, and such engines are not simulated."
             raise ConfigError(what, fix="Calibrate a model with attention.", param="model")
         self._core, self._seconds, self._progress, self._now = core, seconds, progress or (lambda part: None), now

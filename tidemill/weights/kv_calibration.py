@@ -29,11 +29,11 @@ def model_shape(config: ModelConfig) -> dict[str, Any]:
         "architecture": config.architecture,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_layers,
-        "num_kv_layers": len(config.attention_layers),
+        "num_kv_layers": len(config.token_layers),
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "rotations": [repr(spec.rotation) for spec in config.attention_layers],
+        "rotations": [repr(spec.rotation) for spec in config.token_layers],
     }
 
 
@@ -42,7 +42,7 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def _shapes(config: ModelConfig, bits: int) -> dict[str, tuple[int, ...]]:
-    layers = len(config.attention_layers)
+    layers = len(config.token_layers)
     channels = (layers, 2, config.num_kv_heads, config.head_dim)
     return {
         "scales": channels,

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from tidemill.kernels.cuda.launch import is_hopper
-from tidemill.model_config import AttentionSpec
+from tidemill.model_config import LayerSpec
 
 SPLIT, BLOCK = 512, 64  # a block is a page
 SINGLE_ROWS, SCALED_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 8, 64, 64
@@ -51,7 +51,7 @@ def at_once(lists: Lists, num_kv_heads: int, group: int, dim: int) -> bool:
 
 
 @cache
-def by_roles(specs: tuple[AttentionSpec, ...], has_scales: bool = False) -> bool:
+def by_roles(specs: tuple[LayerSpec, ...], has_scales: bool = False) -> bool:
     """Tells if prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
     smallest = 128 if has_scales else 64
     return is_hopper() and all(smallest <= s.head_dim <= 128 and not s.kinds for s in specs)

@@ -8,7 +8,7 @@ agree with them and be faster. It takes whole requests, where our kernels take t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH, PROMPTS
-from tidemill.model_config import AttentionSpec
+from tidemill.model_config import LayerSpec
 
 MOST_PROMPTS = 4
 WHOLE = 2**30  # the tile of a request that is not cut
 _ROWS = 128  # of a tile of queries, by heads that share their keys
 
 
-def covers(specs: tuple[AttentionSpec, ...]) -> bool:
+def covers(specs: Iterable[LayerSpec]) -> bool:
     return all(s.scale == s.head_dim**-0.5 and not s.kinds for s in specs)
 
 

@@ -167,7 +167,7 @@ def _size(num: int) -> str:
 
 def _shown(service: Service) -> dict[str, Any]:
     tokenizer, model = service.tokenizer, service.ready.model
-    rotation = model.attention_layers[-1].rotation if model.attention_layers else None
+    rotation = model.token_layers[-1].rotation if model.token_layers else None
     kind = _family(service)
     ends = [text for token in tokenizer.eos_token_ids if (text := tokenizer.token_text(token))]
     can = {

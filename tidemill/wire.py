@@ -10,6 +10,7 @@ import msgspec
 from tidemill.config import EngineConfig, EngineOptions
 from tidemill.errors import ContextTooLong, InvalidRequest, input_too_long
 from tidemill.events import Event
+from tidemill.inputs import Segment
 from tidemill.machine import Machine
 from tidemill.model_config import SPECS, LayerSpec, ModelConfig
 from tidemill.sampling import SamplingParams
@@ -129,6 +130,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     adapter: int = 0  # its number; 0: none
     prefix_leases: list[Hold] = []
     hands_over: bool = False  # each sample ends here with its next token, to go on in another engine
+    segments: list[Segment] = []  # of the prompt, in their order
+    contents: dict[bytes, bytes] = {}  # of segments that have rows, by their keys: float32
 
     def __post_init__(self) -> None:
         """A request has a seed from its beginning, so that wherever it is computed again it draws the same."""
@@ -211,6 +214,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
     prompt_ids: list[int]
     salt: str = ""
     adapter: int = 0
+    segments: list[Segment] = []
 
 
 class ShowPages(msgspec.Struct, frozen=True, tag=True):

@@ -286,7 +286,7 @@ class EngineClient:
 
     def expect(self, request: Submit | None) -> None:
         """Another engine computes its prompt, and it goes on in this one. None: prompts that go on in others are computed."""
-        self._send(Expect([]) if request is None else Expect(request.prompt_ids, request.salt, request.adapter))
+        self._send(Expect([]) if request is None else Expect(request.prompt_ids, request.salt, request.adapter, request.segments))
 
     def ask_pages(self) -> None:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""

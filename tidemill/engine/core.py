@@ -332,7 +332,7 @@ class EngineCore:
     def expect(self, message: Expect) -> None:
         with suppress(TidemillError):  # an adapter that is not here: its request says so
             adapter = self.adapters.get(message.adapter) if message.adapter else None
-            self.scheduler.kv.expect(message.prompt_ids, _salt(message.salt, adapter))
+            self.scheduler.kv.expect(message.prompt_ids, _salt(message.salt, adapter), message.segments)
 
     def pages(self) -> Pages:
         """The owners of the pages. No step is made meanwhile, so it should be called seldom."""

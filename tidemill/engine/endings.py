@@ -57,7 +57,7 @@ class Endings:
     def _keys(self, request: Request | None) -> set[bytes]:
         """Contents of its pages that are on their way. Which tokens of beams were kept is not known: all that are."""
         kv = self._scheduler.kv
-        return kv.exporting if request is None else kv.exporting_of(request.tokens, request.spec.salt)
+        return kv.exporting if request is None else kv.exporting_of(request.tokens, request.spec.salt, request.spec.segments)
 
     def exported(self) -> list[Delta]:
         """Ends whose pages are exported by now. That is waited for, for a moment: the next step may take long."""

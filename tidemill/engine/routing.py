@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.events import Event
+from tidemill.inputs import content_ids
 from tidemill.sched.placement import Placement, prefix_keys
 from tidemill.wire import Delta, Ready, Resumed, Submit
 
@@ -90,5 +90,5 @@ class Routing:
 
 def keys_of(tokens: Sequence[int], request: Submit) -> list[int]:
     """The keys of the leading blocks of tokens, by which engines that have computed them are known."""
-    ids = array("I", [token & 0xFFFFFFFF for token in tokens]).tobytes()  # they are checked by the engine
+    ids = content_ids(tokens, request.segments).tobytes()  # they are checked by the engine
     return prefix_keys(f"{request.adapter}\0{request.salt}".encode(), ids, _TOKEN_BYTES * BLOCK_LEN)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 import msgspec
 
 from tidemill.cache_layout import Group
+from tidemill.inputs import Segment, uncut
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, Match, PageChange, Start
 from tidemill.kv.holds import Held, Holds
@@ -118,11 +119,13 @@ class KVManager(TieredPages):
     def sequences(self) -> Set[int]:
         return self._sequences.keys()
 
-    def path(self, token_ids: Sequence[int], salt: str = "", most: int | None = None) -> Path:
+    def path(
+        self, token_ids: Sequence[int], salt: str = "", most: int | None = None, segments: Sequence[Segment] = ()
+    ) -> Path:
         """By which a prompt's pages can be found, of the first `most` tokens: never the last token's, which must be computed for
         its logits."""
         num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
-        return self.index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
+        return self.index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0, segments)
 
     def knows_begin(self, path: Path) -> bool:
         """False: none of its pages is cached, nor can one be before its first is."""
@@ -134,27 +137,28 @@ class KVManager(TieredPages):
 
     def _match(self, path: Path, policy: CachePolicy | None = None) -> Match:
         """Without the tiers, if what they hold is faster computed again."""
-        match = self._match_in(self.index.find(path), policy)
+        match = self._match_in(self.index.find(path), path.segments, policy)
         if self.behind is None:
             return match
         num_bytes = self.behind.bytes_to_load(match.tables)
         if not num_bytes or not all(map(self.behind.tiers.costs.knows, num_bytes)):
             return match
-        plain = self._match_in(self.behind.find_in_pages(path), policy)
+        plain = self._match_in(self.behind.find_in_pages(path), path.segments, policy)
         num_gained = match.num_tokens - plain.num_tokens
         return match if self.behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
-    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> Match:
-        if not found.num_tokens:
+    def _match_in(self, found: Found, segments: Sequence[Segment], policy: CachePolicy | None = None) -> Match:
+        most = uncut(segments, found.num_tokens)
+        if not most:
             return Match(0, 0, [GroupTable([]) for _ in self.groups], [])
-        tables, num_pages = [], found.num_tokens // self.page_size
+        tables, num_pages = [], most // self.page_size
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
-        num_tokens, partly = self._num_usable(found.pages, num_pages) * self.page_size, []
-        if self.can_fork and num_tokens < found.num_tokens < num_tokens + self.page_size:
+        num_tokens, partly = self._num_usable(found.pages, num_pages, segments) * self.page_size, []
+        if self.can_fork and num_tokens < most < num_tokens + self.page_size:
             # What this step writes can be shared, but not copied, which is done before it.
             partly = next((pages for pages in found.partly if all(pages) and self._fresh.isdisjoint(pages)), [])
-            num_tokens = found.num_tokens if partly else num_tokens
+            num_tokens = most if partly else num_tokens
         for group, pages in zip(self.groups, found.pages, strict=True):
             first = group.first_needed(num_tokens) if num_tokens else 0
             end = num_tokens // self.page_size
@@ -162,13 +166,14 @@ class KVManager(TieredPages):
             tables.append(GroupTable([*[NULL_PAGE] * first, *needed], first))
         return Match(num_tokens, found.num_tokens, tables, partly)
 
-    def _num_usable(self, pages: Sequence[Sequence[int]], num: int) -> int:
-        """The number of leading tokens, of those of so many pages, for which every group has the pages it needs."""
+    def _num_usable(self, pages: Sequence[Sequence[int]], num: int, segments: Sequence[Segment]) -> int:
+        """The number of leading pages, of so many, at whose end the prompt may be cut and every group has the pages it needs."""
         before = -1
         while num != before:
             before = num
             for group, held in zip(self.groups, pages, strict=True):
                 num = self._num_held(group, held, num) if num else 0
+            num = uncut(segments, num * self.page_size) // self.page_size
         return num
 
     def _num_held(self, group: Group, pages: Sequence[int], num: int) -> int:
@@ -227,7 +232,8 @@ class KVManager(TieredPages):
         num = held.num_tokens // self.page_size * self.page_size
         sequence = self._sequences[seq]
         path = sequence.path.through(token_ids, num)
-        match = self._match_in(self.index.find(path) if self.behind is None else self.behind.find_in_pages(path))
+        found = self.index.find(path) if self.behind is None else self.behind.find_in_pages(path)
+        match = self._match_in(found, path.segments)
         loading = () if self.behind is None else self.behind.loading
         for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
             for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):

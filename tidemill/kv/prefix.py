@@ -20,11 +20,14 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 import msgspec
 
 from tidemill.cache_layout import Group
+from tidemill.inputs import Segment, name_of, overlapping
 from tidemill.kv.pages import NULL_PAGE
 
 
 class Path(ABC):
     """A sequence's tokens as an index knows them."""
+
+    segments: Sequence[Segment]  # of its prompt, whose keys tell its tokens from others with the same ids
 
     @abstractmethod
     def until(self, num_tokens: int) -> Path:
@@ -58,7 +61,7 @@ class PrefixIndex(ABC, Generic[P]):
         self._copies = Copies()
 
     @abstractmethod
-    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> P:
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int, segments: Sequence[Segment] = ()) -> P:
         """`num_indexed`: tokens of which `find` may find pages."""
 
     @abstractmethod
@@ -168,9 +171,11 @@ class HashPath(Path):
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
     num_seen: int = 0  # of them, how many are noted as seen
     chain: Chain = chain_keys
+    segments: Sequence[Segment] = ()
 
     def until(self, num_tokens: int) -> HashPath:
-        return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size], chain=self.chain)
+        keys = self.keys[: num_tokens // self.page_size]
+        return HashPath(self.page_size, self.root, keys, chain=self.chain, segments=self.segments)
 
     def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
         path = self.until(num_tokens)
@@ -180,8 +185,15 @@ class HashPath(Path):
     def extend(self, token_ids: Sequence[int], end: int) -> None:
         size = self.page_size
         start, end = len(self.keys) * size, end // size * size
-        if start < end:
-            self.keys += self.chain(self.keys[-1] if self.keys else self.root, token_ids[start:end], size)
+        while start < end:
+            parent, until = self.keys[-1] if self.keys else self.root, end
+            if inside := overlapping(self.segments, start, end):
+                until = inside[0].start // size * size
+                if until <= start:  # a page of its own: its key has those of what is in it
+                    until = start + size
+                    parent = sha256(parent + b"".join(map(name_of, overlapping(inside, start, until)))).digest()
+            self.keys += self.chain(parent, token_ids[start:until], size)
+            start = until
 
 
 class _States(Sequence[int]):
@@ -225,13 +237,13 @@ class HashIndex(PrefixIndex[HashPath]):
     def pages(self) -> Iterable[int]:
         return self._key_of
 
-    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> HashPath:
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int, segments: Sequence[Segment] = ()) -> HashPath:
         root = self._root_of.get(salt)
         if root is None:
             if len(self._root_of) >= _MOST_ROOTS:
                 self._root_of.clear()
             root = self._root_of[salt] = root_key(salt, self._page_size)
-        path = HashPath(self._page_size, root, chain=self.chain)
+        path = HashPath(self._page_size, root, chain=self.chain, segments=segments)
         path.extend(token_ids, num_indexed)
         return path
 

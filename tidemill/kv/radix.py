@@ -10,15 +10,18 @@ names a place below it stays true, and climbing to the parent finds a place abov
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from tidemill.cache_layout import Group
+from tidemill.inputs import Segment, overlapping
 from tidemill.kv.pages import NULL_PAGE
 from tidemill.kv.prefix import Found, Path, PrefixIndex
 
 _WIDTH = 4  # bytes of a token
+_FIRST_NUMBER, _MOST_NUMBERS = 2**31, 65_536
 _NUM_TRIED = 4  # pages that continue a prefix differently, of which one is looked for that can be copied
 
 
@@ -49,17 +52,18 @@ class Node:
 class RadixPath(Path):
     salt: str
     indexed: bytes  # tokens of which pages may be found
+    pack: Callable[[Sequence[int], int, int], bytes]  # tokens from one position to another, as the tree has them
+    segments: Sequence[Segment] = ()
     node: Node | None = None  # the place up to which its pages were put last: tokens before `end`, which is in this node
     end: int = 0
     num_cuts: int = 0  # of the node
 
     def until(self, num_tokens: int) -> RadixPath:
-        if num_tokens < self.end:
-            return RadixPath(self.salt, self.indexed[: num_tokens * _WIDTH], self.node, num_tokens, self.num_cuts)
-        return RadixPath(self.salt, self.indexed, self.node, self.end, self.num_cuts)
+        indexed, end = (self.indexed[: num_tokens * _WIDTH], num_tokens) if num_tokens < self.end else (self.indexed, self.end)
+        return RadixPath(self.salt, indexed, self.pack, self.segments, self.node, end, self.num_cuts)
 
     def through(self, token_ids: Sequence[int], num_tokens: int) -> RadixPath:
-        return RadixPath(self.salt, _packed(token_ids, 0, num_tokens))
+        return RadixPath(self.salt, self.pack(token_ids, 0, num_tokens), self.pack, self.segments)
 
 
 class RadixIndex(PrefixIndex[RadixPath]):
@@ -68,6 +72,8 @@ class RadixIndex(PrefixIndex[RadixPath]):
     def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
         super().__init__(page_size, groups)
         self._roots: dict[str, Node] = {}
+        self._numbers: dict[tuple[str, bytes, int], int] = {}  # of a token in a segment: what the tree has in its place
+        self._next_number = _FIRST_NUMBER
         self._at: dict[int, tuple[Node, int, int]] = {}  # of a page: a node that its last token is in or was, its end, its group
 
     def __contains__(self, page: int) -> bool:
@@ -76,8 +82,23 @@ class RadixIndex(PrefixIndex[RadixPath]):
     def pages(self) -> Iterable[int]:
         return self._at
 
-    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> RadixPath:
-        return RadixPath(salt, _packed(token_ids, 0, num_indexed))
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int, segments: Sequence[Segment] = ()) -> RadixPath:
+        pack = partial(self._packed_with, segments) if segments else _packed
+        return RadixPath(salt, pack(token_ids, 0, num_indexed), pack, segments)
+
+    def _packed_with(self, segments: Sequence[Segment], token_ids: Sequence[int], start: int, end: int) -> bytes:
+        """Tokens in segments are numbers that no token has, one for each key and id."""
+        ids = array("I", token_ids[start:end])
+        for segment in overlapping(segments, start, end):
+            for at in range(max(segment.start - start, 0), min(segment.end - start, len(ids))):
+                named = segment.kind, segment.key, ids[at]
+                if (number := self._numbers.get(named)) is None:
+                    if len(self._numbers) >= _MOST_NUMBERS:  # what has a number in the tree is not found any more
+                        self._numbers.clear()
+                    number = self._numbers[named] = self._next_number
+                    self._next_number += 1
+                ids[at] = number
+        return ids.tobytes()
 
     # ---- finding
 
@@ -136,7 +157,7 @@ class RadixIndex(PrefixIndex[RadixPath]):
         if at >= end:
             return _above(node, end)
         node = _above(node, at)
-        tokens, first = _packed(token_ids, at, end), at
+        tokens, first = path.pack(token_ids, at, end), at
         while at < end:
             rest = tokens[(at - first) * _WIDTH :]
             if at < node.end:

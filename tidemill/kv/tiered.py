@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from tidemill.inputs import Segment
 from tidemill.kv.behind import Behind
 from tidemill.kv.pages import PagePool
 from tidemill.kv.prefix import AnyIndex
@@ -82,17 +83,17 @@ class TieredPages(ABC):
         """Contents that are computed, and on their way to where other engines find them."""
         return set() if self.behind is None else self.behind.exporting
 
-    def exporting_of(self, token_ids: Sequence[int], salt: str) -> set[bytes]:
+    def exporting_of(self, token_ids: Sequence[int], salt: str, segments: Sequence[Segment]) -> set[bytes]:
         """Those of them that hold these tokens."""
         exporting = self.exporting
         if exporting and self.behind is not None:
-            exporting &= self.behind.contents(self.index.path(token_ids, salt, len(token_ids)))
+            exporting &= self.behind.contents(self.index.path(token_ids, salt, len(token_ids), segments))
         return exporting
 
-    def expect(self, token_ids: Sequence[int], salt: str) -> None:
+    def expect(self, token_ids: Sequence[int], salt: str, segments: Sequence[Segment]) -> None:
         """Another engine computes these tokens for this one."""
         if self.behind is not None:
-            self.behind.expect(self.behind.contents(self.index.path(token_ids, salt, len(token_ids))))
+            self.behind.expect(self.behind.contents(self.index.path(token_ids, salt, len(token_ids), segments)))
 
     def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
         """Takes note of the contents that other engines' places hold now, and contents that they found to be worthless."""

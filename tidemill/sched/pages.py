@@ -77,7 +77,7 @@ class Pages:
         if request.path is None:
             most = request.params.num_reusable
             most = most if request.cache is None else min(most, request.cache.num_reusable)
-            request.path = self._kv.path(request.tokens, request.spec.salt, most)
+            request.path = self._kv.path(request.tokens, request.spec.salt, most, request.spec.segments)
         return request.path
 
     def num_to_compute(self, request: Request) -> int:

@@ -28,6 +28,7 @@ from tidemill.kv_format import SHORT_NAMES
 from tidemill.models.base import CausalLM
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.sched.plan import StepItem
 
 WINDOW, SLICE, CHUNK = 1024, 64, 256
@@ -129,7 +130,7 @@ def main() -> None:
     first = configs[names[0]]
     machine.set_threads(first.threads)
     model = architecture.load(checkpoint, shape, weight_plan(first, first.scheme))
-    runners = {name: CpuRunner(model, config) for name, config in configs.items()}
+    runners = {name: make_cpu_runner(model, config) for name, config in configs.items()}
     ids = text_ids(given.model, max(given.windows * WINDOW, given.context))
     print(f"{given.model}, {first.dtype}, {first.threads} threads")
     for name in names:

@@ -76,8 +76,8 @@ def streaming(core: EngineCore, model: str, num_tokens: int, _: int) -> None:
     }
     for name, policy in kinds.items():
         values: list[float] = []
-        observers = cast(CpuRunner, core.runner).observers
-        observers[:] = [lambda plan, hidden, result, name=name, values=values: _print_blocks(name, values, result)]
+        readers = cast(CpuRunner, core.runner).readers
+        readers[:] = [lambda plan, hidden, result, name=name, values=values: _print_blocks(name, values, result)]
         pages = logprobs(core, {name: (ids, policy)})[1]
         print(
             f"{name}: perplexity {perplexity(values):.2f} on {num_tokens:,} tokens, {pages[name]} pages held at most", flush=True

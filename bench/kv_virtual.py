@@ -15,7 +15,8 @@ import time
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.runner.virtual import VirtualCpuRunner
+from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.virtual import VirtualLayout
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -41,14 +42,16 @@ def run(core: EngineCore, batch: int, num_out: int) -> tuple[list[float], dict[s
 def watch(core: EngineCore, found: list[float]) -> None:
     """After each step, before what ended in it is gone: physical pages less those that live tokens fill, for each request."""
     runner = core.runner
-    assert isinstance(runner, VirtualCpuRunner)
+    assert isinstance(runner, CpuRunner)
+    assert isinstance(runner.kv_layout, VirtualLayout)
+    memory = runner.kv_layout.memory
 
     def measure(*_: object) -> None:
         running = core.scheduler.running
         live = sum(request.num_computed for request in running) / core.config.page_size
-        found.append((runner.memory.physical_bytes / runner.memory.page_bytes - live) / len(running))
+        found.append((memory.physical_bytes / memory.page_bytes - live) / len(running))
 
-    runner.observers.append(measure)
+    runner.read_states(measure)
 
 
 def main() -> None:

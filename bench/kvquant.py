@@ -32,6 +32,7 @@ from tidemill.kvquant.collect import Collector, forward
 from tidemill.kvquant.fit import fit, sensitivity
 from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.weights.kv_calibration import save_calibration
 
 PIECE, OUTLIERS = 512, 0.01
@@ -124,7 +125,7 @@ def main() -> None:
             kv_memory_bytes=(given.requests + 1) * max(given.context, WINDOW) * model.config.kv_bytes_per_token(name),
             kv_calibration=str(file) if file.exists() else None,
         )  # fmt: skip
-        runners[name] = runner = CpuRunner(model, resolve(options, model.config, detect()))
+        runners[name] = runner = make_cpu_runner(model, resolve(options, model.config, detect()))
         states[name] = lambda ids, runner=runner: hidden_states(runner, ids, model.config.num_layers)  # type: ignore[misc]
     ids = text_ids(given.model, max(given.windows * WINDOW, given.context))
     found = measure(model, states, ids[: given.windows * WINDOW])

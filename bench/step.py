@@ -48,8 +48,8 @@ def main() -> None:
     while len(decoding) < given.requests:
         decoding |= {delta.request_id for delta in core.step()[0].deltas}
     runner: Any = core.runner
-    layers, head = Stopwatch(runner.forward), Stopwatch(runner.model.logits)
-    runner.forward, runner.model.logits = layers, head
+    layers, head = Stopwatch(runner.whole.forward), Stopwatch(runner.model.logits)
+    runner.whole.forward, runner.model.logits = layers, head
     begin = time.perf_counter()
     for _ in range(NUM_STEPS):
         core.step()

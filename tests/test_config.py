@@ -10,7 +10,7 @@ from tidemill.config import EngineOptions, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, Rotation, alike
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.make_cpu import make_cpu_runner
 
 SMOLLM2 = ModelConfig(
     architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, max_context=8192, norm_eps=1e-5,
@@ -263,7 +263,7 @@ def test_estimated_kv_is_what_is_allocated(tiny_folder):
 
     model = load_model(tiny_folder)
     config = engine_config(model)
-    runner = CpuRunner(model, config)
+    runner = make_cpu_runner(model, config)
     null_page = config.page_size * model.config.kv_bytes_per_token("float32")
     assert runner.cache.numel() * runner.cache.element_size() == config.kv_bytes + null_page
 

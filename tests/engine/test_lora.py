@@ -145,7 +145,7 @@ def test_a_request_with_an_adapter_depends_on_nothing_else(base, loras, kind):
     alone = ask(with_loras(folder, *loras), {"x": (prompt, params, 2)})["x"]
     crowd = {f"o{i}": (ids(1 + 13 * i, 100 + i), params, i % 5) for i in range(9)}
     core = with_loras(folder, *loras)
-    assert core.runner._lora_program is not None
+    assert core.runner.whole.passes.adapted.program is not None
     assert ask(core, crowd | {"x": (prompt, params, 2)})["x"] == alone
     again = ask(core, {"x": (prompt, params, 2)})["x"]
     assert again.last is not None

@@ -82,7 +82,7 @@ class TestRecordedForward:
         return load_model(tmp_path)
 
     def test_every_op_of_every_layer_is_in_it(self, model):
-        program = make_core(model).runner.program
+        program = make_core(model).runner.whole.passes.plain.program
         assert program is not None
         names = list(native.lib.op_numbers)
         counts = Counter(names[op.op] for op in program.ops)
@@ -93,8 +93,8 @@ class TestRecordedForward:
 
     def test_it_gives_the_bits_of_the_model_itself(self, model):
         core, plain = make_core(model), make_core(model)
-        assert core.runner.program
-        plain.runner.program = None
+        assert core.runner.whole.passes.plain.program
+        plain.runner.kinds = [plain.runner.whole.op_by_op()]
         asked = {f"r{i}": (list(range(2 + i, 60 + 3 * i)), greedy(12, logprobs=2)) for i in range(7)}
         assert run(core, asked) == run(plain, asked)
 
@@ -145,7 +145,7 @@ def test_other_defaults_of_torch_change_nothing(tmp_path):
     torch.set_default_dtype(torch.bfloat16)
     try:
         core = make_core(load_model(tmp_path))
-        assert core.runner.program
+        assert core.runner.whole.passes.plain.program
         assert run(core, asked) == expected
     finally:
         torch.set_default_dtype(torch.float32)

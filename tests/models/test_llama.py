@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers import engine_config, greedy, load_model, make_core, make_llama, reference_agrees, run
 from tidemill.runner.batch import gather_batch
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.sched.plan import NewRow, StepItem, StepPlan
 from tidemill.sched.request import RowSpec
 
@@ -48,7 +48,7 @@ def prompts(num: int, vocab_size: int) -> dict[str, list[int]]:
 @torch.inference_mode()
 def prompt_logits(model, prompt: list[int], **options) -> torch.Tensor:
     """Logits of every position, through the runner and its paged cache."""
-    runner = CpuRunner(model, engine_config(model, **options))
+    runner = make_cpu_runner(model, engine_config(model, **options))
     num_pages = -(-len(prompt) // runner.state.page_size)
     pages = np.arange(1, len(runner.state.tables) * num_pages + 1).reshape(-1, num_pages).tolist()
     row = NewRow(0, prompt, pages, RowSpec(greedy(1), len(prompt)))

@@ -14,6 +14,7 @@ from tidemill.engine import load
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.layers import phased as layers_phased
+from tidemill.runner.cpu_kinds import ManyTokens
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason="the layout needs the compiled kernels")
 
@@ -79,7 +80,8 @@ def test_processes_record_both_ways(folder, expected, monkeypatch):
     core = phased(folder, monkeypatch, 20)
     runner, model = core.runner.own, core.runner.own.model
     assert not core.runner.fallback
-    assert runner._rows_program is not None
+    assert isinstance(runner.kinds[0], ManyTokens)
+    assert runner.kinds[0].passes.plain.program is not None
     assert model.streaming.held_bytes <= 1.05 * model.whole.weight_bytes("float32", compiled=True) / 2
     among, by_itself = answers_of(core)
     assert among == by_itself == expected

@@ -18,7 +18,7 @@ from tidemill.models.registry import model_class
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.stages import decide_stages
 from tidemill.quant import SCHEMES, WeightPlan
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner import make_cpu
 from tidemill.runner.rank import world_of
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -28,7 +28,7 @@ ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "v
 @pytest.fixture(autouse=True)
 def _op_by_op(monkeypatch):
     """A recording belongs to the process, not to a thread."""
-    monkeypatch.setattr(CpuRunner, "_record", lambda runner: None)
+    monkeypatch.setattr(make_cpu, "record_forward", lambda *given: None)
 
 
 def load_rank(path, shard: Shard, dtype: str = "float32", expert_parallel: bool = False):

@@ -24,10 +24,10 @@ from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels import native
 from tidemill.parallel.channel import connect
 from tidemill.parallel.world import World, split_layers
+from tidemill.runner import make_cpu
 from tidemill.runner import team as team_module
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.cpu_stage import cut_items
 from tidemill.runner.page_moves import CpuMover
-from tidemill.runner.stage_runner import cut_items
 from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
 from tidemill.sampling import Grammar, SamplingParams
@@ -53,7 +53,7 @@ def as_threads(monkeypatch):
 
 def start_threads(monkeypatch):
     """A recording belongs to the process, and a replay holds its kernels: ranks that are threads compute op by op."""
-    monkeypatch.setattr(CpuRunner, "_record", lambda runner: None)
+    monkeypatch.setattr(make_cpu, "record_forward", lambda *given: None)
     monkeypatch.setattr(Team, "_spawn", lambda team, rank: threading.Thread(target=work, args=(team, rank)).start())
 
 

@@ -295,7 +295,7 @@ def test_families_with_experts(family, on_gpu, monkeypatch, tmp_path):
     make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     on_cpu = make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off")
-    on_cpu.runner.parts = None  # the last layer, too, counts all tokens
+    on_cpu.runner.kinds = [on_cpu.runner.whole]  # the last layer, too, counts all tokens
     seen = watch(on_cpu)
     expected = run(on_cpu, requests)
     counted = [expert_tokens(seen)]

@@ -8,7 +8,7 @@ from tests.helpers import engine_config, greedy, load_model, make_core, make_lla
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.virtual import HostMemory, VirtualRows
-from tidemill.runner.virtual import VirtualCpuRunner
+from tidemill.runner.virtual import VirtualLayout
 from tidemill.sampling import SamplingParams
 
 
@@ -47,7 +47,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_answers_are_those_of_paging_bit_for_bit(model, paged, options):
     core = make_core(model, kv_layout="virtual", **options)
-    assert isinstance(core.runner, VirtualCpuRunner)
+    assert isinstance(core.runner.kv_layout, VirtualLayout)
     assert run(core, crowd()) == paged
     assert run(core, crowd()) == paged  # in ranges that held other sequences, and from the prefix cache
 
@@ -61,27 +61,29 @@ def test_also_without_the_compiled_kernels(model, monkeypatch):
 def test_physical_memory_is_within_a_page_of_a_requests_tokens(model):
     core = make_core(model, kv_layout="virtual", prefix_caching=False)
     runner, seen = core.runner, []
-    page_bytes, page_size = runner.memory.page_bytes, core.config.page_size
+    memory = runner.kv_layout.memory
+    page_bytes, page_size = memory.page_bytes, core.config.page_size
 
     def measure(plan, hidden, result):
         running = core.scheduler.running
         live = sum(request.num_computed for request in running) * page_bytes // page_size
-        seen.append((runner.memory.physical_bytes - live, len(running) * page_bytes))
+        seen.append((memory.physical_bytes - live, len(running) * page_bytes))
 
-    runner.observers.append(measure)
+    runner.read_states(measure)
     run(core, {name: (tokens, greedy(40)) for name, (tokens, _) in crowd().items()})
     assert len(seen) > 40
     assert all(more <= most for more, most in seen)
     run(core, {"last": ([5], greedy(1))})  # its step gives back what the others held
-    assert runner.memory.physical_bytes <= page_bytes
+    assert memory.physical_bytes <= page_bytes
 
 
 def test_a_shared_page_is_in_memory_once(model):
     core = make_core(model, kv_layout="virtual", speculate="off")
     sample = SamplingParams(n=8, temperature=0.9, seed=5, max_tokens=3)
     run(core, {"f": (prompt(160, 1), sample)})
-    assert core.runner.rows.num_mapped >= 8 * 10
-    assert core.runner.memory.physical_bytes <= (9 + 8 * 2) * core.runner.memory.page_bytes  # not 8 * 11
+    rows, memory = core.runner.kv_layout.rows, core.runner.kv_layout.memory
+    assert rows.num_mapped >= 8 * 10
+    assert memory.physical_bytes <= (9 + 8 * 2) * memory.page_bytes  # not 8 * 11
 
 
 def test_what_a_page_holds_is_at_all_its_addresses_and_survives_being_mapped_elsewhere():

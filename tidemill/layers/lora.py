@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.lora import LinearLora, LoraStep, NativeLora, Pair, TorchLora
 from tidemill.layers.linear import Linear, PartPair
+
+P = ParamSpec("P")
 
 
 class LoraPlace(NamedTuple):
@@ -29,11 +31,15 @@ class Loras:
         """`places`: what an adapter may change, by the names of stored matrices."""
         self.is_on = False
         self._places = places
-        self._linears = list(dict.fromkeys(linear for place in places.values() for linear, _, _ in place.parts))
+        self._linears = list(
+            dict.fromkeys(linear for place in places.values() for linear, _, _ in place.parts)
+        )
         self._num_slots, self._max_rank = num_slots, max_rank
         self._make_step()
         for linear in self._linears:
-            assert linear.loras is None, "another engine has adapters in this model, which its recorded steps point to"
+            assert linear.loras is None, (
+                "another engine has adapters in this model, which its recorded steps point to"
+            )
             linear.loras, linear.lora = self, self._make(linear)
 
     def _make_step(self) -> None:
@@ -60,6 +66,15 @@ class Loras:
         for linear, of_linear in by_linear.items():
             assert linear.lora is not None
             linear.lora.put(slot, of_linear)
+
+    def forward(self, forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+        """The same forward pass with what adapters add."""
+
+        def adapted(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+            with self.on():
+                return forward(*args, **kwargs)
+
+        return adapted
 
     @contextmanager
     def on(self, slots_T: np.ndarray | None = None) -> Iterator[None]:

@@ -8,7 +8,7 @@ the 1D layout, bit for bit. So every step may be computed in the way that is fas
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import PlacedMatrix
 from tidemill.kernels.norm import add
 from tidemill.kernels.parts import side_by_side, take_columns
+from tidemill.layers.attention import AttentionStep
 from tidemill.layers.linear import Linear
 from tidemill.layers.row_split import RowSplit, RowStep
 from tidemill.layers.streamed import Streaming, resident_bytes
@@ -85,14 +86,33 @@ class PhasedWeights(Streaming):
         self.held_bytes = self.fixed_bytes = resident_bytes(model) + self._store.held_bytes
         split = RowSplit(whole, self._group, by_rank=True)
 
-        def begin(_: nn.Module, given: tuple[torch.Tensor, RowStep]) -> tuple[torch.Tensor, RowStep] | None:
-            return (split.own(given[0]), RowStep(split, given[1], given[0].shape[0])) if self._by_rows else None
+        def begin(
+            _: nn.Module, given: tuple[torch.Tensor, RowStep]
+        ) -> tuple[torch.Tensor, RowStep] | None:
+            return (
+                (split.own(given[0]), RowStep(split, given[1], given[0].shape[0]))
+                if self._by_rows
+                else None
+            )
 
-        def end(_: nn.Module, given: tuple[torch.Tensor, RowStep], made: torch.Tensor) -> torch.Tensor | None:
+        def end(
+            _: nn.Module, given: tuple[torch.Tensor, RowStep], made: torch.Tensor
+        ) -> torch.Tensor | None:
             return split.gather(made, given[1].num_rows) if self._by_rows else None
 
         model.register_forward_pre_hook(begin)
         model.register_forward_hook(end)
+
+    def forward(
+        self, model: Callable[[torch.Tensor, AttentionStep], torch.Tensor]
+    ) -> Callable[[torch.Tensor, AttentionStep], torch.Tensor]:
+        """The model's forward pass by rows, with all ranks' weights."""
+
+        def forward(residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+            with self.by_rows():
+                return model(residual_TH, step)
+
+        return forward
 
     @contextmanager
     def by_rows(self) -> Iterator[None]:

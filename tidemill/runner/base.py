@@ -26,9 +26,13 @@ class StepResult(msgspec.Struct):
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    pooled: dict[int, np.ndarray] = {}  # float64 [H]: the sum over this step's tokens, or the last; [T * H]: each one's
+    pooled: dict[
+        int, np.ndarray
+    ] = {}  # float64 [H]: the sum over this step's tokens, or the last; [T * H]: each one's
     paths: dict[int, list[int]] = {}  # of drafts that are a tree: which are right
-    broken: set[int] = set()  # rows of which a draft, right or wrong, has logits that are not finite
+    broken: set[int] = (
+        set()
+    )  # rows of which a draft, right or wrong, has logits that are not finite
 
     def token_of(self, row: int, number: int) -> int:
         """The token of a draw of the row that counts; -1: it was drawn after a wrong draft."""
@@ -48,7 +52,9 @@ class StepResult(msgspec.Struct):
                 own.append(entry)
 
 
-def draws(items: Iterable[StepItem], trees: Mapping[int, list[int]] | None = None) -> tuple[list[int], list[int]]:
+def draws(
+    items: Iterable[StepItem], trees: Mapping[int, list[int]] | None = None
+) -> tuple[list[int], list[int]]:
     """Row and position of every token that a step draws. `trees`: see StepPlan."""
     rows, positions = list[int](), list[int]()
     for item in items:
@@ -76,20 +82,27 @@ def accept(
             if paths and item.row in paths:
                 tokens[item.row] = [own[0], *(own[draft + 1] for draft in paths[item.row])]
             else:
-                num_right = next((i for i in range(item.num_drafts) if own[i] != guessed[i]), item.num_drafts)
+                num_right = next(
+                    (i for i in range(item.num_drafts) if own[i] != guessed[i]), item.num_drafts
+                )
                 tokens[item.row] = list(own[: num_right + 1])
             at += item.num_draws
     return tokens
 
 
 def right_drafts(
-    items: Iterable[StepItem], drafts: Mapping[int, list[int]], trees: Mapping[int, list[int]], drawn: Sequence[int]
+    items: Iterable[StepItem],
+    drafts: Mapping[int, list[int]],
+    trees: Mapping[int, list[int]],
+    drawn: Sequence[int],
 ) -> dict[int, list[int]]:
     """By row, which drafts of its tree are right."""
     paths, at = {}, 0
     for item in items:
         if item.row in trees and item.num_draws:
-            paths[item.row] = right_path(drafts[item.row], trees[item.row], drawn[at : at + item.num_draws])
+            paths[item.row] = right_path(
+                drafts[item.row], trees[item.row], drawn[at : at + item.num_draws]
+            )
         at += item.num_draws
     return paths
 
@@ -102,6 +115,26 @@ def broken_rows(items: Iterable[StepItem], drawn: Sequence[int]) -> set[int]:
             rows.add(item.row)
         at += item.num_draws
     return rows
+
+
+def read_draws(items: Sequence[StepItem], plan: StepPlan, drawn: Sequence[int]) -> StepResult:
+    """The tokens that items got, from all tokens drawn for them."""
+    paths = right_drafts(items, plan.drafts, plan.trees, drawn) if plan.trees else {}
+    tokens = accept(items, plan.drafts, drawn, paths)
+    return StepResult(tokens, paths=paths, broken=broken_rows(items, drawn))
+
+
+def join(parts: Sequence[StepResult]) -> StepResult:
+    """The results of a step's micro-batches, together in the first."""
+    result, *others = parts
+    for part in others:
+        result.tokens |= part.tokens
+        result.logprobs |= part.logprobs
+        result.prompt_logprobs |= part.prompt_logprobs
+        result.pooled |= part.pooled
+        result.paths |= part.paths
+        result.broken |= part.broken
+    return result
 
 
 class Ranks(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,24 +27,51 @@ class Batch:
     positions_T: torch.Tensor
     slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
     types_T: torch.Tensor | None = None  # of the texts of pairs, where there are any
-    entries: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # rows, starts and counts for attention, if other than above
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray] | None = (
+        None  # rows, starts and counts for attention, if other than above
+    )
     paths: Paths | None = None  # of each entry
     rounds: Sequence[Round] = ()  # if rows have KV policies
 
+    @property
+    def is_plain(self) -> bool:
+        """Neither are its drafts trees, nor do rows have KV policies."""
+        return self.entries is None and not self.rounds
+
+
+def sources(items: list[StepItem], batch: Batch, but: Collection[int] = ()) -> np.ndarray:
+    """Tokens of a step that yield logits. `but`: rows that draw nothing."""
+    drawn = [i for i, item in enumerate(items) if item.samples and item.row not in but]
+    if not any(item.num_drafts for item in items):
+        return batch.last_token if len(drawn) == len(items) else batch.last_token[drawn]
+    ends = [batch.last_token[i] + np.arange(-items[i].num_drafts, 1) for i in drawn]
+    return np.concatenate(ends) if ends else np.zeros(0, np.int64)
+
 
 def gather_batch(
-    items: list[StepItem], state: RowState, trees: Mapping[int, list[int]] | None = None, policies: Policies | None = None
+    items: list[StepItem],
+    state: RowState,
+    trees: Mapping[int, list[int]] | None = None,
+    policies: Policies | None = None,
 ) -> Batch:
     """`trees`: see StepPlan."""
-    rows, starts, counts = np.array([[it.row for it in items], [it.start for it in items], [it.count for it in items]])
-    ends, row_of, positions = np.arange(1, len(items) + 1), rows, starts  # where all are single tokens
+    rows, starts, counts = np.array(
+        [[it.row for it in items], [it.start for it in items], [it.count for it in items]]
+    )
+    ends, row_of, positions = (
+        np.arange(1, len(items) + 1),
+        rows,
+        starts,
+    )  # where all are single tokens
     if any(it.count > 1 for it in items):
         ends = np.cumsum(counts)
         row_of = np.repeat(rows, counts)
         positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
     seen_at, entries, paths = _branch(items, positions, trees) if trees else (positions, None, None)
     rounds = [] if policies is None else policies.rounds(*(entries or (rows, starts, counts)))
-    places = policies.places(rounds, positions) if policies is not None and rounds else positions  # in the row's page table
+    places = (
+        policies.places(rounds, positions) if policies is not None and rounds else positions
+    )  # in the row's page table
     pages, offsets = places // state.page_size, places % state.page_size
     slots = np.empty((len(state.kv_tables), positions.size), np.int64)
     for of_group, table in zip(slots, state.kv_tables_cpu, strict=True):
@@ -93,8 +120,13 @@ def _branch(
     return positions, (rows, starts, counts), Paths.of(paths)
 
 
-def _types(state: RowState, items: list[StepItem], counts: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
-    pairs = [0 if params is None else params.pair_start for params in [state.params[item.row] for item in items]]
+def _types(
+    state: RowState, items: list[StepItem], counts: np.ndarray, positions: np.ndarray
+) -> torch.Tensor | None:
+    pairs = [
+        0 if params is None else params.pair_start
+        for params in [state.params[item.row] for item in items]
+    ]
     if not any(pairs):
         return None
     start = np.repeat(pairs, counts)

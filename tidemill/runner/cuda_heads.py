@@ -45,6 +45,10 @@ class HeadsCudaRunner(CudaRunner):
     def takes_trees(self) -> bool:
         return self._trees is not None
 
+    def read_states(self, reader: Callable[[StepPlan, torch.Tensor, StepResult], None]) -> None:
+        """From now on `reader` gets each step's hidden states, those of all tokens."""
+        self.observers.append(reader)
+
     def first_layers(self, num_layers: int) -> CudaFirstLayers:
         """While no sequence is in the cache."""
         return CudaFirstLayers(self, num_layers)

@@ -16,7 +16,9 @@ from tidemill.runner.state import RowState
 class FirstLayers:
     """On a runner's cache and rows (spec/exit.py has its callers)."""
 
-    def __init__(self, model: Model, mixers: Mixers, cache: torch.Tensor, state: RowState, num_layers: int) -> None:
+    def __init__(
+        self, model: Model, mixers: Mixers, cache: torch.Tensor, state: RowState, num_layers: int
+    ) -> None:
         """Made before any sequence is in the cache."""
         self._model, self._mixers, self._state, self._num_layers = model, mixers, state, num_layers
         self._program: Program | None = None
@@ -31,7 +33,9 @@ class FirstLayers:
         at, ids_T, ones = np.array(positions), torch.tensor(ids), np.ones(len(rows), np.int64)
         pages, offsets = at // self._state.page_size, at % self._state.page_size
         tables = [table.numpy()[rows, pages].astype(np.int64) for table in self._state.kv_tables]
-        slots_GT = torch.from_numpy(np.array([pages_R * self._state.page_size + offsets for pages_R in tables], np.int64))
+        slots_GT = torch.from_numpy(
+            np.array([pages_R * self._state.page_size + offsets for pages_R in tables], np.int64)
+        )
         step = self._mixers.plan(np.array(rows), at, ones, torch.from_numpy(at), slots_GT)
         embedded_TH = self._model.embed_at(ids_T, torch.from_numpy(at), None)
         if self._program is not None:

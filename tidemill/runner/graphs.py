@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,20 +14,22 @@ from tidemill.kernels.mixers import MixedStep, Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.layers.phased import PhasedWeights
 from tidemill.models.base import Model
+from tidemill.runner.cpu_kinds import ForwardFn
 
 # Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
 # thread (SERIAL_VALUES of rows.c).
 _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
-Through = Callable[[torch.Tensor, MixedStep], torch.Tensor]
 
 
 @torch.inference_mode()
-def record_forward(model: Model, mixers: Mixers, cache: torch.Tensor, through: Through | None = None) -> Program | None:
+def record_forward(
+    model: Model, mixers: Mixers, cache: torch.Tensor, forward: ForwardFn | None = None
+) -> Program | None:
     """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
     many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them.
-    `through`: some of its layers, if not all."""
+    `forward`: another forward pass than the whole model."""
     with _clearing(mixers, cache):
-        return _record(model, mixers, cache.shape[0], through or model)
+        return _record(model, mixers, cache.shape[0], forward or model)
 
 
 @contextmanager
@@ -36,7 +38,9 @@ def _clearing(mixers: Mixers, cache: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         for table, _ in mixers.tables:
-            cache[table[0].unique()] = 0  # what a broken embedding left there must not reach a sequence
+            cache[table[0].unique()] = (
+                0  # what a broken embedding left there must not reach a sequence
+            )
             table[0] = 0
 
 
@@ -46,8 +50,7 @@ def check_phases(model: Model, mixers: Mixers, cache: torch.Tensor, phased: Phas
     with _clearing(mixers, cache):
         step, embedded = _sequence(model, mixers, cache.shape[0], _wide(model))
         by_heads = model(embedded.clone(), step)
-        with phased.by_rows():
-            by_rows = model(embedded.clone(), step)
+        by_rows = phased.forward(model)(embedded.clone(), step)
     if not _same_bits(by_heads, by_rows):
         raise ConfigError(
             "tensor_layout phased is not for this model: the bits of a token would depend on how many are in its step.",
@@ -58,21 +61,25 @@ def check_phases(model: Model, mixers: Mixers, cache: torch.Tensor, phased: Phas
 
 def _wide(model: Model) -> int:
     """Tokens with which every rank reaches all paths of the kernels, also with its own rows."""
-    return model.weight_plan.part.tables.size * max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2)
+    return model.weight_plan.part.tables.size * max(
+        _WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2
+    )
 
 
-def _record(model: Model, mixers: Mixers, num_pages: int, through: Through) -> Program | None:
+def _record(model: Model, mixers: Mixers, num_pages: int, forward: ForwardFn) -> Program | None:
     assert native.lib is not None
     num_ranks = model.weight_plan.part.tables.size
-    step, embedded = _sequence(model, mixers, num_pages, max(2, num_ranks))  # each rank notes rows of its own
+    step, embedded = _sequence(
+        model, mixers, num_pages, max(2, num_ranks)
+    )  # each rank notes rows of its own
     with native.lib.recording() as recording:
         given = embedded.clone()
-        result = through(given, step)
+        result = forward(given, step)
     program = recording.compile(given, result)
     if program is None or not _same_bits(step.replay(program, embedded), result):
         return None
     step, embedded = _sequence(model, mixers, num_pages, _wide(model))
-    result = through(embedded.clone(), step)
+    result = forward(embedded.clone(), step)
     return program if _same_bits(step.replay(program, embedded), result) else None
 
 
@@ -81,7 +88,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> tuple[MixedStep, torch.Tensor]:
+def _sequence(
+    model: Model, mixers: Mixers, num_pages: int, num_tokens: int
+) -> tuple[MixedStep, torch.Tensor]:
     """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
     while sum(-(-num_tokens // size) for _, size in mixers.tables) >= num_pages:
         num_tokens -= 1

@@ -6,27 +6,26 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.models.base import Model
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 EMBEDDING, HEAD = -1, -2  # beside the numbers of layers
 
 
 class LayerTimer:
-    def __init__(self, runner: CpuRunner) -> None:
-        """Times the layers of a runner whose forward pass is not recorded."""
+    def __init__(self, model: Model) -> None:
+        """Times the layers of a model whose forward pass runs op by op."""
         self._seconds, self._began_s = defaultdict[int, float](float), 0.0
-        for number in range(runner.model.config.num_layers):
-            block = runner.model.blocks[number]
+        for number in range(model.config.num_layers):
+            block = model.blocks[number]
             if not isinstance(block, nn.Identity):  # which other stages have
                 block.register_forward_pre_hook(self._begin)
                 block.register_forward_hook(lambda *_, number=number: self._end(number))
-        for name, unit in (("_embed", EMBEDDING), ("_draw", HEAD)):
-            setattr(runner, name, self._timed(getattr(runner, name), unit))
 
     def take(self) -> dict[int, float]:
         """Seconds of each since the last call."""
@@ -39,7 +38,9 @@ class LayerTimer:
     def _end(self, unit: int) -> None:
         self._seconds[unit] += time.perf_counter() - self._began_s
 
-    def _timed(self, call: Callable[..., Any], unit: int) -> Callable[..., Any]:
+    def timed(self, call: CallT, unit: int) -> CallT:
+        """The same call, whose time counts as that of `unit`."""
+
         @wraps(call)
         def timed(*args: Any) -> Any:
             self._begin()
@@ -47,4 +48,4 @@ class LayerTimer:
             self._end(unit)
             return result
 
-        return timed
+        return timed  # type: ignore[return-value]

@@ -10,14 +10,13 @@ from tidemill.config import HEADS, EngineConfig, fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import Runner
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.runner.page_moves import CpuMover, Outside, PageMover
-from tidemill.runner.virtual import VirtualCpuRunner
 
 
 def make_runner(model: Model, config: EngineConfig) -> Runner:
     if config.device != "cuda":
-        return VirtualCpuRunner(model, config) if config.kv_layout == "virtual" else CpuRunner(model, config)
+        return make_cpu_runner(model, config)
     from tidemill.runner.cuda_encoder import CudaEncoder  # needs Triton
     from tidemill.runner.cuda_heads import HeadsCudaRunner
     from tidemill.runner.cuda_runner import CudaRunner

@@ -24,8 +24,9 @@ from tidemill.parallel.shared import WEIGHTS_SUFFIX
 from tidemill.parallel.stages import kv_layers
 from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
+from tidemill.runner.cpu_stage import PipelineStage
 from tidemill.runner.make import make_runner
-from tidemill.runner.stage_runner import StageRunner
+from tidemill.runner.make_cpu import make_cpu_runner
 from tidemill.runner.worker_group import RankRunner
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -35,19 +36,31 @@ _PROMPT, _OUTPUT, _BATCH = 512, 256, 8  # the load that `auto` takes a layout fo
 def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     """The part of a rank, of all the parts, that has the largest KV cache."""
     world = World(options.tensor_parallel, (model.num_layers,), *layout_of(options, model))
-    parts = [part_config(model, world.part(rank), options.expert_parallel) for rank in range(world.tensor)]
+    parts = [
+        part_config(model, world.part(rank), options.expert_parallel)
+        for rank in range(world.tensor)
+    ]
     return max(parts, key=lambda part: part.num_kv_heads)
 
 
-def settle_layout(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+def settle_layout(
+    options: EngineOptions, device: str, model: ModelConfig, machine: Machine
+) -> Decision[str]:
     """Decides how ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts that every model has; phased,
     which only a load finds out to be for a model, is asked for by name. It alone computes some steps in another way than others:
     a token's bits must not depend on what else is in its step, and the other layouts sum in different orders. By rates that are
     written down, not measured, so that every start chooses the same."""
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
         return decide_tensor_layout(options, device, model, machine)
-    size, rates, seconds = options.tensor_parallel, DEVICES["h200" if device == "cuda" else "cpu"], dict[str, float]()
-    prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
+    size, rates, seconds = (
+        options.tensor_parallel,
+        DEVICES["h200" if device == "cuda" else "cpu"],
+        dict[str, float](),
+    )
+    prefill, decode = (
+        Phase("prefill", _PROMPT, 1, _PROMPT),
+        Phase("decode", _BATCH, _BATCH, _PROMPT),
+    )
     of_prompt, of_step = (engine_seconds(model, size, phase, rates) for phase in (prefill, decode))
     for name, spent in of_prompt.items():
         if name != "phased" and not unfit(name, options, device, model, machine):
@@ -63,7 +76,9 @@ def layout_of(options: EngineOptions | EngineConfig, model: ModelConfig) -> tupl
     return layout, grid_of(size) if layout == "2d" else 1
 
 
-def world_of(options: EngineOptions | EngineConfig, model: ModelConfig, layers: Sequence[int]) -> World:
+def world_of(
+    options: EngineOptions | EngineConfig, model: ModelConfig, layers: Sequence[int]
+) -> World:
     """`layers`: how many each stage has."""
     return World(options.tensor_parallel, tuple(accumulate(layers)), *layout_of(options, model))
 
@@ -81,27 +96,49 @@ def load_rank(
 ) -> Model:
     """`shared`: the file of shared memory of the ranks that share its layers, if there is one."""
     part = world.part(rank)
-    plan = WeightPlan(config.scheme, config.device, config.fast_math, part.shard, config.expert_parallel, part.hidden, part.rows)
+    plan = WeightPlan(
+        config.scheme,
+        config.device,
+        config.fast_math,
+        part.shard,
+        config.expert_parallel,
+        part.hidden,
+        part.rows,
+    )
     streaming: Streaming | None = None
     if part.rows.size > 1:
         streaming = GatheredStreaming(part.rows, shared and shared + WEIGHTS_SUFFIX)
     elif world.layout == "phased":
         streaming = PhasedWeights(part.shard, shared + WEIGHTS_SUFFIX)
-    return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank), streaming)
+    return architecture.load(
+        checkpoint, model, plan, progress, random, world.stage(rank), streaming
+    )
 
 
-def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int, channels: dict[int, Channel]) -> RankRunner:
+def make_rank_runner(
+    model: Model, config: EngineConfig, world: World, rank: int, channels: dict[int, Channel]
+) -> RankRunner:
     layout = decide_layout(model.config, config.kv_dtype, config.page_size, config.max_context)[0]
     if layout.groups != config.layout.groups:
-        raise ConfigError(f"Rank {rank} would have other KV groups than rank 0.", fix="Use fewer ranks for --tensor-parallel.")
+        raise ConfigError(
+            f"Rank {rank} would have other KV groups than rank 0.",
+            fix="Use fewer ranks for --tensor-parallel.",
+        )
     stage = world.stage(rank)
-    config = replace(config, layout=layout if stage is None else layout.only(kv_layers(model.config, stage)))
+    config = replace(
+        config, layout=layout if stage is None else layout.only(kv_layers(model.config, stage))
+    )
     if stage is None:
         return cast(RankRunner, make_runner(model, config))
     before, after = world.before(rank), world.after(rank)
-    neighbours = (None if before is None else channels[before], None if after is None else channels[after])
+    neighbours = (
+        None if before is None else channels[before],
+        None if after is None else channels[after],
+    )
     if config.device != "cuda":
-        return StageRunner(model, config, stage, *neighbours)
+        return make_cpu_runner(model, config, PipelineStage(model, stage, *neighbours))
     from tidemill.runner.cuda_stage import CudaStageRunner  # needs Triton
 
-    return CudaStageRunner(cast(CausalLM, model), replace(config, nano_batching="off"), stage, *neighbours)
+    return CudaStageRunner(
+        cast(CausalLM, model), replace(config, nano_batching="off"), stage, *neighbours
+    )

@@ -18,8 +18,8 @@ from tidemill.runner.cuda_graphs import Graph, Step, uncaptured
 from tidemill.runner.cuda_runner import CudaRunner
 from tidemill.runner.cuda_step import Launched, Through
 from tidemill.runner.cuda_work import Work
+from tidemill.runner.device import rows_changed
 from tidemill.runner.state import upload
-from tidemill.runner.virtual import rows_changed
 from tidemill.sched.plan import StepItem, StepPlan
 
 _NONE = np.zeros((0, 4), np.int32)

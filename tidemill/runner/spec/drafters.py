@@ -44,12 +44,12 @@ class Observed(Protocol):
     """A runner whose steps heads look at."""
 
     state: RowState
-    observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]]
 
     @property
     def model(self) -> Model: ...
     @property
     def takes_trees(self) -> bool: ...
+    def read_states(self, reader: Callable[[StepPlan, torch.Tensor, StepResult], None]) -> None: ...
     def first_layers(self, num_layers: int) -> Layers:
         """While no sequence is in the cache."""
         ...
@@ -92,7 +92,7 @@ class HeadsDrafter:
         self._state = runner.state
         self._inner = self._make(name, config, runner, runner.model)
         self._knowing = self._inner if isinstance(self._inner, KnowsChances) else None
-        runner.observers.append(self.observe)
+        runner.read_states(self.observe)
 
     def _make(self, name: str, config: EngineConfig, runner: Observed, model: CausalLM) -> HeadDrafter:
         path = Path(config.draft_heads or "")

@@ -377,6 +377,7 @@ class ModelConfig:
     act: str = "silu"  # a name in kernels/glu.py
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
     is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
+    is_parallel: bool = False  # attention and feed-forward read the same residual, side by side
     num_positions: int = 0  # rows of a learned position embedding; 0: there is none
     most_positions: int = 0  # of an encoder: those of them, the last, that tokens have
     embedding_scale: float = 1.0  # multiplies embeddings

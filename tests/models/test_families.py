@@ -62,6 +62,22 @@ FAMILIES = {
             },
         },
     },
+    "Gemma": {"head_dim": 24},
+    "Cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.25},
+    "Cohere2": {"sliding_window": 40, "layer_types": LAYERS, "logit_scale": 0.5},
+    "Glm": {"head_dim": 16},
+    "Glm4": {"head_dim": 16, "rms_norm_eps": 1e-5},
+    "Exaone4": {"sliding_window": 40, "layer_types": LAYERS},
+    "Exaone4 without windows": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "SeedOss": {"head_dim": 24, "attention_out_bias": True},
+    "Starcoder2": {"sliding_window": 40},
+    "Arcee": {},
+    "Nemotron": {"hidden_act": "relu2"},
+    "Helium": {"head_dim": 16},
+    "StableLm": {"use_qkv_bias": True},
+    "StableLm in parallel": {"use_parallel_residual": True},
+    "GPTNeoX": {},
+    "GPTNeoX in sequence": {"use_parallel_residual": False, "tie_word_embeddings": True},
     "Granite": {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0,
         "attention_bias": True, "mlp_bias": True,
@@ -72,6 +88,9 @@ IN_GGUF = {
     "Qwen2": {}, "Qwen3": {}, "Qwen3 tied": {}, "SmolLM3": {}, "Gemma2": {"query_pre_attn_scalar": 16},
     "Gemma3": {"query_pre_attn_scalar": 24}, "Phi": {}, "Phi3": {}, "Phi3 with longrope": {}, "GPT2": {}, "Olmo2": {},
     "Olmo3": {}, "Olmo": {}, "Olmo with clipping": {}, "Granite": {"attention_bias": False, "mlp_bias": False},
+    "Gemma": {}, "Cohere": {}, "Cohere2": {}, "Glm4": {}, "Exaone4": {}, "Exaone4 without windows": {},
+    "SeedOss": {"attention_out_bias": False}, "Starcoder2": {}, "Arcee": {}, "Nemotron": {}, "StableLm": {},
+    "StableLm in parallel": {},
 }  # fmt: skip
 # Of the tests that take long, these are in `make test`, the others in `make test-slow`.
 OFTEN = ("Phi", "Olmo with clipping", "Phi3 with longrope", "GPT2", "Olmo2", "Granite")
@@ -119,6 +138,17 @@ def gguf_keys(config):
         keys |= {"phi3.rope.scaling.attn_factor": 1.118033988749895} if c.rope_parameters["rope_type"] == "longrope" else {}
     if arch == "olmo" and c.clip_qkv:
         keys["olmo.attention.clamp_kqv"] = c.clip_qkv
+    if arch in ("gemma", "seed_oss", "glm4"):
+        keys[f"{arch}.attention.key_length"] = c.head_dim
+    if arch in ("cohere2", "exaone4") and c.sliding_window:
+        pattern = [kind == "sliding_attention" for kind in c.layer_types]
+        keys |= windows | {f"{arch}.attention.sliding_window_pattern": pattern}
+    if arch in ("command-r", "cohere2"):
+        keys[f"{arch}.logit_scale"] = c.logit_scale
+    if arch == "starcoder2":
+        keys |= windows
+    if arch == "stablelm":
+        keys["stablelm.use_parallel_residual"] = c.use_parallel_residual
     if arch == "granite":
         keys |= {"granite.embedding_scale": c.embedding_multiplier, "granite.attention.scale": c.attention_multiplier}
         keys |= {"granite.residual_scale": c.residual_multiplier, "granite.logit_scale": c.logits_scaling}

@@ -27,6 +27,11 @@ CONFIGS = {
     "Mixtral": "MixtralConfig", "Olmo": "OlmoConfig", "Olmo2": "Olmo2Config", "Olmo3": "Olmo3Config", "Olmoe": "OlmoeConfig",
     "Phi": "PhiConfig", "Phi3": "Phi3Config", "Qwen2": "Qwen2Config", "Qwen2Moe": "Qwen2MoeConfig", "Qwen3": "Qwen3Config",
     "Qwen3Moe": "Qwen3MoeConfig", "Qwen3Next": "Qwen3NextConfig", "SmolLM3": "SmolLM3Config",
+    **{
+        name: f"{name}Config"
+        for name in ("Arcee", "Cohere", "Cohere2", "Exaone4", "GPTNeoX", "Gemma", "Glm", "Glm4", "Helium", "Nemotron", "SeedOss",
+                     "StableLm", "Starcoder2")
+    },
     "Albert": "AlbertConfig", "Bert": "BertConfig", "Camembert": "CamembertConfig", "DistilBert": "DistilBertConfig",
     "Electra": "ElectraConfig", "MPNet": "MPNetConfig", "Roberta": "RobertaConfig", "XLMRoberta": "XLMRobertaConfig",
 }  # fmt: skip
@@ -39,6 +44,7 @@ WITHOUT_EFFECT = {
     "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor", "use_mambapy", "use_associative_scan",
     "chunk_size", "reorder_and_upcast_attn", "slow_but_exact", "sinusoidal_pos_embds", "cross_attention_hidden_size",
     "add_cross_attention",  # refused with is_decoder
+    "residual_dropout", "embedding_dropout", "is_decoder",
     "expand",  # of Mamba-2, where it must agree with the heads
 }  # fmt: skip
 OF_OTHERS = {  # of heads that we do not compute
@@ -50,12 +56,14 @@ LEFT_OVER = {
     "rope_theta", "rope_scaling", "original_max_position_embeddings", "head_dim", "partial_rotary_factor",
     "matryoshka_dimensions", "position_embedding_type", "sliding_window_pattern", "rope_local_base_freq", "is_decoder",
     "full_attention_interval", "intermediate_size", "seq_length", "max_position_embeddings",
+    "rotary_emb_base", "rotary_pct",
 }  # fmt: skip
 ENCODERS = ("Albert", "Bert", "Camembert", "DistilBert", "Electra", "MPNet", "Roberta", "XLMRoberta")
 DECODERS = [family for family in CONFIGS if family not in ENCODERS]
 ROTATED = [family for family in DECODERS if family not in ("Bloom", "GPT2", "Mamba", "Mamba2")]
-BY_TYPES = ("Gemma2", "Gemma3Text", "GptOss", "Olmo3", "Qwen2", "Qwen2Moe", "Qwen3", "SmolLM3")  # windows by kinds of layers
-IN_ALL = ("Mistral", "Mixtral", "Phi3", "Qwen3Moe")
+# Windows by kinds of layers.
+BY_TYPES = ("Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss", "Olmo3", "Qwen2", "Qwen2Moe", "Qwen3", "SmolLM3")
+IN_ALL = ("Starcoder2", "Mistral", "Mixtral", "Phi3", "Qwen3Moe")
 
 
 def config_class(family):
@@ -110,7 +118,10 @@ def rotations(family, theirs):
         kind = theirs.layer_types[layer] if family in ("Gemma3Text", "Olmo3") else ""
         found = getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq")
         factor = getattr(rotary, f"{kind}_attention_scaling" if kind else "attention_scaling")
-        yield None if family == "SmolLM3" and not theirs.no_rope_layers[layer] else (found.numpy(), float(factor))
+        is_rotated = family != "SmolLM3" or theirs.no_rope_layers[layer]
+        if family == "Cohere2" or (family == "Exaone4" and theirs.sliding_window):
+            is_rotated = window_of(family, theirs, layer) > 0
+        yield (found.numpy(), float(factor)) if is_rotated else None
 
 
 def config_module(family):
@@ -170,7 +181,10 @@ VARIANTS = {
 }
 
 
-NOT_NULL = ("Gemma2", "Gemma3Text", "Qwen3Next", "Mistral", "Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss")
+NOT_NULL = (
+    "Gemma", "Glm4", "Helium", "StableLm", "Starcoder2", "Exaone4", "Gemma2", "Gemma3Text",
+    "Qwen3Next", "Mistral", "Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss",
+)
 EXCEPTIONS = [
     ("part of a head", "GptOss"),  # where Transformers cannot apply what it makes
     ("listed layers", "Qwen3Next"),
@@ -178,6 +192,7 @@ EXCEPTIONS = [
     ("two thetas", "Olmo3"),
     ("yarn, not truncated", "Olmo3"),  # which it overlooks in parameters by kinds of layers
     ("no window", "Gemma3Text"),  # where it makes no mask
+    ("no window", "Exaone4"),  # where it divides by zero
 ]
 
 
@@ -203,7 +218,8 @@ def test_layers_are_those_of_transformers(family, tmp_path):
                 continue
             where = (name, layer)
             assert spec.window == window_of(family, theirs, layer), where
-            assert (spec.num_heads, spec.num_kv_heads) == (4, theirs.num_key_value_heads), where
+            num_kv_heads = 4 if family == "GPTNeoX" else theirs.num_key_value_heads or 4
+            assert (spec.num_heads, spec.num_kv_heads) == (4, num_kv_heads), where
             expected = getattr(theirs, "query_pre_attn_scalar", 16) ** -0.5
             assert spec.scale == pytest.approx(getattr(theirs, "attention_multiplier", expected)), where
             assert (spec.rotation is None) == (rotation is None), where
@@ -242,6 +258,7 @@ def test_tensors_without_a_configuration_are_those_of_transformers(family, tmp_p
     layers = {"Bloom": "n_layer", "GPT2": "n_layer", "DistilBert": "n_layers"}.get(family, "num_hidden_layers")
     data = {layers: 4, "vocab_size": 96, "pad_token_id": 0}
     data |= {"num_experts": 16} if any(part in family for part in ("Moe", "moe", "Next")) else {}
+    data |= {"num_key_value_heads": 8} if family == "Nemotron" else {}
     data |= {"num_local_experts": 16} if family in ("Mixtral", "GptOss", "GraniteMoe") else {}
     _, ours = shapes_of(tmp_path, family, **data)
     with torch.device("meta"):

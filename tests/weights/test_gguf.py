@@ -19,12 +19,13 @@ TYPES = sorted(gguf.quants._type_traits, key=lambda t: t.name)
 
 
 ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "granite", "smollm3", "olmo")  # rows of q and k
-GEMMA = ("gemma2", "gemma3")
+PERMUTED = ("llama", "granite", "smollm3", "olmo", "arcee")  # rows of q and k
+ONE_LESS = ("gemma", "gemma2", "gemma3", "nemotron")  # weights of norms
 
 
 def arch_of(config):
-    return {"gemma3_text": "gemma3", "olmo3": "olmo2", "phi": "phi2"}.get(config.model_type, config.model_type)
+    names = {"gemma3_text": "gemma3", "olmo3": "olmo2", "phi": "phi2", "cohere": "command-r"}
+    return names.get(config.model_type, config.model_type)
 
 
 def converted(arch, name, values, config):
@@ -34,7 +35,7 @@ def converted(arch, name, values, config):
             values = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
     if arch == "gpt2" and values.ndim == 2 and ".h." in name:
         values = values.T.copy()
-    return values + 1 if arch in GEMMA and name.endswith("norm.weight") else values
+    return values + 1 if arch in ONE_LESS and name.endswith("norm.weight") else values
 
 
 def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, reshape=None, strings=None, **metadata):
@@ -53,8 +54,10 @@ def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, 
         settings |= {"gpt2.feed_forward_length": c.n_inner}
     else:
         rope = c.rope_parameters.get("full_attention", c.rope_parameters)
-        eps = {"phi2": "layer_norm_epsilon", "olmo": "layer_norm_epsilon"}.get(arch, "layer_norm_rms_epsilon")
-        reals = {f"{arch}.attention.{eps}": getattr(c, "layer_norm_eps", c.rms_norm_eps)}
+        names = ("layer_norm_eps", "norm_epsilon", "norm_eps", "rms_norm_eps")
+        name, value = next((name, getattr(c, name)) for name in names if hasattr(c, name))
+        eps = "layer_norm_rms_epsilon" if name == "rms_norm_eps" and arch != "olmo" else "layer_norm_epsilon"
+        reals = {f"{arch}.attention.{eps}": value}
         reals[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
         settings |= {
             f"{arch}.feed_forward_length": c.intermediate_size, f"{arch}.attention.head_count_kv": c.num_key_value_heads,

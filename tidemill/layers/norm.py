@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm
 from tidemill.layers.base import Layer
 from tidemill.parallel.cuts import Size, num_of, whole_of
 from tidemill.weights.checkpoint import WeightTensor
+
+_LAYER_NORM = {"weight": "weight", "bias": "weight.bias"}  # and the parts that are stored
 
 
 class RMSNorm(Layer):
@@ -37,11 +39,12 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
-    def __init__(self, size: int, eps: float, is_learned: bool = True) -> None:
-        super().__init__({"weight": (size,), "weight.bias": (size,)} if is_learned else {})
-        device = None if is_learned else "cpu"  # there is nothing to load
-        self.weight = nn.Parameter(torch.ones(size, device=device), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
+    def __init__(self, size: int, eps: float, learned: Collection[str] = ("weight", "bias")) -> None:
+        """`learned`: what is stored; else weights are 1, and biases 0."""
+        super().__init__({part: (size,) for name, part in _LAYER_NORM.items() if name in learned})
+        devices = {name: None if name in learned else "cpu" for name in _LAYER_NORM}  # nothing is loaded there
+        self.weight = nn.Parameter(torch.ones(size, device=devices["weight"]), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(size, device=devices["bias"]), requires_grad=False)
         self.eps = eps
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:

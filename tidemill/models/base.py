@@ -36,7 +36,7 @@ from tidemill.parallel.cuts import part_config
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
-from tidemill.weights.views import cut, joined
+from tidemill.weights.views import View, cut, joined
 
 _INTEGERS = frozenset({"I64", "BOOL"})  # stored types of what is no weight, like position ids
 _BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq",)  # computed from the configuration; older files have them
@@ -348,7 +348,8 @@ class Model(nn.Module, ABC):
 
     def as_named(self, tensor: WeightTensor, checkpoint_format: str) -> WeightTensor:
         """A stored tensor under the name and in the shape that `NAMES` expects."""
-        return tensor
+        rows = self.stored_rows(tensor.name)
+        return tensor if rows is None else View(tensor, tensor.name, rows=rows)
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         """Stacks of matrices before single ones, which are the same matrices."""

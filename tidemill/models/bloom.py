@@ -14,8 +14,7 @@ from tidemill.models.gpt2 import Block
 from tidemill.models.llama import Llama, source_of
 from tidemill.models.settings import Settings, refuse
 from tidemill.quant import WeightPlan
-from tidemill.weights.checkpoint import Checkpoint, WeightTensor
-from tidemill.weights.views import View
+from tidemill.weights.checkpoint import Checkpoint
 
 _CONTEXT = 2048  # of the published models, some of which do not say
 
@@ -44,16 +43,9 @@ class Bloom(Llama):
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         return self.embed_norm(self.embed(ids_T))
 
-    def as_named(self, tensor: WeightTensor, checkpoint_format: str) -> WeightTensor:
-        """All heads' queries first, then their keys, then their values."""
-        rows = self.stored_rows(tensor.name)
-        return tensor if rows is None else View(tensor, tensor.name, rows=rows)
-
     def stored_rows(self, name: str) -> torch.Tensor | None:
-        if ".query_key_value." not in name:
-            return None
-        heads, dim = self.whole.num_heads, self.config.head_dim
-        return torch.arange(heads * 3 * dim, device="cpu").view(heads, 3, dim).transpose(0, 1).reshape(-1)
+        """Each head's query, key and value are stored side by side."""
+        return self.heads_apart() if ".query_key_value." in name else None
 
     KEYS: ClassVar = {
         "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8,

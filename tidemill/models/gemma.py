@@ -1,5 +1,6 @@
-"""Gemma 2 and the text models of Gemma 3: norms before and after attention and feed-forward, windows in most layers, embeddings
-scaled by the square root of their size. Gemma 2 caps its scores and logits; Gemma 3 norms queries and keys, and rotates windowed
+"""Gemma 1: a Llama with embeddings scaled by the square root of their size. Gemma 2 and the text
+models of Gemma 3: norms before and after attention and feed-forward, too, and windows in most
+layers. Gemma 2 caps its scores and logits; Gemma 3 norms queries and keys, and rotates windowed
 layers by angles of their own. Of Gemma 3 with vision, the text model is read."""
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from tidemill.models.settings import (
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, PartOf
 
-_WIDE = (46, 62)  # layers of the 27B models, whose scores are scaled by the size of a head as if hidden_size were cut into heads
+# layers of the 27B models, whose scores are scaled by the size of a head as if hidden_size were cut
+# into heads
+_WIDE = (46, 62)
 _LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers, in files that do not say
-_OUTER = {"tie_word_embeddings": True, "quantization_config": Nullable(dict)}  # of a model that also sees
+# of a model that also sees
+_OUTER = {"tie_word_embeddings": True, "quantization_config": Nullable(dict)}
 _VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 
 
@@ -50,7 +54,45 @@ class Block(nn.Module):
         return self.post_mlp_norm(self.mlp(self.mlp_norm.add(delta_TH, residual_TH)))
 
 
-class Gemma2(Llama):
+class Gemma(Llama):
+    """Gemma 1: a Llama with embeddings scaled and norms stored as those of its successors."""
+
+    PAIRS: ClassVar = ()
+    KEYS: ClassVar = {
+        "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "attention_bias": False, "use_bidirectional_attention": False, **rope_keys(),
+    }  # fmt: skip
+
+    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        embedded = self.embed(ids_T)
+        return embedded * torch.tensor(self.config.hidden_size**0.5, dtype=embedded.dtype)
+
+    def loaded(self, checkpoint_format: str) -> None:
+        """Hugging Face's files hold what is added to a norm's weight of 1."""
+        if checkpoint_format == "hf":
+            for module in self.modules():
+                if isinstance(module, RMSNorm):
+                    module.weight.add_(1)
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        config = super().read_config(checkpoint)
+        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else config
+
+    @classmethod
+    def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
+        refuse(settings, ["use_bidirectional_attention"], source_of(checkpoint))
+        return from_settings(settings, checkpoint)
+
+    @classmethod
+    def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+        return replace(config, act="gelu_tanh")
+
+
+class Gemma2(Gemma):
     block: ClassVar = Block
     every: ClassVar = 2  # layers, the last of which is without a window, in files that do not say
     KEYS: ClassVar = {
@@ -70,28 +112,8 @@ class Gemma2(Llama):
         ("blocks.{}.post_mlp_norm", "weight", "model.layers.{}.post_feedforward_layernorm", "blk.{}.post_ffw_norm"),
     ]
 
-    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        embedded = self.embed(ids_T)
-        return embedded * torch.tensor(self.config.hidden_size**0.5, dtype=embedded.dtype)
-
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return capped(super().logits(hidden_TH, out), self.config.logits_softcap)
-
-    def loaded(self, checkpoint_format: str) -> None:
-        """Hugging Face's files hold what is added to a norm's weight of 1."""
-        if checkpoint_format == "hf":
-            for module in self.modules():
-                if isinstance(module, RMSNorm):
-                    module.weight.add_(1)
-
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return
-
-    @classmethod
-    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        config = super().read_config(checkpoint)
-        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else config
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:

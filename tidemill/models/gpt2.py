@@ -44,6 +44,7 @@ class Block(nn.Module):
 
 
 class GPT2(Llama):
+    PAIRS: ClassVar = ()
     block: ClassVar = Block
     KEYS: ClassVar = {
         "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
@@ -84,10 +85,6 @@ class GPT2(Llama):
         name = tensor.name if has_prefix else _PREFIX + tensor.name
         is_packed = isinstance(tensor, PackedTensor)  # quantized matrices are [out, in] in every layout
         return View(tensor, name, transposed=name.endswith(_TRANSPOSED) and not is_packed)
-
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """Nothing is rotated."""
-        return
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:

@@ -89,6 +89,7 @@ class GptOssBlock(Block):
 
 
 class GptOss(Llama):
+    PAIRS: ClassVar = ()
     block: ClassVar = GptOssBlock
     has_experts: ClassVar = True
     NAMES: ClassVar = [
@@ -106,10 +107,6 @@ class GptOss(Llama):
         (_EXPERTS, "paired_bias", f"={_HF}.gate_up_proj_bias", ""),
         (_EXPERTS, "downs.bias", f"={_HF}.down_proj_bias", ""),
     ]
-
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:

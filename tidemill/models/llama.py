@@ -29,6 +29,7 @@ from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import decoder_pooling
 
 _SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # GGUF's names for it, by the kind of norm
 _LONGROPE = {"short_factors": "rope_factors_short.weight", "long_factors": "rope_factors_long.weight"}
 ACTS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
@@ -62,6 +63,7 @@ class Block(nn.Module):
 class Llama(CausalLM):
     block: ClassVar[type[nn.Module]] = Block
     has_experts: ClassVar = False
+    PAIRS: ClassVar[Collection[str]] = ("gguf",)  # formats whose rows of q and k have rotated pairs side by side
     KEYS: ClassVar[Keys] = {  # of config.json
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable(int),
@@ -172,12 +174,21 @@ class Llama(CausalLM):
         return [key for key in ("mlp_bias", "qkv_bias", "attention_bias") if key in self.KEYS]
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
-        """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
-        if checkpoint_format != "gguf" or part.partition(".")[0] not in ("q", "k"):
+        """Rotated pairs that are stored side by side (0, R/2, 1, R/2 + 1, ...) are halves here."""
+        if checkpoint_format not in self.PAIRS or part.partition(".")[0] not in ("q", "k"):
             return None
         num_heads = self.whole.num_heads if part[0] == "q" else self.whole.num_kv_heads
-        rows = torch.arange(num_heads * self.config.head_dim, device="cpu")
-        return rows.view(num_heads, self.config.head_dim // 2, 2).transpose(1, 2).reshape(-1)
+        num_rotated = max(spec.rotation.num_dims for spec in self.whole.layers if spec.rotation is not None)
+        rows = torch.arange(num_heads * self.whole.head_dim, device="cpu").view(num_heads, -1)
+        rotated, rest = rows[:, :num_rotated], rows[:, num_rotated:]
+        halves = rotated.view(num_heads, num_rotated // 2, 2).transpose(1, 2).reshape(num_heads, -1)
+        return torch.cat([halves, rest], 1).flatten()
+
+    def heads_apart(self) -> torch.Tensor:
+        """Rows of query, key and value of each head in turn, to all queries, all keys, all values."""
+        heads, dim = self.whole.num_heads, self.whole.head_dim
+        rows = torch.arange(heads * 3 * dim, device="cpu").view(heads, 3, dim)
+        return rows.transpose(0, 1).reshape(-1)
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -372,6 +383,13 @@ def with_windows(config: ModelConfig, sizes: list[int]) -> ModelConfig:
     return replace(config, layers=layers)
 
 
+def rotated_by_windows(config: ModelConfig, windows: list[int]) -> ModelConfig:
+    """Layers without a window (0) are not rotated."""
+    specs = with_windows(config, windows).layers
+    layers = tuple(spec if spec.window else replace(spec, rotation=None) for spec in specs)
+    return replace(config, layers=layers)
+
+
 def table_rows(checkpoint: Checkpoint) -> int:
     """The rows of a GGUF file's table: the size of its vocabulary."""
     table = next((tensor.shape for tensor in checkpoint.tensors() if tensor.name == "token_embd.weight"), None)
@@ -432,6 +450,7 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         return required(data, f"{arch}.{key}", kind, source)
 
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
+    epsilon = next((name for name in _EPSILONS if f"{arch}.{name}" in data), _EPSILONS[0])
     num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
     head_dim = optional(data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source)
     rotated = optional(data, f"{arch}.rope.dimension_count", int, head_dim, source)
@@ -454,7 +473,7 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         layers=alike(need("block_count"), spec),
         max_context=trained,
         stored=stored_values(checkpoint),
-        norm_eps=need("attention.layer_norm_rms_epsilon", float),
+        norm_eps=need(epsilon, float),
         tie_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
         attention_out_bias="blk.0.attn_output.bias" in shapes,

@@ -34,7 +34,7 @@ class ClippedAttention(Attention):
 class Block(gpt2.Block):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
-        self.attn_norm, self.mlp_norm = (LayerNorm(config.hidden_size, config.norm_eps, is_learned=False) for _ in range(2))
+        self.attn_norm, self.mlp_norm = (LayerNorm(config.hidden_size, config.norm_eps, learned=()) for _ in range(2))
         if config.clip_qkv:
             self.attn = ClippedAttention(config, layer, weights)
         self.mlp = GatedMLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
@@ -53,7 +53,7 @@ class Olmo(Llama):
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, is_learned=False)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, learned=())
 
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:

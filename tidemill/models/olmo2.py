@@ -50,10 +50,12 @@ class NormedAttention(Attention):
 
 
 class Block(nn.Module):
+    attention: ClassVar[type[Attention]] = NormedAttention
+
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.attn, self.post_attn_norm = NormedAttention(config, layer, weights), RMSNorm(size, eps)
+        self.attn, self.post_attn_norm = self.attention(config, layer, weights), RMSNorm(size, eps)
         self.mlp = GatedMLP(size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
         self.post_mlp_norm = RMSNorm(size, eps)
 
@@ -63,6 +65,7 @@ class Block(nn.Module):
 
 
 class Olmo2(Llama):
+    PAIRS: ClassVar = ()
     block: ClassVar = Block
     NAMES: ClassVar = [
         *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.attn_norm", "blocks.{}.mlp_norm")),
@@ -83,10 +86,6 @@ class Olmo2(Llama):
         for block in self.blocks:
             residual_TH = block(residual_TH, step)
         return self.norm(residual_TH)
-
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:

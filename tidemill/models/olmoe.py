@@ -18,6 +18,7 @@ class OlmoeBlock(Block):
 
 
 class Olmoe(Llama):
+    PAIRS: ClassVar = ()
     block: ClassVar = OlmoeBlock
     has_experts: ClassVar = True
     NAMES: ClassVar = [
@@ -52,6 +53,3 @@ class Olmoe(Llama):
         refuse(checkpoint.metadata, ["olmoe.attention.clamp_kqv"], checkpoint.path)
         return replace(config, experts=(gguf_experts(checkpoint, config, renormalise=False),) * config.num_layers)
 
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return

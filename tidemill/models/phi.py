@@ -15,9 +15,9 @@ from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama, from_settings, source_of
-from tidemill.models.settings import Nullable, Settings, refuse, required, rope_keys
+from tidemill.models.settings import Nullable, Settings, refuse, rope_keys
 from tidemill.quant import WeightPlan
-from tidemill.weights.checkpoint import Checkpoint, PartOf
+from tidemill.weights.checkpoint import Checkpoint
 
 
 class Block(nn.Module):
@@ -36,6 +36,7 @@ class Block(nn.Module):
 
 
 class Phi(Llama):
+    PAIRS: ClassVar = ()
     block: ClassVar = Block
     NAMES: ClassVar = [
         ("embed", "weight", "model.embed_tokens", "token_embd"),
@@ -62,10 +63,6 @@ class Phi(Llama):
         if not config.tie_embeddings:
             self.head = Head(config.hidden_size, config.vocab_size, weights, bias=True)
 
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return
-
     @classmethod
     def of_settings(cls, settings: Settings, checkpoint: Checkpoint) -> ModelConfig:
         refuse(settings, ["qk_layernorm"], source_of(checkpoint), "(norms of query and key heads) is not supported")
@@ -73,11 +70,6 @@ class Phi(Llama):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """GGUF files name the norms' epsilon otherwise than a Llama's."""
-        if is_gguf := checkpoint.format == "gguf":
-            data = checkpoint.metadata
-            eps = required(data, "phi2.attention.layer_norm_epsilon", float, checkpoint.path)
-            checkpoint = PartOf(checkpoint, data | {"phi2.attention.layer_norm_rms_epsilon": eps})
         config = super().read_config(checkpoint)
-        act = "gelu_tanh" if is_gguf else config.act
+        act = "gelu_tanh" if checkpoint.format == "gguf" else config.act
         return replace(config, act=act, is_gated=False, attention_bias=True, attention_out_bias=True, mlp_bias=True)

@@ -9,13 +9,15 @@ from tidemill.models.llama import Llama, from_settings
 from tidemill.models.settings import Nullable, Settings, rope_keys
 from tidemill.weights.checkpoint import Checkpoint
 
+FUSED_GATE_UP = ("model.layers.{}.mlp.gate_up_proj", "blk.{}.ffn_up")
 _FUSED = {
     "blocks.{}.attn.qkv": ("model.layers.{}.self_attn.qkv_proj", "blk.{}.attn_qkv"),
-    "blocks.{}.mlp.gate_up": ("model.layers.{}.mlp.gate_up_proj", "blk.{}.ffn_up"),
+    "blocks.{}.mlp.gate_up": FUSED_GATE_UP,
 }
 
 
 class Phi3(Llama):
+    PAIRS: ClassVar = ()
     NAMES: ClassVar = [(layer, part, *_FUSED.get(layer, stored)) for layer, part, *stored in Llama.NAMES]
     KEYS: ClassVar = {
         "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
@@ -34,6 +36,3 @@ class Phi3(Llama):
                 settings[key] = rope | {"rope_type": "longrope"}
         return from_settings(settings, checkpoint)
 
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return

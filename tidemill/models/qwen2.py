@@ -12,6 +12,7 @@ from tidemill.weights.checkpoint import Checkpoint
 
 
 class Qwen2(Llama):
+    PAIRS: ClassVar = ()
     KEYS: ClassVar = {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
         "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -31,9 +32,6 @@ class Qwen2(Llama):
         config = super().read_config(checkpoint)
         return replace(config, attention_bias=True) if checkpoint.format == "gguf" else config
 
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return
 
 
 def late_windows(settings: Settings, checkpoint: Checkpoint) -> list[int]:

@@ -13,6 +13,7 @@ from tidemill.weights.checkpoint import Checkpoint
 
 
 class Qwen3(Llama):
+    PAIRS: ClassVar = ()
     NAMES: ClassVar = [
         *Llama.NAMES,
         ("blocks.{}.attn.q_norm", "weight", "model.layers.{}.self_attn.q_norm", "blk.{}.attn_q_norm"),
@@ -35,6 +36,3 @@ class Qwen3(Llama):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         return replace(super().read_config(checkpoint), qk_norm=True)
 
-    def row_order(self, checkpoint_format: str, part: str) -> None:
-        """GGUF keeps this family's rows as they are."""
-        return

@@ -15,6 +15,10 @@ NAMES = (
     "linear_codes",
     "linear_tokens",
     "rows",
+    "norm",
+    "glu",
+    "sample",
+    "kv_write",
     "attention",
     "attention_tiles",
     "kvquant",
@@ -29,14 +33,29 @@ NAMES = (
     "program",
 )
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]
-FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+FLAGS = [
+    "-O3",
+    "-std=gnu11",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+]
 # One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
 VARIANTS = {
     "aarch64": {"_neon": ["-march=armv8.2-a+dotprod", "-mtune=neoverse-n1"]},
     "arm64": {"_neon": ["-march=armv8.2-a+dotprod", "-mtune=neoverse-n1"]},
     "x86_64": {
         "_avx2": ["-mavx2", "-mfma", "-mf16c"],
-        "_avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512vnni"],
+        "_avx512": [
+            "-mavx2",
+            "-mfma",
+            "-mf16c",
+            "-mavx512f",
+            "-mavx512vl",
+            "-mavx512bw",
+            "-mavx512vnni",
+        ],
     },
 }
 
@@ -46,7 +65,17 @@ setup(
             f"tidemill.kernels.native.{name}",
             SOURCES,
             depends=[
-                f"{FOLDER}/{name}.h" for name in ("simd", "tiles", "tidemill", "linear", "linear_neon", "attention", "kv_codes")
+                f"{FOLDER}/{name}.h"
+                for name in (
+                    "simd",
+                    "rows",
+                    "tiles",
+                    "tidemill",
+                    "linear",
+                    "linear_neon",
+                    "attention",
+                    "kv_codes",
+                )
             ],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],

@@ -36,7 +36,7 @@ from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of, load_core
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, elementwise, hopper_fp8
+from tidemill.kernels.cuda import attention, hopper_fp8, kv_write
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.kv_cache import Angles, views
 from tidemill.kernels.rope import rope_frequencies, rope_tables
@@ -137,7 +137,7 @@ def time_store() -> None:
             cache, scales = views(pages, 2, 8, 64, 128, name)
             if scales is None:
                 cache = pages.view(torch.bfloat16).view(num, 2, 2, 8, 64, 128)
-            call = partial(elementwise.enter_heads, qkv, cache, 1, positions, slots, Angles(cos, sin), 32, scales=scales)
+            call = partial(kv_write.enter_heads, qkv, cache, 1, positions, slots, Angles(cos, sin), 32, scales=scales)
             say(kernel="store", tokens=num, format=name, us=time_us([call]))
 
 

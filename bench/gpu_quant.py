@@ -24,9 +24,9 @@ import triton
 
 from tidemill.kernels.cuda import gemm, hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_chunked, gemm_packed, pack
+from tidemill.kernels.cuda.rounding import LARGEST, Scaled
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
 from tidemill.kernels.cuda.tuning import time_us
 

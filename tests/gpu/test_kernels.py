@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.gpu.scenes import TILES, Scene, has_flash
-from tidemill.kernels.cuda import attention, elementwise, launch, sampling, tuning
+from tidemill.kernels.cuda import attention, glu, kv_write, launch, norm, sampling, tuning
 from tidemill.kernels.cuda.attention_lists import BLOCK, Lists
 from tidemill.kernels.cuda.gemm import BY_ROLES, MANY, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
@@ -33,18 +33,18 @@ def test_elementwise() -> None:
         x, residual = torch.randn(2, 300, width, device="cuda", dtype=torch.bfloat16).unbind()
         weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
         mine, other = residual.clone(), residual.clone()
-        out, expected = elementwise.add_rms_norm(x, mine, weight, 1e-5), add_rms_norm_reference(x, other, weight, 1e-5)
+        out, expected = norm.add_rms_norm(x, mine, weight, 1e-5), add_rms_norm_reference(x, other, weight, 1e-5)
         assert torch.equal(mine, other)
         assert (out - expected).float().abs().max() <= 2**-7 * expected.float().abs().max()
-        alone = elementwise.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
+        alone = norm.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
         assert torch.equal(alone, out[7:8])
         check_norms(x, residual, weight)
     gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
     paired, both = torch.stack([gate, up], 2).flatten(1), torch.cat([gate, up], 1).float()
-    out, expected = elementwise.glu(paired, "silu"), glu_reference(both)
-    assert (elementwise.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
+    out, expected = glu.glu(paired, "silu"), glu_reference(both)
+    assert (glu.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
-    out, expected = elementwise.activate(gate, "gelu_tanh").float(), F.gelu(gate.float(), approximate="tanh")
+    out, expected = glu.activate(gate, "gelu_tanh").float(), F.gelu(gate.float(), approximate="tanh")
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
@@ -53,10 +53,10 @@ def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     bias = torch.randn_like(weight)
     qkv = torch.cat([x, residual[:, :256], residual[:, :256]], 1)
     kinds: tuple[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], tuple[Any, ...]], ...] = (
-        (elementwise.add_rms_norm, add_rms_norm_reference, (x, residual, weight, 1e-5, 0.22)),
-        (elementwise.add_layer_norm, add_layer_norm_reference, (x, residual, weight, bias, 1e-5)),
-        (elementwise.post_norm, post_norm_reference, (x, residual, weight, 1e-5)),
-        (elementwise.qk_norm, qk_norm_reference, (qkv, weight, bias[:256], 1e-5)),
+        (norm.add_rms_norm, add_rms_norm_reference, (x, residual, weight, 1e-5, 0.22)),
+        (norm.add_layer_norm, add_layer_norm_reference, (x, residual, weight, bias, 1e-5)),
+        (norm.post_norm, post_norm_reference, (x, residual, weight, 1e-5)),
+        (norm.qk_norm, qk_norm_reference, (qkv, weight, bias[:256], 1e-5)),
     )
     for ours, reference, given in kinds:
         exact = [one.float() if isinstance(one, torch.Tensor) else one for one in given]
@@ -202,7 +202,7 @@ def _attend_layers(
 ) -> None:  # fmt: skip
     for layer, out in enumerate(outs):
         qkv.copy_(source)
-        elementwise.enter_heads(qkv, scene.cache, layer, positions, slots, angles, scene.heads)
+        kv_write.enter_heads(qkv, scene.cache, layer, positions, slots, angles, scene.heads)
         attention.attend(qkv, scene.cache, layer, scene.table, lists, out, scene.spec, positions)
 
 
@@ -228,12 +228,12 @@ def test_heads() -> None:
     cos, sin = (t.cuda() for t in rope_tables(*rope_frequencies(dim, 1e6, None), 100))
     positions, slots = torch.arange(40, dtype=torch.int32, device="cuda"), torch.randperm(160, device="cuda")[:40]
     q_norm, k_norm = torch.randn(2, dim, device="cuda", dtype=torch.bfloat16).unbind()
-    for norm in (None, HeadWeights(q_norm, k_norm, 1e-6)):
+    for learned in (None, HeadWeights(q_norm, k_norm, 1e-6)):
         given = qkv.view(40, -1, dim).clone()
         out = qkv.clone()
-        elementwise.enter_heads(out, cache, 2, positions, slots, Angles(cos, sin), heads, norm or PLAIN)
+        kv_write.enter_heads(out, cache, 2, positions, slots, Angles(cos, sin), heads, learned or PLAIN)
         q, k, v = given.split([heads, kv_heads, kv_heads], 1)
-        if norm:
+        if learned:
             q, k = F.rms_norm(q, (dim,), q_norm, 1e-6), F.rms_norm(k, (dim,), k_norm, 1e-6)
         q, k = (apply_rope(x.float(), cos[:40], sin[:40]) for x in (q, k))
         assert (out.view(40, -1, dim)[:, :heads] - q).abs().max() < 0.05

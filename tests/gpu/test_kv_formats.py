@@ -16,7 +16,7 @@ from tests.gpu.scenes import ScaledScene, has_roles, prompts_by
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
-from tidemill.kernels.cuda import elementwise, scaled_values
+from tidemill.kernels.cuda import kv_write, scaled_values
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kv_format import FORMATS
@@ -95,7 +95,7 @@ def test_store() -> None:
         pool = torch.zeros(10, 3 * 2 * kv_heads * page * FORMATS[name].head_bytes(dim), dtype=torch.uint8, device="cuda")
         values, scales = views(pool, 3, kv_heads, page, dim, name)
         assert scales is not None
-        elementwise.enter_heads(qkv.clone(), values, 2, positions, slots, Angles(cos, sin), heads, scales=scales)
+        kv_write.enter_heads(qkv.clone(), values, 2, positions, slots, Angles(cos, sin), heads, scales=scales)
         _, k, v = qkv.view(300, -1, dim).float().split([heads, kv_heads, kv_heads], 1)
         # On the CPU, which divides exactly.
         codes, expected = (one.cuda() for one in quantize(torch.stack([apply_rope(k, cos, sin), v], 1).cpu(), FORMATS[name]))

@@ -18,9 +18,10 @@ from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.elementwise import Scaled, add_rms_norm
 from tidemill.kernels.cuda.launch import compile_only
+from tidemill.kernels.cuda.norm import add_rms_norm
 from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed, unpack_reference
+from tidemill.kernels.cuda.rounding import Scaled
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
 from tidemill.sampling import SamplingParams
 

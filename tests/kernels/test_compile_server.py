@@ -13,7 +13,7 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from tidemill.kernels.cuda import compile_server, elementwise, logprobs
+from tidemill.kernels.cuda import compile_server, logprobs, norm
 from tidemill.kernels.cuda.launch import compile_only
 
 class NoDriver(compile_server._NoDriver):
@@ -28,7 +28,7 @@ x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torc
 
 def needs():
     with compile_only():
-        elementwise.add_rms_norm(x, x.clone(), weight, 1e-5)
+        norm.add_rms_norm(x, x.clone(), weight, 1e-5)
         logprobs.score(x.float(), torch.zeros(4, dtype=torch.int32), 0)
 
 with compile_server.compile_elsewhere():
@@ -40,7 +40,7 @@ print(hits)
 
 sent = len(hits)
 compile_server._server = type("Server", (), {"kill": lambda _: None, "communicate": lambda _: None})()  # not asked: no stdin
-for kernel in (elementwise._add_rms_norm, logprobs._summarize, logprobs._normalize):
+for kernel in (norm._add_rms_norm, logprobs._summarize, logprobs._normalize):
     kernel.device_caches.clear()
 with compile_server.compile_elsewhere():
     needs()

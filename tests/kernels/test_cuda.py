@@ -22,11 +22,14 @@ from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import (
     attention,
     attention_lists,
-    elementwise,
     flash,
     gemm,
+    glu,
     hopper_gemm,
+    kv_write,
     launch,
+    look_up,
+    norm,
     records,
     sampling,
     tuning,
@@ -47,16 +50,16 @@ def test_norm(width, with_x):
     x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
     mine, other = residual.clone(), residual.clone()
     given = x if with_x else None
-    norms = elementwise.add_rms_norm, add_rms_norm_reference
-    out, expected = (norm(given, one, weight, 1e-5) for norm, one in zip(norms, (mine, other), strict=True))
+    norms = norm.add_rms_norm, add_rms_norm_reference
+    out, expected = (op(given, one, weight, 1e-5) for op, one in zip(norms, (mine, other), strict=True))
     assert torch.equal(mine, other)
     assert_close(out, expected, atol=1e-5, rtol=1e-5)
     mine, other = residual.clone(), residual.clone()
-    out, expected = (norm(given, one, weight, 1e-5, 0.3) for norm, one in zip(norms, (mine, other), strict=True))
+    out, expected = (op(given, one, weight, 1e-5, 0.3) for op, one in zip(norms, (mine, other), strict=True))
     assert_close(mine, other, atol=1e-6, rtol=1e-6)
     assert_close(out, expected, atol=1e-5, rtol=1e-5)
     mine, other, bias = residual.clone(), residual.clone(), torch.randn(width)
-    out = elementwise.add_layer_norm(given, mine, weight, bias, 1e-5)
+    out = norm.add_layer_norm(given, mine, weight, bias, 1e-5)
     assert_close(out, add_layer_norm_reference(given, other, weight, bias, 1e-5), atol=1e-5, rtol=1e-5)
     assert torch.equal(mine, other)
 
@@ -64,10 +67,10 @@ def test_norm(width, with_x):
 @pytest.mark.parametrize("width", [64, 100])
 def test_norms_after(width):
     x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
-    assert_close(elementwise.post_norm(x, residual, weight, 1e-5), post_norm_reference(x, residual, weight, 1e-5))
+    assert_close(norm.post_norm(x, residual, weight, 1e-5), post_norm_reference(x, residual, weight, 1e-5))
     qkv, k_weight = torch.randn(5, width + 2 * 24), torch.randn(24)
     expected = qk_norm_reference(qkv, weight, k_weight, 1e-5)
-    assert_close(elementwise.qk_norm(qkv, weight, k_weight, 1e-5), expected)
+    assert_close(norm.qk_norm(qkv, weight, k_weight, 1e-5), expected)
 
 
 def paired(gate_up):
@@ -78,41 +81,41 @@ def paired(gate_up):
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "swiglu_clamped"])
 def test_glu(act):
     gate_up = torch.randn(3, 2 * 1500)
-    out = elementwise.glu(paired(gate_up.t()).t().contiguous(), act)
+    out = glu.glu(paired(gate_up.t()).t().contiguous(), act)
     assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
     if act != "swiglu_clamped":
-        assert_close(elementwise.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
+        assert_close(glu.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("act", sorted(ACTIVATIONS.keys() - {"swiglu_clamped"}))
 def test_every_activation(act):
     x = torch.randn(3, 1100) * 4
-    assert_close(elementwise.activate(x, act), activate_reference(x, act), atol=1e-5, rtol=1e-5)
+    assert_close(glu.activate(x, act), activate_reference(x, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():
     tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 26), dtype=torch.int32)
     rows, positions = torch.randint(0, 4, (300,), dtype=torch.int32), torch.randint(0, 50, (300,), dtype=torch.int32)
-    ids, slots = elementwise.look_up(rows, positions, tokens, list(pages.split(13, 1)), 4)
+    ids, slots = look_up.look_up(rows, positions, tokens, list(pages.split(13, 1)), 4)
     assert torch.equal(ids, tokens[rows, positions])
     for group in range(2):
         assert torch.equal(slots[group], pages[rows, 13 * group + positions // 4].long() * 4 + positions % 4)
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_heads_enter_the_cache(norm):
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_enter_the_cache(has_norm):
     heads, kv_heads, dim, page, layer = 4, 2, 16, 4, 1
     qkv, cache = torch.randn(6, (heads + 2 * kv_heads) * dim), torch.zeros(4, 3, 2, kv_heads, page, dim)
     cos, sin = rope_tables(*rope_frequencies(dim, 1e4, None), 40)
     positions, slots = torch.tensor([30, 1, 2, 0, 7, 8]), torch.tensor([5, 0, 15, 9, 4, 11])
     q_weight, k_weight = torch.randn(2, dim)
     q, k, v = qkv.view(6, -1, dim).clone().split([heads, kv_heads, kv_heads], 1)
-    if norm:
+    if has_norm:
         q = torch.nn.functional.rms_norm(q, (dim,), q_weight, 1e-6)
         k = torch.nn.functional.rms_norm(k, (dim,), k_weight, 1e-6)
     q, k = apply_rope(q, cos[positions], sin[positions]), apply_rope(k, cos[positions], sin[positions])
-    weights = HeadWeights(q_weight, k_weight, 1e-6) if norm else PLAIN
-    elementwise.enter_heads(qkv, cache, layer, positions, slots, Angles(cos, sin), heads, weights)
+    weights = HeadWeights(q_weight, k_weight, 1e-6) if has_norm else PLAIN
+    kv_write.enter_heads(qkv, cache, layer, positions, slots, Angles(cos, sin), heads, weights)
     assert_close(qkv.view(6, -1, dim)[:, :heads], q, atol=1e-5, rtol=1e-5)
     entered = cache[slots // page, layer, :, :, slots % page]
     assert_close(entered[:, 0], k, atol=1e-5, rtol=1e-5)
@@ -129,7 +132,7 @@ def test_heads_are_rotated_in_part(rotated):
     expected = qkv.view(3, -1, dim)[:, : heads + kv_heads].clone()
     if angles:
         expected = apply_rope(expected, angles.cos[positions], angles.sin[positions])
-    elementwise.enter_heads(qkv, cache, 0, positions, slots, angles, heads)
+    kv_write.enter_heads(qkv, cache, 0, positions, slots, angles, heads)
     assert_close(qkv.view(3, -1, dim)[:, :heads], expected[:, :heads], atol=1e-5, rtol=1e-5)
     assert_close(cache[slots // page, 0, 0, :, slots % page], expected[:, heads:], atol=1e-5, rtol=1e-5)
 
@@ -502,8 +505,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import (collectives, elementwise, gemm, logprobs, lora, outliers, packed_gemm, paged_attention,
-                                   policy_attention, pooling, sampling, scaled_gemm, scan)
+from tidemill.kernels.cuda import (collectives, gemm, glu, kv_write, look_up, logprobs, lora, norm, outliers, packed_gemm,
+                                   paged_attention, policy_attention, pooling, sampling, scaled_gemm, scan)
 
 def build(kernel, types, warps=4, stages=3, **constants):
     constants |= {"AHEAD": 2}
@@ -519,25 +522,25 @@ def build(kernel, types, warps=4, stages=3, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, added_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32",
              factor="fp32", codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, CHUNKS=1, ADDS=True, CODES=448, PLAIN=False, BLOCK=4096)
-build(elementwise._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, ADDS=False, CODES=0, PLAIN=True, BLOCK=4096)
-build(elementwise._post_norm, types, BLOCK=4096)
-build(elementwise._qk_norm, types, BLOCK=4096)
-build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
+build(norm._add_rms_norm, types, CHUNKS=1, ADDS=True, CODES=448, PLAIN=False, BLOCK=4096)
+build(norm._add_rms_norm, types | dict(x_ptr=F), CHUNKS=4, ADDS=False, CODES=0, PLAIN=True, BLOCK=4096)
+build(norm._post_norm, types, BLOCK=4096)
+build(norm._qk_norm, types, BLOCK=4096)
+build(norm._add_layer_norm, types, HAS_X=True, BLOCK=1024)
 for act in ("silu", "gelu", "relu", "relu2", "gelu_tanh"):
-    build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT=act, BLOCK=1024)
-build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
+    build(glu._activate, dict(x_ptr=B, out_ptr=B), ACT=act, BLOCK=1024)
+build(glu._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
-build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
+build(look_up._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
 types = dict(qkv_ptr=B, added_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F,
              q_norm_ptr=F, k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
 how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, ADDS=True, QK_NORM=True, HEADS=16)
-build(elementwise._enter_heads, types, LARGEST=0, **how)
-build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
-build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
+build(kv_write._enter_heads, types, LARGEST=0, **how)
+build(kv_write._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
+build(kv_write._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=7, **how | dict(ROTATED=128))
 how |= dict(ROTATED=128, PAGE=1, ADDS=False, QK_NORM=False)  # the virtual layout
-build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
+build(kv_write._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
 how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")

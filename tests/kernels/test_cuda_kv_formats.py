@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from tests.helpers import same_bits
 from tests.kernels.test_cuda import KINDS, Scene, small_blocks
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import elementwise, page_copies
+from tidemill.kernels.cuda import kv_write, page_copies
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kv_format import FORMATS
@@ -137,7 +137,7 @@ def test_heads_enter_the_cache_in_its_format(name):
     positions, slots = torch.tensor([30, 1, 2, 0, 7, 8]), torch.tensor([5, 0, 15, 9, 4, 11])
     _, k, v = qkv.view(6, -1, dim).clone().split([heads, kv_heads, kv_heads], 1)
     k = apply_rope(k, angles.cos[positions], angles.sin[positions])
-    elementwise.enter_heads(qkv, cache, layer, positions, slots, angles, heads, scales=scales)
+    kv_write.enter_heads(qkv, cache, layer, positions, slots, angles, heads, scales=scales)
     codes, expected = quantize(torch.stack([k, v], 1), FORMATS[name])
     at = slots // page, layer, slice(None), slice(None), slots % page
     found = scales[at]
@@ -165,7 +165,7 @@ def test_heads_enter_the_cache_in_its_format(name):
 def test_scales_of_fp8_end_where_the_kernels_can_use_them():
     """2**7, times 2**120 in the kernels: larger values saturate."""
     qkv, (_, cache, scales) = torch.full((1, 3 * 16), 3e38), new_pool(1, 1, 1, 4, 16, "fp8")
-    elementwise.enter_heads(qkv, cache, 0, torch.tensor([0]), torch.tensor([0]), None, 1, scales=scales)
+    kv_write.enter_heads(qkv, cache, 0, torch.tensor([0]), torch.tensor([0]), None, 1, scales=scales)
     assert scales[0, 0, :, 0, 0].tolist() == [128.0, 128.0]
     assert cache[0, 0, 0, 0, 0].float().tolist() == [448.0] * 16
 

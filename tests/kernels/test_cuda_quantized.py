@@ -8,9 +8,9 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from tidemill.kernels.cuda import elementwise, packed_gemm, scaled_gemm
-from tidemill.kernels.cuda.elementwise import Scaled
+from tidemill.kernels.cuda import norm, packed_gemm, rounding, scaled_gemm
 from tidemill.kernels.cuda.packed_gemm import PackedTile, pack, unpack_reference
+from tidemill.kernels.cuda.rounding import Scaled
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.handover import CHUNKS, Handover
@@ -21,7 +21,7 @@ from tidemill.kernels.handover import CHUNKS, Handover
 def test_scaled(dtype, swap):
     torch.manual_seed(0)
     x, weight = torch.randn(5, 72), torch.randn(40, 72)
-    largest = elementwise.LARGEST[dtype]
+    largest = rounding.LARGEST[dtype]
     scales = weight.abs().amax(1) / largest
     codes = weight / scales[:, None]
     stored = Scaled(torch.nn.functional.pad(codes if dtype.is_floating_point else codes.round(), (0, 8)).to(dtype), scales)
@@ -59,7 +59,7 @@ def test_values_that_are_not_finite_are_not_lost():
     x[1, 5], x[2, 7] = float("nan"), float("inf")
     for dtype in (torch.float8_e4m3fn, torch.int8):
         scales = scaled_gemm.quantize_rows(x, dtype, 32).scales
-        assert scales[0] == 1 / elementwise.LARGEST[dtype]
+        assert scales[0] == 1 / rounding.LARGEST[dtype]
         assert scales[1:].isnan().all()
         static = scaled_gemm.quantize_rows(x, dtype, 32, torch.tensor([0.5])).scales
         assert static[0] == 0.5
@@ -156,7 +156,7 @@ def test_a_norm_is_handed_over_alone():
     made, residuals = [], []
     for alone in (False, True):
         mine = residual.clone()
-        out = elementwise.add_rms_norm(x, mine, weight, 1e-5, 1.0, handover, alone)
+        out = norm.add_rms_norm(x, mine, weight, 1e-5, 1.0, handover, alone)
         assert out.is_meta == alone
         assert out.shape == x.shape
         made.append(handover.take(out))
@@ -172,8 +172,8 @@ def test_a_norm_adds_up_what_a_linear_has_left():
     sums, residual, weight = torch.randint(-16, 17, (4, 5, 96)) / 8, torch.randn(5, 96).bfloat16(), torch.randn(96)
     left, mine, other = torch.empty(5, 96, device="meta"), residual.clone(), residual.clone()
     CHUNKS.put(left, sums)
-    out = elementwise.add_rms_norm(left, mine, weight, 1e-5, 0.5)
-    assert torch.equal(out, elementwise.add_rms_norm(sums.sum(0).bfloat16(), other, weight, 1e-5, 0.5))
+    out = norm.add_rms_norm(left, mine, weight, 1e-5, 0.5)
+    assert torch.equal(out, norm.add_rms_norm(sums.sum(0).bfloat16(), other, weight, 1e-5, 0.5))
     assert torch.equal(mine, other)
     with pytest.raises(AssertionError, match="nobody"):
-        elementwise.add_rms_norm(left, mine, weight, 1e-5)
+        norm.add_rms_norm(left, mine, weight, 1e-5)

@@ -12,10 +12,10 @@ import torch
 from torch.testing import assert_close
 
 from tidemill.kernels import native
-from tidemill.kernels.cuda import elementwise, launch
+from tidemill.kernels.cuda import launch, norm
 from tidemill.kernels.cuda import lora as cuda
-from tidemill.kernels.cuda.elementwise import glu
 from tidemill.kernels.cuda.gemm import choice_of
+from tidemill.kernels.cuda.glu import glu
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.handover import UNADDED, Unadded, with_added
 from tidemill.kernels.kv_cache import Angles
@@ -217,7 +217,7 @@ def test_what_is_left_to_the_kernel_behind():
 
     weight = torch.randn(96)
     both = [residual.clone(), residual.clone()]
-    normed = [elementwise.add_rms_norm(x, one, weight, 1e-5) for x, one in zip((left(), y + added), both, strict=True)]
+    normed = [norm.add_rms_norm(x, one, weight, 1e-5) for x, one in zip((left(), y + added), both, strict=True)]
     assert torch.equal(*normed)
     assert torch.equal(*both)
     angles = Angles(*rope_tables(*rope_frequencies(16, 1e4, None), 8))

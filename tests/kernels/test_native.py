@@ -110,7 +110,7 @@ class TestRecordedForward:
         assert record_forward(model, runner.mixers, runner.cache) is not None
 
     def test_what_only_many_tokens_show_is_noticed(self, model, monkeypatch):
-        """More than WIDE_ROWS of linear.c, more than one chunk of rows.c's norms; and the trial leaves no page in the table."""
+        """More than WIDE_ROWS of linear.c, more than one chunk of norm.c; and the trial leaves no page in the table."""
         runner = make_core(model).runner
         forward = type(model.blocks[0].mlp).forward
         limit = max(8, -(-8192 // model.config.hidden_size))

@@ -24,7 +24,8 @@ from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
+from tidemill.kernels.cuda import attention, flash, gemm, glu, moe, tuning
+from tidemill.kernels.cuda import norm as cuda_norm
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
@@ -263,7 +264,8 @@ def test_a_model_drafts_for_itself(on_gpu):
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 IN_TRITON = [
-    (norm, "add_rms_norm"), (norm, "post_norm"), (norm, "add_layer_norm"), (mlp, "activate"), (olmo2, "qk_norm"),
+    (norm, cuda_norm.add_rms_norm), (norm, cuda_norm.post_norm), (norm, cuda_norm.add_layer_norm),
+    (mlp, glu.activate), (olmo2, cuda_norm.qk_norm),
 ]  # fmt: skip
 
 
@@ -280,8 +282,8 @@ def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
     make_family(family, **(SMALL_GPT2 if family == "GPT2" else SMALL)).save_pretrained(tmp_path)
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
-    for module, name in IN_TRITON:
-        monkeypatch.setattr(module, name, getattr(elementwise, name))
+    for module, op in IN_TRITON:
+        monkeypatch.setattr(module, op.__name__, op)
     assert_same(run(on_gpu(tmp_path), requests), expected)
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.engine.test_lora import ask, make_lora, with_loras
 from tests.helpers import greedy
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
-from tidemill.kernels.cuda import elementwise
+from tidemill.kernels.cuda import norm as cuda_norm
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers import norm
 
@@ -19,7 +19,7 @@ def test_adapters_on_a_gpu(on_gpu, folder, tmp_path, monkeypatch):  # noqa: F811
     """Prompts and single tokens, two adapters and none in one step; a request alone has the same bits."""
     from transformers import LlamaForCausalLM
 
-    monkeypatch.setattr(norm, "add_rms_norm", elementwise.add_rms_norm)  # it adds what adapters do
+    monkeypatch.setattr(norm, "add_rms_norm", cuda_norm.add_rms_norm)  # it adds what adapters do
     base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     paths = [make_lora(tmp_path / f"l{i}", base, i, rank=rank) for i, rank in enumerate((4, 20))]
     requests = {

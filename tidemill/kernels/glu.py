@@ -8,7 +8,7 @@ import torch
 
 from tidemill.kernels import native
 
-# Activations, and their numbers in rows.c. Three are x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
+# Activations, and their numbers in glu.c. Three are x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
 # gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3); of swiglu_clamped (gpt-oss), z = 1.702 x, where x is at most 7, up within
 # -7 .. 7, and the product is by up + 1.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2, "gelu": 3, "relu": 4, "relu2": 5}
@@ -44,9 +44,9 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 def activate(x_TI: torch.Tensor, act: str) -> torch.Tensor:
     if x_TI.is_cuda:
-        from tidemill.kernels.cuda import elementwise
+        from tidemill.kernels.cuda import glu
 
-        return elementwise.activate(x_TI, act)
+        return glu.activate(x_TI, act)
     return native.lib.activate(x_TI, ACTIVATIONS[act]) if native.lib else activate_reference(x_TI, act)
 
 

@@ -235,7 +235,7 @@ class NativeStep:
 
     def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> None:
         at = self.layers[layer]
-        self.lib.enter(self.address, at.spec, learned, qkv_TC, at.keys, at.values)
+        self.lib.write_kv(self.address, at.spec, learned, qkv_TC, at.keys, at.values)
 
     def replay(self, program: Program, embedded_TH: torch.Tensor) -> torch.Tensor:
         """All layers of a recorded model at once."""

@@ -34,9 +34,9 @@ def add_rms_norm(
     """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `handover`: on a GPU, the
     result is put in there, too, in 8 bits; `alone`: only there."""
     if residual_TH.is_cuda:
-        from tidemill.kernels.cuda import elementwise
+        from tidemill.kernels.cuda import norm
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, handover, alone)
+        return norm.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, handover, alone)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)
@@ -57,9 +57,9 @@ def post_norm_reference(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H:
 def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """The sum of the residual and the RMSNorm of x."""
     if residual_TH.is_cuda:
-        from tidemill.kernels.cuda import elementwise
+        from tidemill.kernels.cuda import norm
 
-        return elementwise.post_norm(x_TH, residual_TH, weight_H, eps)
+        return norm.post_norm(x_TH, residual_TH, weight_H, eps)
     if native.lib:
         return native.lib.post_norm(x_TH, residual_TH, weight_H, eps)
     return post_norm_reference(x_TH, residual_TH, weight_H, eps)
@@ -77,9 +77,9 @@ def qk_norm_reference(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: to
 def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm of all query heads of a row together, and of all key heads; values stay. qkv may be overwritten."""
     if qkv_TC.is_cuda:
-        from tidemill.kernels.cuda import elementwise
+        from tidemill.kernels.cuda import norm
 
-        return elementwise.qk_norm(qkv_TC, q_weight, k_weight, eps)
+        return norm.qk_norm(qkv_TC, q_weight, k_weight, eps)
     if native.lib:
         return native.lib.qk_norm(qkv_TC, q_weight, k_weight, eps)
     return qk_norm_reference(qkv_TC, q_weight, k_weight, eps)
@@ -124,9 +124,9 @@ def add_layer_norm(
 ) -> torch.Tensor:
     """Adds x, if any, to the residual in place and returns the LayerNorm of the sum."""
     if residual_TH.is_cuda:
-        from tidemill.kernels.cuda import elementwise
+        from tidemill.kernels.cuda import norm
 
-        return elementwise.add_layer_norm(x_TH, residual_TH, weight_H, bias_H, eps)
+        return norm.add_layer_norm(x_TH, residual_TH, weight_H, bias_H, eps)
     if native.lib:
         return native.lib.add_layer_norm(x_TH, residual_TH, weight_H, bias_H, eps)
     return add_layer_norm_reference(x_TH, residual_TH, weight_H, bias_H, eps)

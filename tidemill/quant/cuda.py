@@ -41,7 +41,7 @@ class CudaMatrix(Weight):
         return self._multiply(x_TK, "")
 
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
-        from tidemill.kernels.cuda.elementwise import glu
+        from tidemill.kernels.cuda.glu import glu
 
         return glu(y_TN, self._act) if self._act else y_TN
 

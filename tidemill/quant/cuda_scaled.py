@@ -27,7 +27,7 @@ class CudaScaledWeight(CudaMatrix):
         static: torch.Tensor | None = None,
         threshold: float | None = None,
     ) -> None:
-        from tidemill.kernels.cuda.elementwise import Scaled
+        from tidemill.kernels.cuda.rounding import Scaled
         from tidemill.kernels.cuda.scaled_gemm import ALIGN
 
         self._num_out, self._num_in = values_NK.shape
@@ -69,7 +69,7 @@ class CudaScaledWeight(CudaMatrix):
 
 def quantize_weight(values_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a weight with a scale for each row, by its largest value."""
-    from tidemill.kernels.cuda.elementwise import LARGEST
+    from tidemill.kernels.cuda.rounding import LARGEST
 
     scales = (values_NK.abs().amax(1).float() / LARGEST[dtype]).clamp_min_(1e-30)
     parts = [  # some rows at a time: in float32 they take four times the room

@@ -31,7 +31,7 @@ class CudaSparseWeight(CudaMatrix):
         self._bias, self._fast, self._act = bias_N, fast, act
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        from tidemill.kernels.cuda.elementwise import glu
+        from tidemill.kernels.cuda.glu import glu
 
         num = x_TK.shape[0]
         given = F.pad(x_TK, (0, 0, 0, -num % _ROWS)) if num % _ROWS else x_TK

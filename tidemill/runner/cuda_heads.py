@@ -13,7 +13,7 @@ import torch
 from tidemill.config import TREES, EngineConfig
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda.attention_lists import Lists
-from tidemill.kernels.cuda.elementwise import look_up
+from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, accept, broken_rows, right_drafts

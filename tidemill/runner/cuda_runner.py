@@ -32,9 +32,9 @@ from tidemill.kernels.cuda.attention_lists import (
     single_rows,
 )
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.elementwise import look_up
 from tidemill.kernels.cuda.lanes import Lanes
 from tidemill.kernels.cuda.launch import compile_only
+from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.cuda.scan import StateLists

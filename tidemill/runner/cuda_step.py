@@ -14,7 +14,7 @@ from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.attention_lists import Lists
-from tidemill.kernels.cuda.elementwise import enter_heads
+from tidemill.kernels.cuda.kv_write import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
 from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep
 from tidemill.kernels.handover import with_added

@@ -17,7 +17,7 @@ from tidemill.models.base import Model
 from tidemill.runner.cpu_kinds import ForwardFn
 
 # Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
-# thread (SERIAL_VALUES of rows.c).
+# thread (SERIAL_VALUES of rows.h).
 _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels.cuda.contiguous import ContiguousStep, Sequences
-from tidemill.kernels.cuda.elementwise import look_up
+from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
 from tidemill.runner.cuda_graphs import Graph, Step, uncaptured

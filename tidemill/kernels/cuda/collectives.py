@@ -83,6 +83,7 @@ def _all_reduce(
     PIECE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    """Sum over ranks. Reference: `cuda.collectives.all_reduce_reference`."""
     begin(AHEAD)
     pid = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
@@ -118,7 +119,8 @@ def _all_gather(
     PIECE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """`starts`: the column where each rank's begin, and where the last one's end."""
+    """`starts`: the column where each rank's begin, and where the last one's end.
+    Reference: `torch.cat`."""
     begin(AHEAD)
     pid = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
@@ -142,6 +144,7 @@ def _all_gather(
 
 @triton.jit
 def _add_parts(parts_ptr, out_ptr, num, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    """Sum over ranks. Reference: `cuda.collectives.all_reduce_reference`."""
     begin(AHEAD)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num

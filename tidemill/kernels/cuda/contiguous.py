@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tidemill.kernels.cuda.elementwise import enter_heads
+from tidemill.kernels.cuda.kv_write import enter_heads
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import gated
 from tidemill.kernels.cuda.gemm import Tile
+from tidemill.kernels.cuda.glu import gated
 from tidemill.kernels.cuda.launch import how
 
 PIECE = tl.constexpr(2048)  # bytes that a thread fetches

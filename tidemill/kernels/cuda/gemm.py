@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda import hopper_gemm
-from tidemill.kernels.cuda.elementwise import gated, glu
+from tidemill.kernels.cuda.glu import gated, glu
 from tidemill.kernels.cuda.launch import begin, how, is_compiling, launch
 
 
@@ -66,6 +66,7 @@ def _gemm(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Matmul. Reference: `linear.linear_reference`."""
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     begin(AHEAD)
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
@@ -96,6 +97,7 @@ def _gemm_bulk(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Matmul. Reference: `linear.linear_reference`."""
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     begin(AHEAD)
     tl.assume(num_in > 0)  # else the assembler waits for each product of the loop

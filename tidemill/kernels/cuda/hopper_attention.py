@@ -432,6 +432,7 @@ def _attend_prompts_by_roles(
     WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
+    """Attention. Reference: `attention.attention_reference`."""
     dtype: gl.constexpr = cache_desc.dtype
     k_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
@@ -483,6 +484,7 @@ def _attend_prompts_scaled_by_roles(
     WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
+    """Attention over 8-bit and 4-bit keys and values. Reference: `attention.attention_reference`."""
     bf16: gl.constexpr = gl.bfloat16
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], bf16)
     k_bufs = gl.allocate_shared_memory(bf16, [BUFFERS, BLOCK, DIM], layout)

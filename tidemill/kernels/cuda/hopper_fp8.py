@@ -179,7 +179,7 @@ def _attend_single_fp8(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
     PARTS: gl.constexpr, BUFFERS: gl.constexpr, TOGETHER: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """`qkv_ptr`: two values in a word."""
+    """`qkv_ptr`: two values in a word. Reference: `attention.attention_reference`."""
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     half: gl.constexpr = DIM // 2
     size: gl.constexpr = BLOCK // PARTS

@@ -192,6 +192,7 @@ def _gemm_by_roles(
     ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
+    """Matmul. Reference: `linear.linear_reference`."""
     tiles_m, tiles_n = gl.cdiv(num_rows, ROWS), gl.cdiv(num_out, OUTS)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [BUFFERS, ROWS, INS], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [BUFFERS, OUTS, INS], w_desc.layout)

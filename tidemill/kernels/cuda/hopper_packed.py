@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tidemill.kernels.cuda.elementwise import glu
+from tidemill.kernels.cuda.glu import glu
 from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.hopper_gemm import FUSED, descriptor
 from tidemill.kernels.cuda.launch import HOW, begin, is_hopper, launch
@@ -181,7 +181,8 @@ def _gemm_packed_by_roles(
     CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all.
+    Reference: `quantized_linear.quantized_linear_reference`."""
     tiles_m = gl.cdiv(num_rows, ROWS)
     m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
     first = gl.program_id(1) * BLOCKS
@@ -235,7 +236,7 @@ def _add_chunks(
     partial_ptr, bias_ptr, out_ptr, num_rows, num_out, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Sums [chunk, row, out]."""
+    """Sums [chunk, row, out]. Reference: `quantized_linear.quantized_linear_reference`."""
     begin(AHEAD)
     n, m = tl.program_id(0), tl.program_id(1)
     outs, rows = n * OUTS + tl.arange(0, OUTS), m * ROWS + tl.arange(0, ROWS)

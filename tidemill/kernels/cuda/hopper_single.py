@@ -146,7 +146,8 @@ def _attend_single_at_once(
     NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """The step has one token: all that is read, but what this token has entered, was there before the kernel that enters it."""
+    """The step has one token: all that is read, but what this token has entered, was there before the kernel that enters it.
+    Reference: `attention.attention_reference`."""
     dtype: gl.constexpr = cache_ptr.dtype.element_ty
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_blocks: gl.constexpr = SPLIT // BLOCK  # and warps

@@ -18,7 +18,7 @@ def _summarize(
     logits_ptr, stats_ptr, tops_ptr, num_tokens, num_stretches, STRETCH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
     """The summary of each stretch: the maximum, the sum of exponentials relative to it, and the maxima of its blocks. NaNs
-    propagate."""
+    propagate. Reference: `torch.log_softmax`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = stretch * STRETCH + tl.arange(0, STRETCH)
@@ -35,6 +35,7 @@ def _normalize(
     logits_ptr, stats_ptr, ids_ptr, chosen_ptr, norms_ptr, num_tokens, num_stretches,
     STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Log-probabilities. Reference: `torch.log_softmax`."""
     begin(AHEAD)
     s = tl.program_id(0).to(tl.int64)
     highest = highest_of(stats_ptr, s, num_stretches, STRETCHES)

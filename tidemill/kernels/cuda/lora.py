@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.elementwise import gated
+from tidemill.kernels.cuda.glu import gated
 from tidemill.kernels.cuda.launch import FEW, begin, how, launch
 from tidemill.kernels.handover import UNADDED, Place, Unadded
 from tidemill.kernels.linear import Weight
@@ -53,7 +53,8 @@ def _shrink(
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
     STRETCH: tl.constexpr, STRETCHES: tl.constexpr, INS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """low[token, part] = scale · down x. Columns are a block of ranks of each part, side by side."""
+    """low[token, part] = scale · down x. Columns are a block of ranks of each part, side by side.
+    Reference: `lora.TorchLora`."""
     tile, stretch = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
     begin(AHEAD)
@@ -99,7 +100,7 @@ def _expand(
 ):  # fmt: skip
     """out = up low, or ONTO: y += up low, for a tile and a run of columns of one part. A record of columns: part, first, number;
     the latter in units, so that whole vectors are read and written. Without an adapter, what is added is -0, which changes no
-    sum, of zeros neither."""
+    sum, of zeros neither. Reference: `lora.TorchLora`."""
     tile, record = tl.program_id(0), columns_ptr + tl.program_id(1) * 3
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -141,7 +142,8 @@ def _expand_gated(
 ):  # fmt: skip
     """out = act(y + up low) for a tile and a run of columns. Those of y are of gate and up in turn, those of the matrices up side
     by side. BEHIND, the highest rank of the linear behind it (WIDTH: a power of two): partial[run, token] = scale · down out, of
-    these columns. Nothing else runs meanwhile, so all operands are fetched one round before they are needed."""
+    these columns. Nothing else runs meanwhile, so all operands are fetched one round before they are needed.
+    Reference: `lora.TorchLora`."""
     tile, source = tl.program_id(0), tl.program_id(1) * RUN
     num = min(RUN, num_out - source)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
@@ -204,7 +206,8 @@ def _expand_gated(
 
 @triton.jit(do_not_specialize=["num"])
 def _add_up(partial_ptr, low_ptr, num, RUNS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr):
-    """low[i] = the sum of partial[run, i], in the order of runs. Ranks that an adapter does not have are not read by anyone."""
+    """low[i] = the sum of partial[run, i], in the order of runs. Ranks that an adapter does not have are not read by anyone.
+    Reference: `lora.TorchLora`."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     begin(AHEAD)
     total = tl.zeros((SIZE,), tl.float32)

@@ -63,7 +63,7 @@ def _route(
     COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has. Programs past the chunks
-    fetch the weights that come next."""
+    fetch the weights that come next. Reference: `moe.route_reference`."""
     chunk = tl.program_id(0)
     if FETCH:  # noqa: SIM102 (known when compiled; what follows is not)
         if chunk >= num_chunks:
@@ -121,7 +121,7 @@ def _place(
 ):  # fmt: skip
     """The places of the pairs of a chunk of tokens when all are in the order of experts, then of tokens. Programs past the chunks
     write the lists of blocks. NUM_OWN: of the experts from FIRST on, so many are here, and pairs of others have no place; 0: all
-    are."""
+    are. Reference: `moe.route_reference`."""
     begin(AHEAD)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -178,7 +178,7 @@ def _up(
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr,
     HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows are gathered by token and stored by place."""
+    """Rows are gathered by token and stored by place. Reference: `moe.moe_reference`."""
     begin(AHEAD)
     tiles = tl.cdiv(num_out, OUTS)
     n = tl.program_id(0) % tiles
@@ -222,7 +222,8 @@ def _down(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, HALVES: tl.constexpr,
     HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows are read by place and stored by pair, not weighted yet."""
+    """Rows are read by place and stored by pair, not weighted yet.
+    Reference: `moe.moe_reference`."""
     begin(AHEAD)
     tiles = tl.cdiv(num_out, OUTS)
     n = tl.program_id(0) % tiles
@@ -247,7 +248,8 @@ def _combine(
     TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, FIRST: tl.constexpr, NUM_OWN: tl.constexpr, BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """FIRST, NUM_OWN: as `_place` has them; what other experts would have given is not there."""
+    """FIRST, NUM_OWN: as `_place` has them; what other experts would have given is not there.
+    Reference: `moe.moe_reference`."""
     begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -47,7 +47,7 @@ def _up_direct(
     COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A tile has one pair, in its first row. The first programs have a token each, and write by what weights its experts are
-    added up."""
+    added up. Reference: `moe.moe_reference`."""
     begin(AHEAD)
     if tl.program_id(0) < num_tokens:
         token = tl.program_id(0)
@@ -97,7 +97,8 @@ def _down_direct(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of one token, of all its experts side by side: each has its own sum, and they are added in the order of ranks.
-    What is read before the wait was there before the kernel that this one waits for."""
+    What is read before the wait was there before the kernel that this one waits for.
+    Reference: `moe.moe_reference`."""
     tiles = tl.cdiv(num_out, OUTS)
     n, token = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     ranks, outs = tl.arange(0, RANKS), n * OUTS + tl.arange(0, OUTS)

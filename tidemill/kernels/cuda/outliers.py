@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized
 from tidemill.kernels.cuda.gemm import _place
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 from tidemill.kernels.cuda.packed_gemm import _store
+from tidemill.kernels.cuda.rounding import LARGEST, Scaled, quantized
 
 # ---- LLM.int8()
 
@@ -26,6 +26,7 @@ def _split_rows(
     x_ptr, codes_ptr, scales_ptr, kept_ptr, threshold, width, padded,
     LARGEST: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Outliers of quantized weights. Reference: `quantized_linear.quantized_linear_reference`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     begin(AHEAD)
@@ -58,6 +59,7 @@ def _add_outliers(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Outliers of quantized weights. Reference: `quantized_linear.quantized_linear_reference`."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
@@ -131,6 +133,7 @@ def _add_sparse(
     x_ptr, columns_ptr, values_ptr, sums_ptr, bias_ptr, out_ptr, num_most, num_out, num_in,
     OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Outliers of quantized weights. Reference: `quantized_linear.quantized_linear_reference`."""
     begin(AHEAD)
     row, outs = tl.program_id(0).to(tl.int64), tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     inside = outs < num_out

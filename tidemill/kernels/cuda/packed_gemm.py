@@ -364,7 +364,8 @@ def _gemm_packed(
     CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, SECOND: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `SECOND`: the weight is the second operand."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `SECOND`: the weight is the second operand.
+    Reference: `quantized_linear.quantized_linear_reference`."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     outs, num_blocks = n * OUTS + tl.arange(0, OUTS), num_words // PLANE
@@ -406,7 +407,7 @@ def _gemm_chunked(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The product of bfloat16 matrices, in chunks."""
+    """The product of bfloat16 matrices, in chunks. Reference: `linear.linear_reference`."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     total = tl.zeros((ROWS, OUTS), tl.float32)
@@ -424,7 +425,7 @@ def _dequantize(
     HAS_IDS: tl.constexpr, OUTS: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """All rows, or those of some ids."""
+    """All rows, or those of some ids. Reference: `cuda.packed_gemm.unpack_reference`."""
     begin(AHEAD)
     rows, ins = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.arange(0, PLANE)
     outs = rows

@@ -25,7 +25,8 @@ def _copy_pages(
     values_ptr, scales_ptr, table_ptr, lists_ptr, out_ptr, layer_run, page_words, page_scales, table_width,
     WORD: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Copies the pages of a layer; a program has the keys or the values of one head."""
+    """Copies the pages of a layer; a program has the keys or the values of one head.
+    Reference: `kv_cache.dequantize`."""
     run, keys = tl.program_id(0), tl.arange(0, BLOCK)
     begin(AHEAD)
     copy = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * COPY_WIDTH

@@ -136,6 +136,7 @@ def _attend_prompts(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Attention. Reference: `attention.attention_reference`."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -224,6 +225,7 @@ def _attend_shared(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Attention. Reference: `attention.attention_reference`."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -315,7 +317,8 @@ def _attend_single(
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """`TREES`: a token may be a draft of a tree. Its record in `paths` says from which position on its ancestors are not where
-    they would be in a sequence, and where they are; they are read into the places of their positions, so bits are the same."""
+    they would be in a sequence, and where they are; they are read into the places of their positions, so bits are the same.
+    Reference: `attention.attention_reference`."""
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.attention import _LOG2_E, attend
 from tidemill.kernels.cuda.attention_lists import Lists, single_rows
-from tidemill.kernels.cuda.elementwise import enter_heads
+from tidemill.kernels.cuda.kv_write import enter_heads
 from tidemill.kernels.cuda.launch import FEW, HOW, begin, launch
 from tidemill.kernels.cuda.paged_attention import _queries
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
@@ -45,7 +45,7 @@ def _weigh_slots(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The weight of a slot for each query: the binary logarithm of the sum of its powers of two. A tile: token, tokens, slot,
-    row."""
+    row. Reference: `policy_attention.plan_policies`."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -72,7 +72,8 @@ def _add_to_slots(
     ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A block of slots gets the attention of a segment's queries. A segment: token, tokens, slot, row; `sums_ptr`: for each,
-    where its row's sums [layers, KV heads, slots] begin, and how many slots they have."""
+    where its row's sums [layers, KV heads, slots] begin, and how many slots they have.
+    Reference: `policy_attention.plan_policies`."""
     begin(AHEAD)
     kv_head, block = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -104,7 +105,8 @@ def _bound_pages(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The most that the queries of a KV head can score with a key of a page, summed over them; its first and its last page come
-    before all others, those past the last after. A query: token, row, its last page. `summary_ptr`: [P, layers, 2, G, D]."""
+    before all others, those past the last after. A query: token, row, its last page. `summary_ptr`: [P, layers, 2, G, D].
+    Reference: `policy_attention.plan_policies`."""
     begin(AHEAD)
     kv_head, group = tl.program_id(1), NUM_HEADS // NUM_KV_HEADS
     query = queries_ptr + tl.program_id(0) * 4

@@ -15,6 +15,7 @@ _TOKENS, _COLUMNS = 16, 64  # of a tile
 def _pool(
     hidden_ptr, spans_ptr, out_ptr, width, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
+    """Pooling. Reference: `cuda.pooling.pool_reference`."""
     begin(AHEAD)
     text = tl.program_id(0)
     first, num = tl.load(spans_ptr + 2 * text).to(tl.int64), tl.load(spans_ptr + 2 * text + 1)

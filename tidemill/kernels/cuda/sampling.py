@@ -102,6 +102,7 @@ def _pick(
     adjusted_ptr, records_ptr, limits_ptr,
     STRETCH: tl.constexpr, AGAIN: tl.constexpr, LIMITED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Sampling. Reference: `noise.gumbel_argmax_reference`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if AGAIN:
@@ -140,6 +141,7 @@ def _settle(
     best_ptr, best_at_ptr, index_ptr, rows_ptr, positions_ptr, tokens_ptr, out_ptr, width, num_stretches, records_ptr,
     BLOCK: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Sampling. Reference: `noise.gumbel_argmax_reference`."""
     begin(AHEAD)
     s = tl.program_id(0)
     stretch = tl.arange(0, BLOCK)
@@ -252,7 +254,8 @@ def _survey(
     logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, num_tokens, num_stretches,
     STRETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The survey of each stretch: the maximum, and the sum of exponentials relative to it."""
+    """The survey of each stretch: the maximum, and the sum of exponentials relative to it.
+    Reference: `torch.sort`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr = records_ptr + s * _WORDS
@@ -290,7 +293,7 @@ def _narrow(
     ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The results of each stretch: number (top-k) or probability mass (top-p) of the tokens between each threshold and the upper
-    end of the bracket. `part`: words of the results of one round."""
+    end of the bracket. `part`: words of the results of one round. Reference: `torch.sort`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr, bracket_ptr = records_ptr + s * _WORDS, brackets_ptr + s * 3
@@ -333,7 +336,8 @@ def _collect(
     ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Copies the logits that decide the restrictions: of top-p alone those within the bracket, else all above its lower end. Also
-    writes that end and the mass of what lies above the bracket and was not copied."""
+    writes that end and the mass of what lies above the bracket and was not copied.
+    Reference: `torch.sort`."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr = records_ptr + s * _WORDS
@@ -448,7 +452,8 @@ def _finish(
     records_ptr, draws_ptr, stats_ptr, kept_ptr, sizes_ptr, limits_ptr, num_stretches,
     STRETCH: tl.constexpr, STRETCHES: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The interval of logits that top-k, top-p, min-p and typical-p leave, in that order."""
+    """The interval of logits that top-k, top-p, min-p and typical-p leave, in that order.
+    Reference: `torch.sort`."""
     begin(AHEAD)
     s = tl.program_id(0).to(tl.int64)
     record_ptr, limits_ptr = records_ptr + s * _WORDS, limits_ptr + s * 2

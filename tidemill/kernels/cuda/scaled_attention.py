@@ -208,6 +208,7 @@ def _attend_prompts_scaled(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Attention over 8-bit and 4-bit keys and values. Reference: `attention.attention_reference`."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -268,6 +269,7 @@ def _attend_shared_scaled(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Attention over 8-bit and 4-bit keys and values. Reference: `attention.attention_reference`."""
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -325,6 +327,7 @@ def _attend_single_scaled(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    """Attention over 8-bit and 4-bit keys and values. Reference: `attention.attention_reference`."""
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_words: tl.constexpr = BLOCK * DIM // 4 if KIND == 2 else BLOCK * DIM // 2  # of a page's keys or values of one head

@@ -20,9 +20,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda import hopper_gemm
-from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized, rounded
 from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import begin, how, launch
+from tidemill.kernels.cuda.rounding import LARGEST, Scaled, quantized, rounded
 
 BLOCK = 128  # columns to a scale, where there is more than one
 GROUP = 16  # strips of rows that share one of the weight: of 2,048 rows all, so that a weight is read from memory once
@@ -47,6 +47,7 @@ def _quantize_rows(
     x_ptr, out_ptr, scales_ptr, static_ptr, width, padded,
     LARGEST: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Activations in 8 bits. Reference: `quantized_linear.quantize`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     begin(AHEAD)
@@ -66,6 +67,7 @@ def _quantize_blocks(
     x_ptr, out_ptr, scales_ptr, num_rows, width, padded,
     LARGEST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Activations in 8 bits. Reference: `quantized_linear.quantize`."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     columns = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -112,6 +114,7 @@ def _gemm_scaled(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, BLOCKS: tl.constexpr,
     INT: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Matmul in 8 bits. Reference: `linear.linear_reference`."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     rows, outs = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)

@@ -68,7 +68,7 @@ def _convolve(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token, BLOCK channels. Of the tokens before it, `num_near` are in the step; those before them are in its state. TAPS:
-    KERNEL, to a power of two."""
+    KERNEL, to a power of two. Reference: `state.TorchStates`."""
     token = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tap = tl.arange(0, TAPS)[:, None]
@@ -153,7 +153,8 @@ def _scan(
     GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A sequence's tokens one after the other: COLUMNS columns of a head; and KEEPS channels of the convolution's state, which
-    nobody reads any more. ROWS: SIZE, to a power of two; KEPT: KERNEL - 1. KIND: 0 mamba, 1 mamba2, 2 delta."""
+    nobody reads any more. ROWS: SIZE, to a power of two; KEPT: KERNEL - 1. KIND: 0 mamba, 1 mamba2, 2 delta.
+    Reference: `state.TorchStates`."""
     head = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     n = tl.arange(0, ROWS)
@@ -243,7 +244,7 @@ def _norm_heads(
     values_ptr, projected_ptr, norm_ptr, out_ptr, num_inner, num_channels, num_projected, size, eps,
     GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Gate and norm of `size` values of a token."""
+    """Gate and norm of `size` values of a token. Reference: `state.TorchStates`."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -262,6 +263,7 @@ def _norm_heads(
 
 @triton.jit
 def _gate(x_ptr, gate_ptr, out_ptr, num, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    """Sigmoid gate. Reference: `gate.gate_reference`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     begin(AHEAD)
     x = tl.load(x_ptr + at, mask=at < num, other=0.0).to(tl.float32)

@@ -160,9 +160,9 @@ class Library(StreamCalls, ExchangeCalls):
         self._argmax = lib.tm_argmax
         self._argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
         self._argmax.restype = None
-        self._enter = lib.tm_enter
-        self._enter.argtypes = [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 3
-        self._enter.restype = None
+        self._write_kv = lib.tm_write_kv
+        self._write_kv.argtypes = [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 3
+        self._write_kv.restype = None
         self._attention = lib.tm_attention
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 5
         self._lora = lib.tm_lora_add
@@ -327,15 +327,15 @@ class Library(StreamCalls, ExchangeCalls):
             self._recording.note("attention", out, qkv_TC, in_2=learned.chosen, a=keys, b=values, f=layer, **own)
         return out
 
-    def enter(self, step: int, layer: int, learned: HeadWeights, qkv_TC: torch.Tensor, keys: int, values: int) -> None:
+    def write_kv(self, step: int, layer: int, learned: HeadWeights, qkv_TC: torch.Tensor, keys: int, values: int) -> None:
         """Enters keys and values; same as `attention`, up to the cache."""
         weights = learned.q_norm, learned.k_norm
         _check(qkv_TC, *(weight for weight in weights if weight is not None))
         q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in weights)
-        self._enter(step, layer, q_norm, k_norm, learned.eps, qkv_TC.data_ptr(), keys, values)
+        self._write_kv(step, layer, q_norm, k_norm, learned.eps, qkv_TC.data_ptr(), keys, values)
         if self._recording:
             own: dict[str, Any] = {"c": q_norm, "d": k_norm, "eps": learned.eps}
-            self._recording.note("enter", None, qkv_TC, a=keys, b=values, f=layer, **own)
+            self._recording.note("write_kv", None, qkv_TC, a=keys, b=values, f=layer, **own)
 
     def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> None:
         """To the residual, in place."""

@@ -1,4 +1,4 @@
-/* Rotation of queries and keys, their entry into the paged cache, and attention over it: causal, or over the whole sequence.
+/* Attention over the paged KV cache: causal, or over the whole sequence (kernels/attention.py has the reference).
 
 Queries are taken in tiles: some tokens of one request, times the query heads that share a KV head. Keys are taken in blocks of 32
 positions, counted from the request's first token. For every query the blocks are merged in order by the online softmax, each sum
@@ -35,59 +35,6 @@ typedef struct {
 static long scratch_bytes(long dim) {
     long bytes = 2 * (2 * BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float), of_tiles = tiles_scratch_bytes(dim);
     return bytes > of_tiles ? bytes : of_tiles;
-}
-
-static void rotate(float *x, const float *cos, const float *sin, long half) {
-    for (long i = 0; i < half; i++) {
-        float first = x[i], second = x[half + i];
-        x[i] = first * cos[i] - second * sin[i];
-        x[half + i] = second * cos[i] + first * sin[i];
-    }
-}
-
-static void norm(float *x, const float *weight, float eps, long dim) {
-    f32x8 sum = f32x8_set(0);
-    for (long i = 0; i < dim; i += 8) sum = f32x8_fma(sum, f32x8_load(x + i), f32x8_load(x + i));
-    float factor = 1.0f / sqrtf(f32x8_sum(sum) / (float)dim + eps);
-    for (long i = 0; i < dim; i += 8) f32x8_store(x + i, f32x8_mul(f32x8_mul1(f32x8_load(x + i), factor), f32x8_load(weight + i)));
-}
-
-static void put(char *row, const float *x, long dim, int format) {
-    if (format == TM_KV_BF16)
-        for (long i = 0; i < dim; i += 8) f32x8_store_bf16((uint16_t *)row + i, f32x8_load(x + i));
-    else if (format == TM_KV_F16)
-        for (long i = 0; i < dim; i += 8) f32x8_store_f16((uint16_t *)row + i, f32x8_load(x + i));
-    else
-        memcpy(row, x, dim * sizeof(float));
-}
-
-static void enter_token(void *arg, long token, int thread) {
-    (void)thread;
-    const tm_attention_job *j = arg;
-    const tm_step *s = j->step;
-    const tm_layer *l = j->layer;
-    long dim = l->head_dim, half = l->num_rotated / 2, slot = s->slots[l->group * s->num_tokens + token];
-    long page = slot / s->page_size, offset = slot % s->page_size;
-    int format = (int)s->kv_format;
-    float *q = j->qkv + token * (l->num_heads + 2 * l->num_kv_heads) * dim;
-    float *k = q + l->num_heads * dim, *v = k + l->num_kv_heads * dim;
-    for (long h = 0; h < l->num_heads + l->num_kv_heads; h++) {
-        if (j->learned.q_norm) norm(q + h * dim, h < l->num_heads ? j->learned.q_norm : j->learned.k_norm, j->learned.eps, dim);
-        if (l->quant && h >= l->num_heads) continue; /* its keys are stored as they are before rotation */
-        if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
-    }
-    for (long h = 0; h < l->num_kv_heads && slot >= 0; h++) { /* below 0: policy_rounds writes them */
-        long at = page * s->page_bytes + (h * s->page_size + offset) * row_bytes(dim, format);
-        if (l->quant) {
-            kvquant_put(s, l, j->keys, j->values, page, h, offset, s->positions[token], k + h * dim, v + h * dim);
-        } else if (l->key_scales) {
-            put_codes(j->keys + at, scale_at(s, l->key_scales, page, h, offset), k + h * dim, dim, format);
-            put_codes(j->values + at, scale_at(s, l->value_scales, page, h, offset), v + h * dim, dim, format);
-        } else {
-            put(j->keys + at, k + h * dim, dim, format);
-            put(j->values + at, v + h * dim, dim, format);
-        }
-    }
 }
 
 /* A block of keys or values: where each position's numbers lie. */
@@ -540,16 +487,11 @@ static void attend_tile(void *arg, long task, int thread) {
     attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], &where, head, thread);
 }
 
-void enter_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values) {
-    tm_attention_job j = {step, layer, learned, qkv, keys, values, NULL, NULL};
-    tm_parallel(step->num_tokens, 8, enter_token, &j);
-}
-
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen) {
     tm_attention_job j = {step, layer, learned, qkv, keys, values, out, chosen};
     for (int t = 0; t < tm_num_threads(); t++)
         if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
-    enter_op(step, layer, learned, qkv, keys, values);
+    write_kv_op(step, layer, learned, qkv, keys, values);
     tm_parallel(step->num_tiles * layer->num_kv_heads, 1, attend_tile, &j);
     return step->num_rounds ? policy_rounds(&j) : 0;
 }
@@ -560,11 +502,4 @@ TM_API int tm_attention(const tm_step *step, const tm_layer *layer, const float 
     int failed = attention_op(step, layer, (tm_learned){q_norm, k_norm, sinks, eps}, qkv, keys, values, out, chosen);
     tm_unlock();
     return failed;
-}
-
-TM_API void tm_enter(const tm_step *step, const tm_layer *layer, const float *q_norm, const float *k_norm, float eps, float *qkv, void *keys,
-                     void *values) {
-    tm_lock();
-    enter_op(step, layer, (tm_learned){q_norm, k_norm, NULL, eps}, qkv, keys, values);
-    tm_unlock();
 }

@@ -1,7 +1,8 @@
-/* What attention.c and attention_tiles.c share: where the keys and values of a sequence lie. */
+/* The layout of keys and values in pages, for the files that write and read them. */
 #ifndef TM_ATTENTION_H
 #define TM_ATTENTION_H
 
+#include <math.h>
 #include <stddef.h>
 
 #include "simd.h"
@@ -9,6 +10,7 @@
 
 #define MAX_TILE_ROWS 192
 #define LOG2_E 1.44269504f
+#define TINY 1e-30f        /* a row without a larger value is zero; as in kv_cache.py */
 
 TM_INLINE long row_bytes(long dim, int format) {
     static const int bits[] = {32, 16, 16, 8, 4, 4, 3};
@@ -37,6 +39,18 @@ static inline void find_rows(const tm_step *s, long dim, const char *cache, cons
 /* A scale of a page, of a head's token; in four bits the offset follows. */
 TM_INLINE uint16_t *scale_at(const tm_step *s, const char *scales, long page, long head, long offset) {
     return (uint16_t *)(scales + page * s->page_bytes) + ((head * s->page_size + offset) << (s->kv_format == TM_KV_INT4));
+}
+
+/* The largest magnitude of `num` values, a multiple of 8; 0 if it is tiny, NaN if a value is not finite. */
+TM_INLINE float magnitude(const float *x, long num) {
+    f32x8 top = f32x8_set(0), bad = f32x8_set(0);
+    for (long i = 0; i < num; i += 8) {
+        f32x8 value = f32x8_load(x + i);
+        top = f32x8_max(top, f32x8_abs(value));
+        bad = f32x8_fma(bad, value, f32x8_set(0));
+    }
+    float nothing = f32x8_sum(bad), most = f32x8_maximum(top);
+    return nothing != 0 ? NAN : most < TINY ? 0 : most;
 }
 
 /* The same positions of keys and values, of which the hardware does not know that they come next: pages lie anywhere. */

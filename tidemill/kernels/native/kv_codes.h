@@ -7,86 +7,14 @@ sums of products with codes are exact, so they have no order; rounding a query t
 #ifndef TM_KV_CODES_H
 #define TM_KV_CODES_H
 
-#include <math.h>
-
-#include "simd.h"
-#include "tidemill.h"
+#include "attention.h"
 
 #define CODE_BLOCK 32      /* keys */
 #define CODE_ROWS 4        /* query rows taken together, at most */
 #define LARGEST_FACTOR 16383
 #define MAX_CODE_DIM 1024  /* sums of products of so many fit 32 bits */
-#define TINY 1e-30f        /* a row without a larger value is zero; as in kv_cache.py */
 
 TM_INLINE long padded_dim(long dim) { return (dim + 31) / 32 * 32; }
-
-/* The largest magnitude of `num` values, a multiple of 8; 0 if it is tiny, NaN if a value is not finite. */
-TM_INLINE float magnitude(const float *x, long num) {
-    f32x8 top = f32x8_set(0), bad = f32x8_set(0);
-    for (long i = 0; i < num; i += 8) {
-        f32x8 value = f32x8_load(x + i);
-        top = f32x8_max(top, f32x8_abs(value));
-        bad = f32x8_fma(bad, value, f32x8_set(0));
-    }
-    float nothing = f32x8_sum(bad), most = f32x8_maximum(top);
-    return nothing != 0 ? NAN : most < TINY ? 0 : most;
-}
-
-/* ---- into the cache; bit for bit as `quantize` of kv_cache.py */
-
-static void put_nibbles(char *row, uint16_t *scale, const float *x, long dim) {
-    f32x8 most = f32x8_load(x), least = most, bad = f32x8_set(0);
-    for (long i = 0; i < dim; i += 8) {
-        f32x8 value = f32x8_load(x + i);
-        most = f32x8_max(most, value), least = f32x8_min(least, value);
-        bad = f32x8_fma(bad, value, f32x8_set(0));
-    }
-    float high = f32x8_maximum(most), low = -f32x8_maximum(f32x8_sub(f32x8_set(0), least)), nothing = f32x8_sum(bad);
-    float middle[8] = {low * 0.5f + high * 0.5f + (high - low) * (0.5f / 15)}, factor = 0;
-    uint16_t offset[8];
-    f32x8_store_bf16(offset, f32x8_load(middle));
-    uint32_t bits = (uint32_t)offset[0] << 16;
-    memcpy(middle, &bits, 4);
-    float above = (high - *middle) * (1 / 7.0f), below = (*middle - low) * 0.125f, step = above > below ? above : below;
-    if (nothing != 0 || !(step < INFINITY)) {
-        scale[0] = 0x7fc0, scale[1] = 0;
-    } else {
-        step = step < TINY ? 0 : step;
-        memcpy(&bits, &step, 4);
-        bits = (bits + 0xffff) & 0xffff0000;
-        memcpy(&step, &bits, 4);
-        factor = step > 0 ? 1 / step : 0;
-        scale[0] = bits >> 16, scale[1] = offset[0];
-    }
-    for (long i = 0; i < dim / 2; i += 4) { /* of a byte, the lower half has value i, the upper one value dim / 2 + i */
-        int8_t codes[8] = {0};
-        float values[8];
-        memcpy(values, x + i, 16);
-        memcpy(values + 4, x + dim / 2 + i, 16);
-        if (factor) i32x8_store_bytes(codes, f32x8_to_i32x8(f32x8_mul1(f32x8_sub(f32x8_load(values), f32x8_set(*middle)), factor)));
-        for (int j = 0; j < 4; j++) row[i + j] = (codes[j] & 15) | (codes[j + 4] & 15) << 4;
-    }
-}
-
-static void put_codes(char *row, uint16_t *scale, const float *x, long dim, int format) {
-    if (format == TM_KV_INT4) {
-        put_nibbles(row, scale, x, dim);
-        return;
-    }
-    float top = magnitude(x, dim), step = top / 127;
-    uint32_t bits;
-    memcpy(&bits, &step, 4);
-    bits = top == top ? (bits + 0xffff) & 0xffff0000 : 0x7fc00000;
-    memcpy(&step, &bits, 4);
-    *scale = bits >> 16;
-    float factor = top > 0 ? 1 / step : 0;
-    for (long i = 0; i < dim; i += 8) {
-        if (factor)
-            i32x8_store_bytes((int8_t *)row + i, f32x8_to_i32x8(f32x8_mul1(f32x8_load(x + i), factor)));
-        else
-            memset(row + i, 0, 8);
-    }
-}
 
 /* ---- a block of keys and values */
 

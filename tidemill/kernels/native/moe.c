@@ -11,7 +11,7 @@ row alone. */
 #include "simd.h"
 #include "tidemill.h"
 
-#define SERIAL_VALUES 8192 /* as in rows.c */
+#define SERIAL_VALUES 8192 /* as in rows.h */
 #define TASKS_PER_THREAD 16
 
 /* Rows as a matmul takes them: floats, and for the Q kinds bytes. */

@@ -17,7 +17,7 @@ above 0 is left out. */
 
 #define COLUMNS 64 /* of the output that a task computes */
 #define AHEAD 8 /* neurons whose column of down is fetched ahead: which come next, no prefetcher knows */
-#define RELU 4 /* its number in rows.c */
+#define RELU 4 /* its number in glu.c */
 
 typedef struct {
     const tm_neurons *n;

@@ -127,8 +127,8 @@ static int run_attention(const tm_op *o, const tm_buffers *at) {
     return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out, at->in_2);
 }
 
-static int run_enter(const tm_op *o, const tm_buffers *at) {
-    enter_op(at->step, o->f, (tm_learned){o->c, o->d, NULL, o->eps}, at->in, (void *)o->a, (void *)o->b);
+static int run_write_kv(const tm_op *o, const tm_buffers *at) {
+    write_kv_op(at->step, o->f, (tm_learned){o->c, o->d, NULL, o->eps}, at->in, (void *)o->a, (void *)o->b);
     return 0;
 }
 
@@ -209,7 +209,7 @@ static const struct {
     {"act", run_act, NULL},
     {"glu", run_glu, NULL},
     {"attention", run_attention, NULL},
-    {"enter", run_enter, NULL},
+    {"write_kv", run_write_kv, NULL},
     {"conv", run_conv, NULL},
     {"scan", run_scan, NULL},
     {"gate", run_gate, NULL},

@@ -187,7 +187,7 @@ typedef struct {
     tm_stream *stream;
     long first_unit;
     const char *memory; /* instead of a stream; NULL: there is one */
-    long up_place, num_bytes, act; /* of neurons in memory: num_bytes from one to the next; act: a number of rows.c */
+    long up_place, num_bytes, act; /* of neurons in memory: num_bytes from one to the next; act: a number of glu.c */
     const float *gate_bias;
     int64_t *num_chosen; /* neurons that rows chose, or, where the gate is given, that were read, counted; NULL: they are not */
     long is_given;       /* of neurons in memory: scores are the gate before its activation */
@@ -315,7 +315,7 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen);
 /* The same up to the cache, for tokens whose attention nobody reads. */
-void enter_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values);
+void write_kv_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values);
 /* Into the cache: a key before rotation, and a value. `keys`, `values`: of the layer, in the first page. */
 void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, long page, long head, long offset, long position,
                  const float *key, const float *value);

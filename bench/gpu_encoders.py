@@ -23,6 +23,7 @@ from tests.encoders import make_encoder
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.inputs import second_text
 from tidemill.runner.cuda_encoder import CudaEncoder
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -48,14 +49,14 @@ def make_texts(num: int, seed: int) -> list[list[int]]:
 
 
 def ask(core: EngineCore, texts: list[list[int]], how: str, pair_start: int = 0) -> list[list[float]]:
-    params = SamplingParams(max_tokens=1, temperature=0.0, pooling=how, pair_start=pair_start)
+    params = SamplingParams(max_tokens=1, temperature=0.0, pooling=how)
     made: dict[str, list[float]] = {}
     waiting = [(str(i), ids) for i, ids in enumerate(texts)]
     waiting.reverse()
     while waiting or core.has_work:
         while waiting and len(core.scheduler.waiting) < 1024:
             name, ids = waiting.pop()
-            core.submit(Submit(name, ids, params))
+            core.submit(Submit(name, ids, params, segments=second_text(pair_start, len(ids))))
         output, failed = core.step()
         assert not failed, failed[0]
         made |= {delta.request_id: delta.embedding for delta in output.deltas if delta.embedding is not None}

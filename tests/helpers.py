@@ -187,11 +187,13 @@ class Answer:
         return f"Answer({self.tokens}, {self.finish_reason}, {[entry.logprob for entry in self.logprobs]})"
 
 
-def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]], eos: tuple[int, ...] = ()) -> dict[str, Answer]:
-    """Submit everything at once and step until it is done. Samples beyond the first are named id:index."""
+def run(core: EngineCore, requests: dict[str, tuple[Any, ...]], eos: tuple[int, ...] = ()) -> dict[str, Answer]:
+    """Submit everything at once and step until it is done. Samples beyond the first are named id:index. `requests`: a prompt,
+    parameters, and segments and their contents, if it has some."""
     answers: dict[str, Answer] = {}
-    for name, (prompt, params) in requests.items():
-        core.submit(Submit(name, prompt, params, list(eos)))
+    for name, (prompt, params, *inputs) in requests.items():
+        more = dict(zip(("segments", "contents"), inputs, strict=False))
+        core.submit(Submit(name, prompt, params, list(eos), **more))
         for index in range(params.n):
             answers[name if index == 0 else f"{name}:{index}"] = Answer()
     while core.has_work:

@@ -53,6 +53,11 @@ class Segment(msgspec.Struct, frozen=True):
         return KINDS[self.kind].is_whole
 
 
+def second_text(start: int, num: int) -> list[Segment]:
+    """The segment of the second text of a pair of `num` tokens, if the model tells texts apart by types; 0: it does not."""
+    return [Segment(start, num - start, TOKEN_TYPE, b"\1")] if 0 < start < num else []
+
+
 name_of = msgspec.msgpack.Encoder().encode  # all of a segment, as bytes
 
 
@@ -92,6 +97,8 @@ def check_segments(segments: Sequence[Segment], contents: dict[bytes, bytes], nu
             what = f"{where} is not within the prompt of {num_prompt}, or not after the one before it."
             raise InvalidRequest(what, fix="Give segments of one token or more in their order.", param="segments")
         before = segment.end
+        if segment.kind == TOKEN_TYPE and len(segment.key) != 1:
+            raise InvalidRequest("The key of a segment of a token type is one byte: the type.", param="segments")
         if not segment.has_rows:
             continue
         if not row_bytes:

@@ -53,7 +53,6 @@ INTEGERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs_start": (1, 2**31 - 1),
     "penalty_window": (-1, 2**31 - 1),
-    "pair_start": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
 REALS = {
@@ -315,7 +314,6 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     kv_policy: KVPolicy | None = (
         None  # which tokens stay in the KV cache; a name or a dict is taken, too. None: the engine's default
     )
-    pair_start: int = 0  # with pooling, of a pair of texts: where the second begins, if the model tells them apart by types
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of AsyncLLM
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from tidemill.engine.llm import LLM
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 from tidemill.frontend.scoring import check_scores
 from tidemill.frontend.tokenizer import Tokenizer, _fitted
+from tidemill.inputs import second_text
 from tidemill.kernels.glu import activate, activate_reference
 from tidemill.kernels.norm import add_layer_norm, add_layer_norm_reference
 from tidemill.models.registry import model_class
@@ -28,9 +29,9 @@ def prompts() -> list[list[int]]:
     return [torch.randint(4, 90, (num,), generator=generator).tolist() for num in (1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 128)]
 
 
-def pooled(core, asked: dict[str, list[int]], how: str, **more) -> dict[str, list[float]]:
+def pooled(core, asked: dict[str, list[int]], how: str, pair_start: int = 0, **more) -> dict[str, list[float]]:
     params = SamplingParams(max_tokens=1, pooling=how, **more)
-    answers = run(core, {name: (ids, params) for name, ids in asked.items()})
+    answers = run(core, {name: (ids, params, second_text(pair_start, len(ids))) for name, ids in asked.items()})
     return {name: answer.last.embedding for name, answer in answers.items()}
 
 

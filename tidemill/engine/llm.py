@@ -47,6 +47,7 @@ from tidemill.events import Event, ModelLoaded
 from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.scoring import check_scores, cosine, label_probs, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.inputs import Segment, second_text
 from tidemill.sampling import BeamSearchParams, SamplingParams, sample_seed
 from tidemill.wire import Abort, Delta, Finish, Submit
 
@@ -236,8 +237,9 @@ class LLM:
             return [_cosine_output(vectors[i], vectors[len(texts[0]) + j]) for i, j in pairs]
         encode_options: Any = {"max_tokens": most or self.config.max_context, "truncate": most is not None}
         encoded = [self.tokenizer.encode_pair(texts[0][i], texts[1][j], **encode_options) for i, j in pairs]
-        params = [SamplingParams(max_tokens=1, temperature=0.0, pooling="score", pair_start=start) for _, start in encoded]
-        outputs = self._run([ids for ids, _ in encoded], True, self._prompts.encode, params, progress, 0, None)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling="score")
+        segments = [second_text(start, len(ids)) for ids, start in encoded]
+        outputs = self._run([ids for ids, _ in encoded], True, self._prompts.encode, params, progress, 0, None, segments)
         return [ScoreOutput(output.prompt_token_ids, output.error, (output.pooled or [0.0])[0]) for output in outputs]
 
     def classify(
@@ -335,16 +337,19 @@ class LLM:
         progress: bool | None,
         priority: int,
         lora: str | Sequence[str | None] | None,
+        segments: Sequence[Sequence[Segment]] = (),
     ) -> list[RequestOutput]:
         each, adapters = params_list(params, len(batch)), self._adapter_list(lora, len(batch))
         self.events.clear()
         outputs: list[RequestOutput] = []
         ids: list[str] = []
         try:
-            for prompt, own_params, adapter in zip(batch, each, adapters, strict=True):
+            for prompt, own_params, adapter, own in zip(batch, each, adapters, segments or [()] * len(batch), strict=True):
                 try:
                     text, prompt_ids = encode(prompt)
-                    request_id, output = self.submit(prompt_ids, own_params, text=text, priority=priority, adapter=adapter)
+                    request_id, output = self.submit(
+                        prompt_ids, own_params, text=text, priority=priority, adapter=adapter, segments=own
+                    )
                     ids.append(request_id)
                     outputs.append(output)
                 except TidemillError as error:
@@ -395,7 +400,7 @@ class LLM:
 
     def submit(
         self, prompt_ids: list[int], params: SamplingParams, *, text: str | None = None, priority: int = 0, adapter: int = 0,
-        salt: str = "",
+        salt: str = "", segments: Sequence[Segment] = (),
     ) -> tuple[str, RequestOutput]:  # fmt: skip
         """A request's id, and its output, which grows with each `step`."""
         request_id = f"llm-{self._next_id}"
@@ -404,7 +409,7 @@ class LLM:
         if self._seed is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=sample_seed(self._seed, self._next_id))
         ends = list(self.tokenizer.eos_token_ids)
-        self.core.submit(Submit(request_id, prompt_ids, params, ends, priority, salt, adapter=adapter))
+        self.core.submit(Submit(request_id, prompt_ids, params, ends, priority, salt, adapter=adapter, segments=list(segments)))
         pending = self._pending[request_id] = OutputBuilder(self.tokenizer, request_id, text, prompt_ids, params)
         return request_id, pending.output
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.inputs import TOKEN_TYPE, overlapping
 from tidemill.kernels.policies import Policies, Round
 from tidemill.kernels.trees import Paths
 from tidemill.runner.state import RowState
@@ -26,7 +27,7 @@ class Batch:
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
-    types_T: torch.Tensor | None = None  # of the texts of pairs, where there are any
+    types_T: torch.Tensor | None = None  # if any has segments
     entries: tuple[np.ndarray, np.ndarray, np.ndarray] | None = (
         None  # rows, starts and counts for attention, if other than above
     )
@@ -87,7 +88,7 @@ def gather_batch(
         ids_T=torch.from_numpy(state.tokens_cpu[row_of, positions].astype(np.int64)),
         positions_T=torch.from_numpy(seen_at),
         slots_GT=torch.from_numpy(slots),
-        types_T=_types(state, items, counts, positions),
+        types_T=_types(state, items, positions.size),
         entries=entries,
         paths=paths,
         rounds=rounds,
@@ -120,14 +121,14 @@ def _branch(
     return positions, (rows, starts, counts), Paths.of(paths)
 
 
-def _types(
-    state: RowState, items: list[StepItem], counts: np.ndarray, positions: np.ndarray
-) -> torch.Tensor | None:
-    pairs = [
-        0 if params is None else params.pair_start
-        for params in [state.params[item.row] for item in items]
-    ]
-    if not any(pairs):
+def _types(state: RowState, items: list[StepItem], num_tokens: int) -> torch.Tensor | None:
+    if not any(state.segments[item.row] for item in items):
         return None
-    start = np.repeat(pairs, counts)
-    return torch.from_numpy(((start > 0) & (positions >= start)).astype(np.int64))
+    types, begin = np.zeros(num_tokens, np.int64), 0
+    for item in items:
+        for each in overlapping(state.segments[item.row], item.start, item.start + item.count):
+            if each.kind == TOKEN_TYPE:
+                first, end = max(each.start - item.start, 0), min(each.end - item.start, item.count)
+                types[begin + first : begin + end] = each.key[0]
+        begin += item.count
+    return torch.from_numpy(types)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tidemill.cache_layout import Group
+from tidemill.inputs import Segment
 from tidemill.kernels.attention import block_bounds
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import RowCopy, StepItem, StepPlan
@@ -84,6 +85,7 @@ class RowState:
         self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
         self.draft_probs: dict[tuple[int, int], np.ndarray] = {}  # by row and position: see StepPlan
         self.num_prompt = [0] * num_rows
+        self.segments: list[Sequence[Segment]] = [()] * num_rows
         self._asked_until = [0] * num_rows  # positions before this one are asked about: of prompts alone
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
@@ -129,7 +131,7 @@ class RowState:
     def _keep(self, row: int, spec: RowSpec) -> None:
         """The row is of this request from now on."""
         self.params[row], self.eos_token_ids[row], self.num_prompt[row] = spec.params, spec.eos_token_ids, spec.num_prompt
-        self.adapters[row] = spec.adapter
+        self.adapters[row], self.segments[row] = spec.adapter, spec.segments
         self._asked_until[row] = _asked_until(spec.params, spec.num_prompt)
         self._add(2, row, 0, _draw_words(spec.params))
 

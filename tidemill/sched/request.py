@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidemill.inputs import Segment
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Hold, Submit
@@ -37,6 +38,7 @@ class RowSpec(msgspec.Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
     adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
     cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
+    segments: list[Segment] = []  # of its prompt
 
 
 @dataclass(slots=True, eq=False)

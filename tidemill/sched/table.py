@@ -74,7 +74,7 @@ class RequestTable:
                 seq=self._next_seq,
                 tokens=[*spec.prompt_ids, *each.output_ids],
                 spec=spec,
-                row_spec=RowSpec(spec.params.sample(each.index), num_prompt, eos, adapter, cache),
+                row_spec=RowSpec(spec.params.sample(each.index), num_prompt, eos, adapter, cache, spec.segments),
                 max_tokens=num_output + 1 if goes_on else most,
                 arrival_s=now,
                 parent=samples[0] if samples and spec.resumed is None else None,

@@ -6,15 +6,16 @@ from __future__ import annotations
 import base64
 import math
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from tidemill.errors import InvalidRequest
+from tidemill.inputs import Segment, second_text
 from tidemill.sampling import SamplingParams
 from tidemill.server.generation.pipeline import Endpoint
 from tidemill.server.generation.prompts import check_truncation
@@ -28,6 +29,7 @@ from tidemill.wire import Delta
 _MAX_VALUES = 2**21  # of the vectors of single tokens in one response: about 40 MB as JSON
 _BYTES_PER_VALUE, _VALUES_PER_CALL = 8, 2**16  # of vectors of single tokens
 
+Asked: TypeAlias = tuple[list[int], SamplingParams, list[Segment]]
 _json = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
@@ -88,10 +90,9 @@ class PooledEndpoint(Endpoint):
             is_normalized=pooling.is_normalized,
         )
 
-        async def request(pooled_input: Input) -> tuple[list[int], SamplingParams]:
-            return pooled_input.ids, msgspec.structs.replace(
-                params, pair_start=pooled_input.pair_start
-            )
+        async def request(pooled_input: Input) -> Asked:
+            ids = pooled_input.ids
+            return ids, params, second_text(pooled_input.pair_start, len(ids))
 
         results = run_each(
             self.service, self.caller, pooling.inputs, request, lambda delta: delta.embedding
@@ -114,15 +115,15 @@ async def run_each(
     service: Service,
     caller: Caller,
     items: Sequence[T],
-    request: Callable[[T], Any],
+    request: Callable[[T], Awaitable[Asked]],
     result: Callable[[Delta], Any],
 ) -> AsyncGenerator[tuple[int, Any], None]:
     """Runs a request of one step for each item; the results with the items' numbers, as they are
     computed.
 
-    `request`: the prompt and the parameters of an item. `result`: what a delta brings, if it is the
-    result. Some run at once, each place taken by one item after another: all at once would take
-    everybody's places in the queue.
+    `request`: the prompt of an item, its parameters and its segments. `result`: what a delta
+    brings, if it is the result. Some run at once, each place taken by one item after another: all
+    at once would take everybody's places in the queue.
     """
     left = iter(enumerate(items))
     num = min(service.num_at_once, len(items))
@@ -136,12 +137,13 @@ async def _in_turn(
     service: Service,
     caller: Caller,
     left: Iterator[tuple[int, T]],
-    request: Callable[[T], Any],
+    request: Callable[[T], Awaitable[Asked]],
     result: Callable[[Delta], Any],
 ) -> AsyncGenerator[tuple[int, Any], None]:
     for number, item in left:
-        prompt, params = await request(item)
-        async with aclosing(service.stream(caller, prompt, params, number)) as outputs:
+        prompt, params, segments = await request(item)
+        stream = service.stream(caller, prompt, params, number, segments=segments)
+        async with aclosing(stream) as outputs:
             async for delta, _ in outputs:
                 if (found := result(delta)) is not None:
                     yield number, found

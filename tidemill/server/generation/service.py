@@ -37,6 +37,7 @@ from tidemill.frontend.parsers import ModelFormat, OutputFormat
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.sandbox import GrammarChecker, Renderer
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.inputs import Segment
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.generation.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.http import stopwatch
@@ -445,6 +446,7 @@ class Service:
         one_by_one: bool = False,
         tells_progress: bool = False,
         prefix_leases: Sequence[Hold] = (),
+        segments: Sequence[Segment] = (),
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """The text of each sample as it is generated, in bounded pieces, or token by token. The
         first is empty if the request is accepted before there is a token, and so are those that
@@ -490,6 +492,7 @@ class Service:
             tenant,
             adapter=self.adapter,
             prefix_leases=list(prefix_leases),
+            segments=list(segments),
         )
         name = (tenant, call.request_id)
         _, parts = self.in_progress.setdefault(name, (call, set()))

@@ -19,7 +19,7 @@ from tidemill.frontend.scoring import MAX_PAIRS
 from tidemill.sampling import MAX_LOGPROB_IDS, SamplingParams
 from tidemill.server.generation.models import Models
 from tidemill.server.generation.pipeline import Endpoint, add_endpoint
-from tidemill.server.generation.pooled import run_each
+from tidemill.server.generation.pooled import Asked, run_each
 from tidemill.server.generation.service import Service
 from tidemill.server.http.access import Caller
 from tidemill.server.http.body import Body
@@ -105,12 +105,12 @@ async def label_scores(service: Service, body: LabelScoreRequest, caller: Caller
     )
     num_tokens = 0
 
-    async def request(item: Any) -> tuple[list[int], SamplingParams]:
+    async def request(item: Any) -> Asked:
         nonlocal num_tokens
         whole = item + query if body.item_first else query + item
         prompt = await service.encode(whole) if isinstance(whole, str) else whole
         num_tokens += len(prompt)
-        return prompt, params
+        return prompt, params, []
 
     by_item = [list[float]()] * len(items)
     async with aclosing(run_each(service, caller, items, request, _top)) as results:

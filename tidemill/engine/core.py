@@ -74,8 +74,6 @@ class Parts:
 
 
 class EngineCore:
-    _scheduler_type: type[Scheduler] = Scheduler
-
     def __init__(
         self,
         parts: Parts,
@@ -99,7 +97,7 @@ class EngineCore:
         for trial in getattr(self.runner, "nano", ()):
             tried = trial.decodes, trial.size, trial.whole_ms, trial.halves_ms, trial.is_taken
             self._events(events.NanoBatchingTried(self._clock.now(), *tried))
-        self.scheduler = self._scheduler_type(
+        self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,
                 config.page_size,

@@ -22,7 +22,7 @@ from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, Match, PageChange, Start
 from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
-from tidemill.kv.prefix import AnyIndex, Chain, Found, HashIndex, Path
+from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
 from tidemill.kv.tiered import TieredPages
 from tidemill.kv.tiers import Tiers
@@ -126,10 +126,6 @@ class KVManager(TieredPages):
         its logits."""
         num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
         return self.index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0, segments)
-
-    def knows_begin(self, path: Path) -> bool:
-        """False: none of its pages is cached, nor can one be before its first is."""
-        return self.index.knows_begin(path)
 
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
@@ -299,11 +295,6 @@ class KVManager(TieredPages):
         stops = self._sequences[seq].stops
         return min([count, *[stop - start for stop in stops if stop > start]]) if stops else count
 
-    def use_keys(self, chain: Chain) -> None:
-        """Before any sequence is there: by which keys an index by hashes knows content."""
-        if isinstance(self.index, HashIndex):
-            self.index.chain = chain
-
     def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
         pages (nothing is changed then). `windows`: also in groups with a window."""
@@ -320,20 +311,6 @@ class KVManager(TieredPages):
                 changes.append(PageChange(g, len(table.pages), new))
                 table.pages += new
         return changes
-
-    def grow(self, tables: Sequence[list[int]]) -> None:
-        """One more page for each of these sequences, in this order; there is one group, and there are free pages."""
-        for table, page in zip(tables, self._take_all(len(tables)), strict=True):
-            table.append(page)
-
-    def owned_end(self, seq: int, position: int) -> int:
-        """There is one group: tokens from this one to the end are in a page that no other sequence reads, and that is not cached.
-        0: others read it."""
-        pages, at = self._sequences[seq].tables[0].pages, position // self.page_size
-        if at >= len(pages):
-            return position
-        is_own = self.pool.references(pages[at]) == 1 and pages[at] not in self.index
-        return (at + 1) * self.page_size if is_own else 0
 
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page

@@ -82,16 +82,15 @@ class StepPlan(msgspec.Struct, eq=False):
     trees: dict[int, list[int]] = {}  # by row: of drafts that are no chain, the parents (see Tree)
     masks: dict[tuple[int, int], bytes] = {}  # by row and position: a bit per token that may come there
     draft_probs: dict[tuple[int, int], bytes] = {}  # of drafts that were drawn: a float32 per token
-    num_steady: int = 0  # sequences that compute one token each and have no item: only of plans for runners that need none
 
     @property
     def num_tokens(self) -> int:
-        return sum([item.count for item in self.items]) + self.num_steady
+        return sum([item.count for item in self.items])
 
     @property
     def is_empty(self) -> bool:
         """Nothing is computed."""
-        return not self.items and not self.num_steady
+        return not self.items
 
 
 class Unsent(msgspec.Struct):

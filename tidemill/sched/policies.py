@@ -26,6 +26,8 @@ class StepState:
     may_fill: bool = True  # whether part of the prompt in question may be taken beside another prompt
     num_rows: int = 1
     waited_s: float = 0.0  # by the request that was queued first, when the step began
+    num_evicted: int = 0  # pages so far, when the step began
+    num_stored: int = 0  # of these, stored in another tier
 
 
 class Policy:

@@ -77,34 +77,51 @@ class Scheduler(RequestTable):
         """Decide the next step, or None if nothing can run. It has no items if pages are to be moved and nothing can run."""
         if not self.has_work:
             return self.plan_moves()
-        self.kv.begin_step(self._step)
-        if self.kv.held.next_end_s < math.inf:
-            self.retention.expire()
-        plan = StepPlan(self._step)
-        evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
-        self._fetch_announced()
-        num_running, num_waiting = len(self.running), len(self.waiting.requests)
-        state = StepState(self.token_budget, self.token_budget, num_running, num_running)
-        state.num_waiting, state.num_rows, state.waited_s = num_waiting, self.num_rows, self._waited_s()
-        state.num_queued = self.waiting.num_waiting(in_background=False)
-        state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
-        if num_waiting and self._evict:
-            self._make_way(state)
+        plan, state = self.begin_plan()
         self._fill(plan, state)
         if plan.is_empty and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background.budget  # no other request can use this step
             self._fill(plan, state)
             self._make_held_yield(plan, state)
-        num_evicted = self.kv.num_evicted - evicted_before
+        return self.end_plan(plan, state)
+
+    def begin_plan(self) -> tuple[StepPlan, StepState]:
+        """A step without items, once queued requests have preempted what they may."""
+        self.kv.begin_step(self._step)
+        if self.kv.held.next_end_s < math.inf:
+            self.retention.expire()
+        plan = StepPlan(self._step)
+        num_running, num_waiting = len(self.running), len(self.waiting.requests)
+        state = StepState(self.token_budget, self.token_budget, num_running, num_running)
+        state.num_evicted, state.num_stored = self.kv.num_evicted, self.kv.num_stored
+        self._fetch_announced()
+        state.num_waiting, state.num_rows = num_waiting, self.num_rows
+        state.waited_s = self._waited_s()
+        state.num_queued = self.waiting.num_waiting(in_background=False)
+        is_alone = not self._others_run_or_come(state)
+        state.num_background_left = self._background.allow(is_alone)
+        if num_waiting and self._evict:
+            self._make_way(state)
+        return plan, state
+
+    def end_plan(self, plan: StepPlan, state: StepState) -> StepPlan | None:
+        """The plan with the changes of rows and pages that go with it; None if it has nothing."""
+        num_evicted = self.kv.num_evicted - state.num_evicted
         if num_evicted:
-            num_stored = self.kv.num_stored - stored_before
-            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room", num_stored))
+            num_stored = self.kv.num_stored - state.num_stored
+            why = "least recently used, to make room"
+            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, why, num_stored))
         if plan.is_empty:
             return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
         self._emit(self._planned(plan))
         return plan
+
+    def skip(self, num_steps: int) -> None:
+        """Count steps that were made without a plan, none of them for the background alone."""
+        self._step += num_steps
+        self._background.skip(num_steps, is_alone=False, num_spent=0)
 
     @property
     def idle_s(self) -> float:
@@ -151,12 +168,13 @@ class Scheduler(RequestTable):
 
     def _fill(self, plan: StepPlan, state: StepState) -> None:
         if self.policy.prefill_first:
-            self._plan_prefill(plan, state)
+            self.prefill(self._prompts(), plan, state)
             if plan.is_empty:
-                self._plan_decode(plan, state)
-        else:
-            self._plan_decode(plan, state)
-            self._plan_prefill(plan, state)
+                self.decode(list(self.running), plan, state)
+            return
+        self.decode(list(self.running), plan, state)
+        all_decode = len(plan.items) == len(self.running)
+        self.prefill([] if all_decode else self._prompts(), plan, state)
 
     def _make_held_yield(self, plan: StepPlan, state: StepState) -> None:
         """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
@@ -204,12 +222,9 @@ class Scheduler(RequestTable):
             elif num_drafts:
                 self._pages.take_back_drafts(request, num_drafts + 1 - len(kept))
             progress.append(Progress(request, kept, reason, num_drafts))
-        self._end_commit(now, has_finished)
-        return progress
-
-    def _end_commit(self, now: float, has_finished: bool) -> None:
         if has_finished:
             self._emit_what_is_left(now)
+        return progress
 
     def _others_run_or_come(self, state: StepState) -> bool:
         """Requests that are not in the background."""
@@ -219,10 +234,7 @@ class Scheduler(RequestTable):
 
     # ---- running requests: one more token each
 
-    def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
-        self._decode(list(self.running), plan, state)
-
-    def _decode(self, requests: Iterable[Request], plan: StepPlan, state: StepState) -> None:
+    def decode(self, requests: Iterable[Request], plan: StepPlan, state: StepState) -> None:
         """One more token for each. Most need nothing but a line in the plan: theirs is written here, as `_schedule` does it."""
         page_size, is_loading, running, items = self.kv.page_size, self.kv.num_loading > 0, Status.RUNNING, plan.items
         for request in requests:
@@ -295,10 +307,9 @@ class Scheduler(RequestTable):
 
     # ---- prompts: started ones first, then waiting ones while there is room
 
-    def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
-        """The background comes last, within what it is allowed; while others wait, none of it starts."""
-        all_decode = len(plan.items) + plan.num_steady == len(self.running)
-        prompts = [] if all_decode else self._prompts()
+    def prefill(self, prompts: list[Request], plan: StepPlan, state: StepState) -> None:
+        """Go on with these prompts, then start queued requests. The background comes last, within what it is allowed; while
+        others wait, none of it starts."""
         if not prompts and not self.waiting.requests:
             return
         self._continue_prompts(prompts, plan, state, in_background=False)
@@ -336,13 +347,13 @@ class Scheduler(RequestTable):
         for its end."""
         if started.num_needed < state.num_left or not self._free_rows:
             return 0
-        other = self._next_waiting()
+        other = self.next_waiting()
         if other is None or other.account is started.account or other.in_background is not started.in_background:
             return 0
         num = self._pages.num_to_compute(other)
         return num if 2 * num <= state.num_left else 0
 
-    def _next_waiting(self) -> Request | None:
+    def next_waiting(self) -> Request | None:
         """The request that starts next. Prefixes are compared only while one could start."""
         if not self.waiting.requests:
             return None
@@ -350,8 +361,8 @@ class Scheduler(RequestTable):
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
-        while (request := self._next_waiting()) is not None and request.in_background is in_background:
-            obstacle = self._obstacle(request, state)
+        while (request := self.next_waiting()) is not None and request.in_background is in_background:
+            obstacle = self.obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
                 return False
@@ -379,7 +390,8 @@ class Scheduler(RequestTable):
             request, count, {item.seq for item in plan.items}
         )
 
-    def _obstacle(self, request: Request, state: StepState) -> str:
+    def obstacle(self, request: Request, state: StepState) -> str:
+        """The reason, other than pages, why a queued request cannot start in this step; empty: there is none."""
         if not self._free_rows:
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
@@ -473,7 +485,7 @@ class Scheduler(RequestTable):
     def _make_way(self, state: StepState) -> None:
         """A waiting request may preempt running ones of strictly lower priority, or of a tenant with more than its part of the
         slots."""
-        request = self._next_waiting() if self.policy.may_admit(state) else None
+        request = self.next_waiting() if self.policy.may_admit(state) else None
         if request is None:
             return
         lower, reason = preemption.lower(self.running, request), f"has priority {request.priority}"

@@ -6,30 +6,36 @@ from collections.abc import Sequence
 
 from tidemill.config import EngineConfig
 from tidemill.engine.core import EngineCore, InFlight, Parts
+from tidemill.engine.drafting import NOTHING_DRAFTED, Drafted
 from tidemill.errors import InvalidRequest
 from tidemill.events import EventBuffer
+from tidemill.kv.prefix import HashIndex
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
-from tidemill.sched.steady import SteadyScheduler
-from tidemill.sim.runner import FIRST_TOKEN, SimRunner
-from tidemill.wire import Delta, Submit
+from tidemill.sim.runner import SimRunner
+from tidemill.sim.steady import SteadyDecoding
+from tidemill.wire import Abort, Delta, Submit
 
 
 class SimCore(EngineCore):
-    _scheduler_type = SteadyScheduler
-
     _clock: VirtualClock
 
     def __init__(self, parts: Parts, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner) -> None:
         super().__init__(parts, config, clock, emit)
         self._simulated = runner
         self.produced: list[Progress] = []  # by the last step; to be cleared by who reads it
-        self.scheduler.kv.use_keys(_quick_keys)
-        assert isinstance(self.scheduler, SteadyScheduler)
-        self.steady = runner.steady = self.scheduler
-        self.steady.steps_ahead, self.steady.first_token = runner.steps_ahead, FIRST_TOKEN
+        if isinstance(index := self.scheduler.kv.index, HashIndex):
+            index.chain = _quick_keys
+        self.steady = runner.steady = SteadyDecoding(
+            self.scheduler,
+            clock,
+            emit,
+            steps_ahead=runner.steps_ahead,
+            by_prefix=config.queue_order == "prefix",
+            evict=config.evict,
+        )
         self._can_jump = self.drafting is None and parts.tiers is None and runner.steps_ahead <= 1 and runner.can_repeat
 
     def submit_checked(self, request: Submit) -> None:
@@ -40,10 +46,21 @@ class SimCore(EngineCore):
         if not num or num + (request.params.max_tokens or 1) > context:
             what = f"Request {request.request_id} has {num} + {request.params.max_tokens} tokens, and the context is {context}."
             raise InvalidRequest(what, fix="Shorten it, or simulate with a larger context.")
+        if request.prefix_leases:  # they look up what is cached
+            self.steady.record_always()
         self._submit(request, None, None)
+
+    def abort(self, message: Abort) -> None:
+        if live := self.live.get(message.request_id):
+            self.steady.settle(live.samples)
+        super().abort(message)
+
+    def _plan(self) -> tuple[StepPlan | None, Drafted]:
+        return super()._plan() if self.drafting is not None else (self.steady.plan(), NOTHING_DRAFTED)
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
         """Nobody reads what tokens there are: `produced` tells of them."""
+        self.steady.take_first_tokens()
         self.produced = [item for item in progress if item.request.seq in self._live_of]
         for item in self.produced:
             if item.finish_reason:
@@ -56,31 +73,29 @@ class SimCore(EngineCore):
     def jump(self, until_s: float) -> list[float]:
         """Steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
         had been made. Returns when the tokens of each came; `produced` came with the first."""
-        scheduler, runner = self.steady, self._simulated
+        steady, runner = self.steady, self._simulated
         if not self._can_jump or len(self.in_flight) != runner.steps_ahead or self.structured:
             return []
-        scheduler.join()
-        if scheduler.has_new:
+        steady.join()
+        if steady.has_new:
             return []
-        most, before_s, prompt = scheduler.most()
+        most, before_s, prompt = steady.most()
         if most == 0:
             return []
-        is_named = not scheduler.is_like_last(prompt)
-        times_s, planned_s = runner.repeat(scheduler.num_steady, prompt is not None, most, min(until_s, before_s), is_named)
+        times_s, planned_s = runner.repeat(steady.num_steady, prompt is not None, most, min(until_s, before_s))
         if not times_s:
             return []
-        last, num = scheduler.last_plan, len(times_s)
-        if self.in_flight and scheduler.has_results(prompt):
-            done, last = last, scheduler.advance(1, prompt)
+        last, num = steady.last_plan, len(times_s)
+        if self.in_flight and steady.has_results(prompt):
+            done, last = last, steady.advance(1, prompt)
             self._clock.advance_to(times_s[0])
             if done.items:
                 result = runner.results(done)
-                self._outputs(done, result, scheduler.commit(done, result.tokens), [])
-            else:
-                scheduler.take_first_tokens(times_s[0])
+                self._outputs(done, result, self.scheduler.commit(done, result.tokens), [])
+            steady.take_first_tokens()
             num -= 1
         if num:
-            last = scheduler.advance(num, prompt)
+            last = steady.advance(num, prompt)
         self._clock.advance_to(times_s[-1])
         if self.in_flight:
             self.in_flight[0] = InFlight(last, (last, runner.device.free_s), planned_s, is_ahead=True)

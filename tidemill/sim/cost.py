@@ -55,7 +55,10 @@ class StepShape(NamedTuple):
 
 
 class Steady(Protocol):
-    """Sequences of a step that have no items in its plan, as `sched/steady.py` has them."""
+    """Sequences of a step that have no items in its plan, as `SteadyDecoding` has them."""
+
+    @property
+    def num_steady(self) -> int: ...
 
     @property
     def steady_context(self) -> tuple[int, int]: ...
@@ -82,15 +85,16 @@ class Shapes:
         if self._pages and (plan.new_rows or plan.row_copies):
             self._follow(plan)
         num_decoding = decode_context = longest = 0
-        num_draws, starts = plan.num_steady, list[int]()
+        num_steady = 0 if steady is None else steady.num_steady
+        num_draws, starts = num_steady, list[int]()
         if plan.items:
             starts = [item.start for item in plan.items if item.count == 1]  # nearly all
             num_decoding, decode_context = len(starts), sum(starts) + len(starts)
             longest = max(starts) + 1 if starts else 0
             num_draws += len([item for item in plan.items if item.samples and item.count == 1])
-        if plan.num_steady and steady is not None:
+        if num_steady and steady is not None:
             context, most = steady.steady_context
-            num_decoding, decode_context = num_decoding + plan.num_steady, decode_context + context
+            num_decoding, decode_context = num_decoding + num_steady, decode_context + context
             longest = most if most > longest else longest
         for item in [item for item in plan.items if item.count > 1] if len(starts) < len(plan.items) else ():
             end = item.start + item.count
@@ -108,7 +112,7 @@ class Shapes:
         num_shared = num_again = 0
         if self._num_again:
             rows = [item.row for item in plan.items if item.count == 1]
-            num_shared, num_again = self._shared(rows + (steady.steady_rows() if plan.num_steady and steady else []))
+            num_shared, num_again = self._shared(rows + (steady.steady_rows() if steady else []))
         return StepShape(
             num_decoding, decode_context - num_again, longest, num_prompt, pairs, num_draws, num_new, num_shared, longest_prompt,
             prompt_context,

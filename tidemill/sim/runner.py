@@ -111,10 +111,10 @@ class SimRunner:
         """The cost model tells how steps like the last differ from it, and no other engine's come between."""
         return self._line is not None and self._shape_s is not None and not self._is_shared
 
-    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float, is_other: bool) -> tuple[list[float], float]:
+    def repeat(self, num_decoding: int, goes_on: bool, most: int, until_s: float) -> tuple[list[float], float]:
         """Launch and collect the steps that follow the last one, in which so many decode or, if `goes_on`, as many as in that one
-        and a prompt goes on: at most so many steps, and as long as they are planned before some time. `is_other`: in the last one
-        others did. Returns when the tokens of each came, and when the last was planned. The clock stays where it is."""
+        and a prompt goes on: at most so many steps, and as long as they are planned before some time. Returns when the tokens of
+        each came, and when the last was planned. The clock stays where it is."""
         first_s, host_s, now = self.device.free_s, self._host_s, self._clock.now()
         planned_s, free_s, times = now, first_s, list[float]()
         if not goes_on:
@@ -128,7 +128,7 @@ class SimRunner:
             times.append(now)
         if times:
             self.device.free_s = free_s
-            self.times.append((first_s, free_s, 0 if is_other and len(times) == 1 else len(times)))
+            self.times.append((first_s, free_s, len(times)))
         return times, planned_s
 
     def _repeat_decodes(self, num: int, most: int, until_s: float) -> tuple[list[float], float]:

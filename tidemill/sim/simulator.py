@@ -255,12 +255,12 @@ class SimEngine:
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events
         self._submit_s: float = getattr(cost, "submit_s", 0.0)
-        self._core.steady.names_steady = keeps_events
+        self._core.steady.names_all = keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
         self._aborts: list[tuple[float, str]] = []  # a heap
         self._result = SimResult()
-        self._times_s: list[float] = []  # of steps by their numbers, as `SteadyScheduler` counts them: when their tokens came
+        self._times_s: list[float] = []  # of steps by their numbers, as `SteadyDecoding` counts them: when their tokens came
         self.tally = Tally()
 
     @property
@@ -284,13 +284,13 @@ class SimEngine:
     @property
     def token_times_s(self) -> dict[str, list[float]]:
         """The times of the tokens so far. A request that has ended may be taken out."""
-        self._core.steady.catch_up_all()
+        self._core.steady.catch_up()
         self._catch_up()
         return self._result.token_times_s
 
     @property
     def kv(self) -> KVManager:
-        self._core.steady.record_all()
+        self._core.steady.record()
         return self._core.scheduler.kv
 
     def submit(self, arrival: Arrival) -> None:

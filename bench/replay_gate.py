@@ -44,7 +44,9 @@ def certify(recording: Path, models: Path, mode: str, every: int) -> Certificate
     chosen = frozenset(str(request.number) for request in server.requests[::every])
     # Where torch has other instructions, log-probabilities differ in their last bits.
     tokens_only = server.start.machine.get("cpu") != about_machine()["cpu"]
-    return replay(read, server, ReplayOptions(mode=mode, requests=chosen, paths=paths, tokens_only=tokens_only))
+    options = ReplayOptions(mode=mode, requests=chosen, paths=paths, tokens_only=tokens_only)
+    (certificate,) = replay(read, read.servers, options)
+    return certificate
 
 
 def main() -> None:

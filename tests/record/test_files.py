@@ -24,6 +24,8 @@ from tidemill.record.format import (
     Events,
     ModelStart,
     Output,
+    Packer,
+    Segment,
     bytes_of,
     encode,
     events_of,
@@ -40,7 +42,7 @@ SECRET = "the launch code is 7421"
 
 def put(writer, name, prompt, output=(5, 6), error="", **params) -> None:
     request = Submit(name, [], SamplingParams(seed=3, **params))
-    writer.put(Begun("tiny", 1.5, request, [], len(prompt)), 100, prompt=prompt)
+    writer.put(Begun("tiny", 1.5, request, [], len(prompt)), 100 + 8 * len(prompt), prompt=prompt)
     writer.put(Ended("tiny", name, 2.5, [Output(bytes_of(output), "length", False, b"")], error, 2.0), 100)
 
 
@@ -102,6 +104,19 @@ def test_the_folder_is_bounded_and_the_oldest_goes_first(tmp_path):
     assert len(files_of(tmp_path)) > 2
 
 
+def test_a_request_that_would_take_all_the_room_is_left_out(tmp_path, caplog):
+    rng = random.Random(0)
+    writer = RecordingWriter(tmp_path, MIN_BYTES)
+    writer.put(MODEL, 100)
+    for name, num_tokens in (("small", 10), ("giant", 400_000), ("next", 20_000)):
+        put(writer, name, [rng.randrange(2**31) for _ in range(num_tokens)])
+    writer.close()
+    (server,) = Recording(tmp_path).servers
+    assert [request.request_id for request in server.requests if request.ended] == ["small", "next"]
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= MIN_BYTES
+    assert "half of" in caplog.text
+
+
 def test_servers_continue_a_folder_one_after_the_other(tmp_path):
     for number in range(3):
         written(tmp_path, (str(number), [number]))
@@ -160,8 +175,11 @@ def test_a_file_that_was_cut_is_read_up_to_there(tmp_path):
     whole = file.read_bytes()
     for cut in (1, 5, 20, 60):
         file.write_bytes(whole[:-cut])
-        names = [request.request_id for request in Recording(tmp_path).servers[0].requests]
-        assert names == ["first"], cut
+        recording = Recording(tmp_path)
+        assert [request.request_id for request in recording.servers[0].requests] == ["first"], cut
+        assert recording.cut == {file}
+    file.write_bytes(whole)
+    assert not Recording(tmp_path).cut
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -174,6 +192,38 @@ def test_damage_is_told(tmp_path, seed):
     file.write_bytes(data)
     with contextlib.suppress(ConfigError):
         Recording(tmp_path)
+
+
+def begun(num_samples=1) -> Begun:
+    return Begun("tiny", 1.0, Submit("a", [], SamplingParams(n=num_samples)), [], 1)
+
+
+def ended(*outputs) -> Ended:
+    return Ended("tiny", "a", 2.0, [Output(ids, "length", False, b"") for ids in outputs])
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [MODEL, begun(2), ended(bytes(4))],
+        [MODEL, begun(), ended(bytes(5))],
+        [MODEL, Segment(b"d", bytes(3))],
+        [msgspec.structs.replace(begun(), model="other")],
+        [Events("tiny", msgspec.Raw(b"\x91\xa1\xff"))],
+        [msgspec.structs.replace(MODEL, config=msgspec.Raw(b"\x91" * 100_000 + b"\x90"))],
+        [{"type": "model"}],
+    ],
+    ids=["fewer samples", "half a token", "half a token of a prompt", "no model", "no text", "deep", "no fields"],
+)
+def test_what_makes_no_sense_is_told(tmp_path, records):
+    """Records that are whole, by a hostile hand."""
+    written(tmp_path)
+    (file,) = files_of(tmp_path)
+    with file.open("ab") as out:
+        out.write(Packer(None).block(records, is_sealed=False))
+    with pytest.raises(ConfigError, match="damaged|describe"):
+        recording = Recording(tmp_path)
+        list(recording.events(recording.servers[0]))
 
 
 def test_what_is_no_recording_is_told(tmp_path):
@@ -235,7 +285,7 @@ def test_a_full_disk_leaves_whole_blocks(tmp_path, monkeypatch):
 def test_events_of_a_newer_build_are_left_out():
     known = events.StepDone(2.0, 1, 0.5, 1)
     mixed = msgspec.Raw(encode([{"type": "Unheard", "time_s": 1.0}, known]))
-    assert events_of(Events("tiny", mixed)) == [known]
+    assert events_of(Events("tiny", mixed), "here") == [known]
 
 
 def test_ids_are_kept_whatever_they_are():

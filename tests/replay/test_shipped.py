@@ -16,7 +16,7 @@ def recording():
 
 
 def test_a_third_of_the_requests_has_every_token(recording, tmp_path):
-    certificate = certify(recording, tmp_path / "models", "alone", EVERY)
+    certificate = certify(recording, tmp_path / "models", "together", EVERY)
     assert list(certificate.lines()) == [line for line in certificate.lines() if "different" not in line]
     assert certificate.is_equal
     assert certificate.num_compared > 1000 // EVERY

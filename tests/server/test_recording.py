@@ -150,11 +150,19 @@ def test_other_options_are_named_and_keep_the_tokens(recorded):
     assert certificate["options"] == {"token-budget": "72", "prefix-caching": "off"}
 
 
+def test_what_is_refused_now_is_a_difference(recorded):
+    certificate = replayed(recorded, "--option", "max-context=64", "--requests", "0,1,2,3,4,5,6", code=1)
+    assert certificate["num_compared"] == certificate["num_requests"] == 7
+    assert {found["what"] for found in certificate["differences"]} == {"refusal"}
+    assert 0 < len(certificate["differences"]) == 7 - certificate["num_equal"]
+
+
 def test_mistakes_are_told(recorded, tmp_path):
     for arguments, what in (
         (["--alone", "--like-then"], "two ways"),
         (["--option", "speed=9"], "no engine option"),
-        (["--requests", "no-such"], "no such request"),
+        (["--requests", "0,no-such"], "no request no-such"),
+        (["--model", f"nobody={tmp_path}"], "no model or adapter nobody"),
         (["--server", "3"], "servers' lives"),
         (["--build", str(tmp_path)], "no build"),
     ):
@@ -201,8 +209,7 @@ def test_several_engines_and_models(tiny_folder, roomy_folder, tmp_path):
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda number, server=server: complete(server, SHARED + str(number), max_tokens=30), range(8)))
         assert server.stop(signal.SIGTERM) == 0
-        for mode in ("--alone", "--like-then"):
-            assert replayed(tmp_path / name, mode)["num_equal"] == 8
+        assert replayed(tmp_path / name, "--like-then")["num_equal"] == 8
     server = Server(None, f"one={tiny_folder}", f"two={roomy_folder}", "--record", str(tmp_path / "models")).wait()
     for model in ("one", "two"):
         complete(server, "a tide", model=model, max_tokens=40, temperature=1.0)

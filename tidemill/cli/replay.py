@@ -68,7 +68,7 @@ def replay(
         paths=dict(_pair(text, "--model") for text in model or ()),
         on_progress=_show_progress if console.is_terminal else None,
     )
-    certificates = [run(recording, each, options) for each in servers if each.requests]
+    certificates = run(recording, servers, options)
     if as_json:
         print(json.dumps([certificate.body() for certificate in certificates], indent=1))
     else:

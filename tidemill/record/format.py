@@ -16,6 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
@@ -28,6 +29,7 @@ from tidemill.wire import AdapterInfo, Delta, Submit
 VERSION = 1
 SUFFIX = ".zst"
 SEGMENT_LEN = 256  # tokens of a prompt that are stored once, however many prompts have them
+TOKEN_BYTES = 4
 KEY_BYTES = 32
 MAX_BLOCK = 1 << 28  # bytes of a block, and of what it holds
 _MAGIC = 0x184D2A50  # of a skippable frame
@@ -35,6 +37,7 @@ _FRAME, _HEAD = struct.Struct("<II"), struct.Struct("<cQ")
 _NONCE_BYTES = _DIGEST_BYTES = 12
 _IDS_AT_ONCE = 8192
 _LEVEL = 3
+_DAMAGE = (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -67,7 +70,7 @@ class AdapterStart(msgspec.Struct, frozen=True, tag="adapter"):
 
 
 class Segment(msgspec.Struct, frozen=True, tag="segment"):
-    """Token ids of prompts, 4 bytes each."""
+    """Token ids of prompts."""
 
     digest: bytes
     ids: bytes
@@ -161,18 +164,20 @@ def new_digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
-def events_of(record: Events) -> list[Event]:
+def events_of(record: Events, where: str) -> list[Event]:
     """Events that this build does not know are left out."""
     try:
         return _decode_events(record.events)
-    except msgspec.ValidationError:
-        found = []
-        for fields in _decode_any(record.events):
-            try:
-                found.append(_decode_event(encode(fields)))
-            except msgspec.ValidationError:
-                continue
-        return found
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            each = _decode_any(record.events)
+        except _DAMAGE as error:
+            raise damaged(where) from error
+    found = []
+    for fields in each:
+        with suppress(msgspec.ValidationError):
+            found.append(_decode_event(encode(fields)))
+    return found
 
 
 class Packer:
@@ -197,36 +202,42 @@ class Sealed(Exception):
     """A block cannot be read without the owner's key."""
 
 
+class Cut(Exception):
+    """The file ends within a block."""
+
+
 def read_blocks(file: BinaryIO, key: bytes | None, where: str) -> Iterator[list[RecordType]]:
-    """The records of each block. What follows a block that is not whole is left out. Raises Sealed, or ConfigError for what was
-    damaged."""
+    """The records of each block. Raises Sealed, Cut, or ConfigError for what was damaged."""
     cipher, unpack = None if key is None else _cipher(key), zstandard.ZstdDecompressor()
     while len(head := file.read(_FRAME.size)) == _FRAME.size:
         magic, size = _FRAME.unpack(head)
         if magic != _MAGIC or not 0 < size <= MAX_BLOCK:
-            raise _damaged(where)
+            raise damaged(where)
         content = file.read(size)
         if len(content) < size:
-            return
+            raise Cut
         if content[:1] == b"P" and size == _HEAD.size:
             _, num = _HEAD.unpack(content)
             if num > MAX_BLOCK:
-                raise _damaged(where)
+                raise damaged(where)
             frame = file.read(num)
             if len(frame) < num:
-                return
+                raise Cut
         elif content[:1] == b"S" and size > _NONCE_BYTES:
             if cipher is None:
                 raise Sealed
             frame = _unsealed(cipher, content, where)
         else:
-            raise _damaged(where)
+            raise damaged(where)
         try:
             if not 0 < zstandard.frame_content_size(frame) <= MAX_BLOCK:
-                raise _damaged(where)
-            yield _decode(unpack.decompress(frame))
-        except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-            raise _damaged(where) from error
+                raise damaged(where)
+            records = _decode(unpack.decompress(frame))
+        except _DAMAGE as error:
+            raise damaged(where) from error
+        yield records
+    if head:
+        raise Cut
 
 
 def _unsealed(cipher: Any, content: bytes, where: str) -> bytes:
@@ -248,5 +259,6 @@ def _cipher(key: bytes) -> Any:
     return AESGCM(key)
 
 
-def _damaged(where: str) -> ConfigError:
-    return ConfigError(f"{where} is no recording of a server, or is damaged.", fix="Fetch it again from where it was recorded.")
+def damaged(where: str) -> ConfigError:
+    what = f"{where} is no recording of a server, or is damaged."
+    return ConfigError(what, fix="Fetch it again from where it was recorded.")

@@ -12,9 +12,11 @@ import msgspec
 from tidemill.errors import ConfigError
 from tidemill.events import Event
 from tidemill.record.format import (
+    TOKEN_BYTES,
     VERSION,
     AdapterStart,
     Begun,
+    Cut,
     Ended,
     Events,
     ModelStart,
@@ -22,6 +24,7 @@ from tidemill.record.format import (
     Sealed,
     Segment,
     Start,
+    damaged,
     events_of,
     ids_of,
     read_blocks,
@@ -46,7 +49,7 @@ class RecordedRequest:
 
     @property
     def num_output(self) -> int:
-        return sum(len(output.ids) // 4 for output in self.ended.outputs) if self.ended else 0
+        return sum(len(output.ids) // TOKEN_BYTES for output in self.ended.outputs) if self.ended else 0
 
     def output_ids(self, index: int) -> array[int]:
         return array("I") if self.ended is None else ids_of(self.ended.outputs[index].ids)
@@ -78,6 +81,7 @@ class Recording:
             raise ConfigError(f"{folder} is no folder.", fix="Name the folder of --record.", param="recording")
         self._folder, self._key = folder, key
         self.servers: list[RecordedServer] = []
+        self.cut: set[Path] = set()  # files that end within a block: what followed is not there
         files = files_of(folder)
         if not files:
             raise ConfigError(f"{folder} holds no recording.", fix="Name the folder of --record.", param="recording")
@@ -89,7 +93,7 @@ class Recording:
         for path in server.files:
             for record in self._records(path):
                 if isinstance(record, Events):
-                    for event in events_of(record):
+                    for event in events_of(record, str(path)):
                         yield record.model, event
 
     def _records(self, path: Path) -> Iterator[RecordType]:
@@ -99,6 +103,8 @@ class Recording:
                     yield from records
         except Sealed:
             raise ConfigError(f"{path} is sealed: it was recorded with --record-text off.", fix=_NO_KEY, param="key") from None
+        except Cut:
+            self.cut.add(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.", param="recording") from error
 
@@ -129,6 +135,8 @@ class Recording:
                 case AdapterStart():
                     server.adapters.setdefault(record.model, {})[record.info.adapter_id] = record.info
                 case Segment():
+                    if len(record.ids) % TOKEN_BYTES:
+                        raise damaged(str(path))
                     segments[record.digest] = record.ids
                 case Begun():
                     pieces = [segments.get(digest) for digest in record.segments]
@@ -143,4 +151,12 @@ class Recording:
                     if found is None:
                         server.num_lost_ends += 1
                     else:
+                        if not _is_of(record, found):
+                            raise damaged(str(path))
                         found.ended = record
+
+
+def _is_of(ended: Ended, request: RecordedRequest) -> bool:
+    """It has an output of each sample."""
+    is_each = len(ended.outputs) == request.begun.request.params.n
+    return is_each and not any(len(output.ids) % TOKEN_BYTES for output in ended.outputs)

@@ -24,6 +24,7 @@ from tidemill.record.format import (
     KEY_BYTES,
     SEGMENT_LEN,
     SUFFIX,
+    TOKEN_BYTES,
     VERSION,
     AdapterStart,
     Begun,
@@ -44,7 +45,6 @@ _EVERY_S = 0.5  # between two blocks: a thread that is woken for each record cos
 _AT_ONCE = 500  # records of a block: while one is encoded, other threads wait
 _CLOSE_S = 10.0  # to write what waits; a disk that hangs does not hold up the end
 _FIX = "Choose another --record."
-_TOKEN_BYTES = 4
 _log = logging.getLogger("tidemill.server")
 
 
@@ -133,7 +133,7 @@ class RecordingWriter:
         while is_open:
             is_open = not self._is_closing.wait(_EVERY_S)
             while self._queue:
-                items = [self._queue.popleft() for _ in range(min(len(self._queue), _AT_ONCE))]
+                items = self._next_items()
                 try:
                     if not self._failure:
                         self._write_records(items)
@@ -143,6 +143,14 @@ class RecordingWriter:
                     _log.exception("recording failed")
                     self._fail(type(error).__name__)
                 self._num_taken += sum(item.size for item in items)
+
+    def _next_items(self) -> list[_Item]:
+        """Those of the next block. What is large is alone."""
+        items = [self._queue.popleft()]
+        left = self._most // _FILES - items[0].size
+        while self._queue and len(items) < _AT_ONCE and (left := left - self._queue[0].size) > 0:
+            items.append(self._queue.popleft())
+        return items
 
     def _write_records(self, items: list[_Item]) -> None:
         if self._size > max(self._most // _FILES, MIN_BYTES // _FILES):
@@ -157,8 +165,14 @@ class RecordingWriter:
                 self._cut(record, prompt, ready[is_sealed])
             ready[is_sealed].append(record)
         for is_sealed, records in ready.items():
-            if records:
-                self._write(self._packer.block(records, is_sealed))
+            if not records:
+                continue
+            block = self._packer.block(records, is_sealed)
+            if len(block) <= self._most // 2:
+                self._write(block)
+            else:
+                _log.warning("a request is not recorded, as it would take half of %s", self._folder)
+                self._known.clear()
 
     def _cut(self, record: Begun, prompt: Sequence[int], ready: list[RecordType]) -> None:
         """The segments of a prompt that the file does not have."""
@@ -166,7 +180,7 @@ class RecordingWriter:
             data = bytes_of(prompt)
         except OverflowError:  # the engine refuses it
             return
-        step = SEGMENT_LEN * _TOKEN_BYTES
+        step = SEGMENT_LEN * TOKEN_BYTES
         for piece in (data[at : at + step] for at in range(0, len(data), step)):
             digest = digest_of(piece)
             record.segments.append(digest)

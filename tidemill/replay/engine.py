@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +15,7 @@ from tidemill.errors import ConfigError, TidemillError
 from tidemill.events import Event
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedRequest, RecordedServer
-from tidemill.replay.outcome import Sample, samples_of
+from tidemill.replay.outcome import Running, samples_of
 from tidemill.runner.base import Runner
 from tidemill.sched.clock import Clock
 from tidemill.wire import Abort, Finish, Resumed, Submit
@@ -29,10 +28,16 @@ _ALONE: dict[str, Any] = {
 _ENDED = "as recorded"
 
 
-def options_of(start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str, str]) -> EngineOptions:
-    """The recorded options of an engine. `changed`: fields with other values. `paths`: of models and adapters that were moved."""
-    known = {each.name for each in fields(EngineOptions)}
-    given = {name: value for name, value in start.options.items() if name in known}
+def unknown_options(start: ModelStart) -> list[str]:
+    """Recorded options that this build does not have."""
+    return sorted(set(start.options) - {each.name for each in fields(EngineOptions)})
+
+
+def options_of(start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str, str], disk: str) -> EngineOptions:
+    """The recorded options of an engine. `changed`: fields with other values. `paths`: of models and adapters that were moved.
+    `disk`: a folder in place of the server's own."""
+    unknown = unknown_options(start)
+    given = {name: value for name, value in start.options.items() if name not in unknown}
     try:
         options = msgspec.convert(given, EngineOptions, strict=False)
     except msgspec.ValidationError as error:
@@ -40,26 +45,11 @@ def options_of(start: ModelStart, changed: Mapping[str, Any], paths: Mapping[str
     loras = tuple(f"{name}={paths.get(name, path)}" for name, path in options.lora_paths.items())
     options = replace(options, **_ALONE, model=paths.get(start.model, start.path), loras=loras)
     if options.kv_disk is not None:  # what is on the server's disk is its own
-        size = options.kv_disk.rpartition(":")[2]
-        options = replace(options, kv_disk=f"{tempfile.mkdtemp(prefix='tidemill-replay-')}:{size}")
+        options = replace(options, kv_disk=f"{disk}:{options.kv_disk.rpartition(':')[2]}")
     if options.remote_workers:
         what = "The recorded engine had ranks on other hosts."
         raise ConfigError(what, fix="Give --option remote-workers=0 and the ranks that this machine has.", param="option")
     return replace(options, **changed)
-
-
-@dataclass(slots=True)
-class Running:
-    request: RecordedRequest
-    samples: list[Sample]
-    ends_early: bool  # its client went away, or it failed
-    refused: str = ""  # by the engine, or it failed there
-    is_elsewhere: bool = False  # it goes on in another engine
-    is_leaving: bool = False  # it ends when it has the recorded tokens
-
-    @property
-    def is_complete(self) -> bool:
-        return all(sample.is_complete for sample in self.samples)
 
 
 class CollectedRunner:

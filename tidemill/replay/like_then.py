@@ -16,8 +16,8 @@ from tidemill import events
 from tidemill.engine.pending import GOES_ON
 from tidemill.events import Event
 from tidemill.record.reader import RecordedRequest
-from tidemill.replay.engine import ReplayEngine, Running
-from tidemill.replay.outcome import Certificate, StepTimes
+from tidemill.replay.engine import ReplayEngine
+from tidemill.replay.outcome import Certificate, Running, StepTimes
 from tidemill.sched.request import HANDED_OVER
 from tidemill.wire import Abort, Finish, Renew, Resumed
 

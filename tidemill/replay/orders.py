@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from tidemill.record.reader import RecordedRequest
-from tidemill.replay.engine import ReplayEngine, Running
+from tidemill.replay.engine import ReplayEngine
+from tidemill.replay.outcome import Running
 
 _AT_ONCE = 64  # requests that are queued or run, together
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -54,6 +54,22 @@ class Sample:
         return self.finish_reason is not None or len(self.ids) >= len(self.recorded)
 
 
+@dataclass(slots=True)
+class Running:
+    """A request that is computed again."""
+
+    request: RecordedRequest
+    samples: list[Sample]
+    ends_early: bool  # its client went away, or it failed
+    refused: str = ""  # by the engine, or it failed there
+    is_elsewhere: bool = False  # it goes on in another engine
+    is_leaving: bool = False  # it ends when it has the recorded tokens
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.is_complete for sample in self.samples)
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first difference of a sample."""
@@ -61,7 +77,7 @@ class Difference:
     request: int  # its number in the recording
     request_id: str
     sample: int
-    what: str  # token, length, finish reason, log-probabilities
+    what: str  # token, length, finish reason, log-probabilities, refusal
     position: int = 0
     recorded: int | str | None = None
     replayed: int | str | None = None
@@ -149,9 +165,13 @@ class Certificate:
     def leave_out(self, why: str, num: int = 1) -> None:
         self.left_out[why] = self.left_out.get(why, 0) + num
 
-    def add(self, request: RecordedRequest, samples: Sequence[Sample], tokens_only: bool = False) -> list[Difference]:
+    def add(self, running: Running, tokens_only: bool = False) -> list[Difference]:
+        """Compares a request that was computed again. Returns what differs."""
+        request, samples = running.request, running.samples
         self.num_compared += 1
         self.num_tokens += sum(len(sample.recorded) for sample in samples)
+        if running.refused:
+            return [Difference(request.number, request.request_id, 0, "refusal", 0, "none", running.refused)]
         found = [difference(request, index, sample, tokens_only) for index, sample in enumerate(samples)]
         differences = [each for each in found if each is not None]
         self.num_equal += not differences

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidemill.errors import ConfigError
 from tidemill.record.build import about_machine, build_name
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
-from tidemill.replay.engine import ReplayEngine, Running, options_of
+from tidemill.replay.engine import ReplayEngine, options_of, unknown_options
 from tidemill.replay.like_then import LikeThen, RecordedClock
 from tidemill.replay.margins import with_margin
 from tidemill.replay.orders import ORDERS
-from tidemill.replay.outcome import Certificate
+from tidemill.replay.outcome import Certificate, Running
 from tidemill.weights.digest import fingerprint_of
 from tidemill.weights.locate import locate
 
@@ -34,8 +36,36 @@ class ReplayOptions:
     on_progress: Callable[[str, int, int], None] | None = None
 
 
-def replay(recording: Recording, server: RecordedServer, options: ReplayOptions) -> Certificate:
-    """One server's life. Models are computed one after the other."""
+def replay(recording: Recording, servers: Sequence[RecordedServer], options: ReplayOptions) -> list[Certificate]:
+    """A certificate of each server's life that has some of the requests."""
+    names = {name for server in servers for request in server.requests for name in _names_of(request)}
+    _check(options.requests, names, "request", "requests")
+    adapters = (info.name for server in servers for infos in server.adapters.values() for info in infos.values())
+    starts = [start for server in servers for models in server.models.values() for start in models]
+    loras = (text.partition("=")[0] for start in starts for text in start.options.get("loras") or ())
+    _check(options.paths, {*(start.model for start in starts), *adapters, *loras}, "model or adapter", "model")
+    return [_replay_server(recording, server, chosen, options) for server in servers if (chosen := _chosen(server, options))]
+
+
+def _check(names: Collection[str], known: Set[str], what: str, param: str) -> None:
+    if unknown := ", ".join(sorted(set(names) - known)):
+        raise ConfigError(f"The recording has no {what} {unknown}.", fix="Give numbers, ids and names of it.", param=param)
+
+
+def _chosen(server: RecordedServer, options: ReplayOptions) -> list[RecordedRequest]:
+    wanted = options.requests
+    return [request for request in server.requests if not wanted or wanted & _names_of(request)]
+
+
+def _names_of(request: RecordedRequest) -> set[str]:
+    """Its number, its id, and the part of the id that a client knows."""
+    return {str(request.number), request.request_id, *request.request_id.split("/")[1:2]}
+
+
+def _replay_server(
+    recording: Recording, server: RecordedServer, chosen: Sequence[RecordedRequest], options: ReplayOptions
+) -> Certificate:
+    """Models are computed one after the other."""
     began = time.perf_counter()
     certificate = Certificate(
         server.start.recording,
@@ -46,10 +76,9 @@ def replay(recording: Recording, server: RecordedServer, options: ReplayOptions)
         about_machine(),
         dict(options.shown),
     )
-    chosen = [request for request in server.requests if _is_chosen(request, options.requests)]
-    if not chosen:
-        raise ConfigError("The recording has no such request.", fix="Give numbers or ids of it.", param="requests")
     certificate.num_requests = len(chosen)
+    for path in sorted(recording.cut.intersection(server.files)):
+        certificate.notes.append(f"{path.name} ends within a record: what followed is lost")
     if server.num_lost_ends:
         certificate.leave_out("it began in a file that was dropped", server.num_lost_ends)
     wanted = {request.number for request in chosen}
@@ -62,11 +91,6 @@ def replay(recording: Recording, server: RecordedServer, options: ReplayOptions)
         _replay_model(recording, server, start, requests, wanted, options, certificate)
     certificate.took_s = time.perf_counter() - began
     return certificate
-
-
-def _is_chosen(request: RecordedRequest, wanted: frozenset[str]) -> bool:
-    own = {str(request.number), request.request_id, request.request_id.split("/")[1] if "/" in request.request_id else ""}
-    return not wanted or bool(wanted & own)
 
 
 def _by_engine(requests: Sequence[RecordedRequest]) -> list[tuple[ModelStart, list[RecordedRequest]]]:
@@ -91,12 +115,16 @@ def _replay_model(
     options: ReplayOptions,
     certificate: Certificate,
 ) -> None:
-    engine_options = options_of(start, options.changed, options.paths)
-    if fingerprint_of(locate(engine_options.model)) != start.fingerprint:
-        certificate.notes.append(f"{start.model}: the weights are not those that were recorded")
-    clock = RecordedClock() if options.mode == LIKE_THEN else None
-    engine = ReplayEngine(engine_options, server, start.model, options.paths, clock)
-    try:
+    with ExitStack() as stack:
+        disk = stack.enter_context(TemporaryDirectory(prefix="tidemill-replay-"))
+        engine_options = options_of(start, options.changed, options.paths, disk)
+        if unknown := unknown_options(start):
+            certificate.notes.append(f"{start.model}: this build has no option {', '.join(unknown)}")
+        if fingerprint_of(locate(engine_options.model)) != start.fingerprint:
+            certificate.notes.append(f"{start.model}: the weights are not those that were recorded")
+        clock = RecordedClock() if options.mode == LIKE_THEN else None
+        engine = ReplayEngine(engine_options, server, start.model, options.paths, clock)
+        stack.callback(engine.close)
         ready = []
         for request in requests:
             if request.number not in wanted:
@@ -113,12 +141,12 @@ def _replay_model(
         for num, running in enumerate(ended, 1):
             if running.request.number in compared:
                 compared.discard(running.request.number)
-                _compare(engine, running, certificate, options.tokens_only)
+                certificate.differences += certificate.add(running, options.tokens_only)
             if options.on_progress is not None:
                 options.on_progress(start.model, num, len(ready))
+        if compared:
+            certificate.leave_out("the engine's events do not tell when it came", len(compared))
         _find_margins(engine, server, start.model, certificate)
-    finally:
-        engine.close()
 
 
 def _find_margins(engine: ReplayEngine, server: RecordedServer, model: str, certificate: Certificate) -> None:
@@ -148,10 +176,3 @@ def _like_then(
     for _, recorded in sorted(by_replica.items()):
         yield from like_then.run(recorded)
     yield from like_then.rest()
-
-
-def _compare(engine: ReplayEngine, running: Running, certificate: Certificate, tokens_only: bool) -> None:
-    if running.refused:
-        certificate.leave_out(f"this engine refuses it: {running.refused}")
-        return
-    certificate.differences += certificate.add(running.request, running.samples, tokens_only)

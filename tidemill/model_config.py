@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_format import FORMATS
@@ -282,6 +283,14 @@ class StateSpec(LayerSpec):
 
 
 SPECS: dict[str, type[LayerSpec]] = {"attention": AttentionSpec, "state": StateSpec}  # by tag
+if TYPE_CHECKING:
+    TaggedSpec = LayerSpec
+else:
+
+    class TaggedSpec(ABC):  # noqa: B024
+        """Stands for all kinds of specs in messages: msgspec would read the base class, and has no unions of dataclasses."""
+
+    TaggedSpec.register(LayerSpec)
 
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
@@ -363,7 +372,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # 0: no feed-forward
-    layers: tuple[LayerSpec, ...]  # one for each layer
+    layers: tuple[TaggedSpec, ...]  # one for each layer
     max_context: int
     norm_eps: float
     tie_embeddings: bool = False

@@ -12,7 +12,7 @@ from tidemill.errors import ContextTooLong, InvalidRequest, input_too_long
 from tidemill.events import Event
 from tidemill.inputs import Segment
 from tidemill.machine import Machine
-from tidemill.model_config import SPECS, LayerSpec, ModelConfig
+from tidemill.model_config import SPECS, ModelConfig, TaggedSpec
 from tidemill.sampling import SamplingParams
 
 
@@ -299,7 +299,7 @@ FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterRe
 
 def _layer_spec(kind: type, value: Any) -> Any:
     """The spec of a layer from its fields and the tag of its kind: msgspec has no unions of dataclasses."""
-    if kind is not LayerSpec:
+    if kind is not TaggedSpec:
         raise NotImplementedError(kind)
     return msgspec.convert(value, SPECS[value["tag"]])
 

@@ -19,6 +19,7 @@ from bench.gpu_workloads import MODELS
 from tidemill.config import HEADS, EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.runner.spec.heads import Target, new_head
 from tidemill.runner.spec.stored import save_draft
 from tidemill.sampling import SamplingParams
@@ -87,8 +88,8 @@ def _step_ms(core: EngineCore, num: int, num_steps: int = 40) -> tuple[float, fl
     for _ in range(12):
         core.step()
     proposing, drafts = [0.0], [0]
-    if core.drafting is not None:
-        drafter: Any = core.drafting.drafters[0]
+    if core.config.speculate:
+        drafter: Any = core.part(Drafting).drafters[0]
         propose = type(drafter).propose.__get__(drafter)
 
         def timed(asks: Any) -> Any:

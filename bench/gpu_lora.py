@@ -24,6 +24,7 @@ from bench.lora import make_adapter
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.kernels.handover import with_added
@@ -136,7 +137,7 @@ def measure(given: argparse.Namespace) -> None:
     for i in range(given.adapters):
         path = make_adapter(core, folder / f"lora{i}", given.rank, i)
         begin = time.perf_counter()
-        core.adapters.load_now(1 + i, f"a{i}", str(path))
+        core.part(AdapterStore).load_now(1 + i, f"a{i}", str(path))
         print(f"adapter {i} loaded in {time.perf_counter() - begin:.2f} s", flush=True)
     made = workloads(min(MODELS[given.model]["vocab_size"], 120_000))
     cases = {"mixed_256": made["mixed_256"]}

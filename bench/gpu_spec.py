@@ -26,8 +26,8 @@ from bench.gpu_workloads import MODELS
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
-from tidemill.engine.drafting import Drafting
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.runner.spec import SLOPES, Ask, Drafter
 from tidemill.runner.spec.ngram import NgramDrafter
 from tidemill.sampling import SamplingParams
@@ -119,17 +119,17 @@ def compare(
     best: dict[bool, Run] = {}
     drafting: Drafting | None = None
     for _ in range(turns):
-        core.drafting = None
+        core.use(*core.parts_but(Drafting))
         without = run(core, prompts, num_out, temperature=0.0)
         if drafting is None:
             chosen: Drafter = drafter(without.answers)
-            drafting = Drafting([chosen], most, SLOPES["cuda"], core._clock, core._events, adaptive)
-        core.drafting = drafting
+            drafting = Drafting([chosen], most, SLOPES["cuda"], adaptive)
+        core.use(*core.parts_but(Drafting), drafting)
         drafted = run(core, prompts, num_out, temperature=0.0)
         assert drafted.answers == without.answers, "drafts changed a token"
         for is_drafted, one in ((False, without), (True, drafted)):
             best[is_drafted] = min(best.get(is_drafted, one), one, key=lambda made: made.decoding_s)
-    core.drafting = None
+    core.use(*core.parts_but(Drafting))
     without, drafted, num = best[False], best[True], num_out * len(prompts)
     return {
         "steps": drafted.num_steps, "drafts": drafted.num_drafts, "right": drafted.num_right, "lost": drafted.num_lost,
@@ -176,11 +176,11 @@ def time_waiting(core: EngineCore, draw: random.Random) -> list[dict[str, Any]]:
         answers = run(core, prompts[:num], 128, temperature=0.0).answers
         for how, sure in (("none", None), ("waited for", 1.0), ("followed", 0.9)):
             if sure is not None:
-                core.drafting = Drafting([Oracle(answers, 1.0)], 4, SLOPES["cuda"], core._clock, core._events, False)
-                core.drafting.sure = sure
+                core.use(*core.parts_but(Drafting), Drafting([Oracle(answers, 1.0)], 4, SLOPES["cuda"], False))
+                core.part(Drafting).sure = sure
             lines.append({"requests": num, "drafts": how, **_idle(core, prompts[:num])})
             print(json.dumps(lines[-1]), flush=True)
-            core.drafting = None
+            core.use(*core.parts_but(Drafting))
     return lines
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -72,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for i in range(given.adapters):
             path = make_adapter(core, Path(folder) / str(i), given.rank, i)
-            core.adapters.load_now(1 + i, f"a{i}", str(path))
+            core.part(AdapterStore).load_now(1 + i, f"a{i}", str(path))
     cases = {
         "no adapters": lambda: step_ms(without, given.requests, 0),
         "adapters loaded, none used": lambda: step_ms(core, given.requests, 0),

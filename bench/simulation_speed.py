@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidemill.engine.core import EngineCore, Parts
-from tidemill.engine.structured import StructuredOutput
+from tidemill.engine.core import EngineCore
+from tidemill.engine.moments import EngineComponents
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sim.cost import LinearCost
@@ -56,7 +56,7 @@ def host_us(num_rows: int, rounds: int = 5, steps: int = 100) -> float:
     clock = VirtualClock()
     runner = SimRunner(LinearCost(fixed_s=0.01), clock, steps_ahead=1, page_size=64)
     config = SimConfig("continuous", num_rows, 8192, num_pages=20 * num_rows, page_size=64, steps_ahead=1).engine()
-    core = EngineCore(Parts(runner, _MODEL, StructuredOutput("auto", 2**31 - 1)), config, clock)
+    core = EngineCore(EngineComponents(runner, _MODEL), config, clock)
     params = SamplingParams(max_tokens=rounds * steps + 100, temperature=0.0, ignore_eos=True)
     for row in range(num_rows):
         core.submit(Submit(str(row), [row + 2] * (30 + row % 64), params))  # pages end in different steps

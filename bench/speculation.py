@@ -18,6 +18,7 @@ from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, load_core
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -97,7 +98,7 @@ def main() -> None:
     given = parser.parse_args()
     options = EngineOptions(model=given.model, speculate=given.speculate, draft_model=given.draft_model, kv_memory_bytes=2**29)
     core = load_core(options)
-    drafting = core.drafting
+    drafting = core.part(Drafting)
     tokenizer = Tokenizer.load(inspect(given.model)[0].path)
     lines = []
     for kind, texts in (("copying", COPYING), ("free", FREE)):
@@ -111,7 +112,7 @@ def main() -> None:
             counts: dict[str, list[int]] = {}
             for turn in range(given.turns):
                 for how in ("off", "first", "again"):
-                    core.drafting = drafting if how != "off" else None
+                    core.use(*core.parts_but(Drafting), *[drafting] * (how != "off"))
                     seconds, answers, *counts[how] = run(core, prompts, given.requests, given.tokens, f"{name}{turn}")
                     assert not expected or answers == expected, "drafts changed a token"
                     expected = answers

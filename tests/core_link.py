@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.adapters import AdapterStore
+from tidemill.engine.parts.announcer import Announcer
 from tidemill.engine.refusals import refusal
 from tidemill.errors import EngineDead, TidemillError
 from tidemill.wire import (
@@ -38,7 +40,7 @@ class CoreLink:
         for _ in range(10):  # a process takes much longer: others have their turn
             await asyncio.sleep(0)
         self.core = load_core(options, lambda *_: None)
-        return Ready(self.core.model_config, self.core.config, 0.001, [one.info for one in self.core.adapters])
+        return Ready(self.core.model_config, self.core.config, 0.001, [one.info for one in self.core.part(AdapterStore)])
 
     def send(self, message) -> None:
         if self._is_over:
@@ -54,7 +56,7 @@ class CoreLink:
         mover = core.runner.mover
         if mover is not None and mover.alarm is not None:
             asyncio.get_running_loop().add_reader(mover.alarm, self._wake.set)
-        core.before_admitted_run = lambda admitted: tell(StepOutput([], admitted))
+        core.use(Announcer(lambda admitted: tell(StepOutput([], admitted))), *core.parts)
         while not self._is_over:
             if not (self._sent or ((core.has_work or core.has_moves) and self.may_step)):
                 self._wake.clear()
@@ -84,7 +86,7 @@ class CoreLink:
             case Renew():
                 self.core.renew(message)
             case Expect():
-                self.core.expect(message)
+                self.core.take(message)
             case Shutdown():
                 self._is_over = True
 

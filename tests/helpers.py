@@ -14,8 +14,9 @@ import torch
 from tests.waiting import LONG_S as LONG_S
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
-from tidemill.engine.drafting import Drafting
 from tidemill.engine.load import core_of
+from tidemill.engine.parts.drafting import Drafting
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.events import Event
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
@@ -165,7 +166,7 @@ def make_core(model: CausalLM, **options: Any) -> EngineCore:
 def structured_core(model: CausalLM, folder: Path, backend: str, **options: Any) -> EngineCore:
     """It knows the tokenizer of the folder, for grammars."""
     core = make_core(model, structured_backend=backend, **options)
-    core.structured.tokenizer_path = folder
+    core.part(StructuredOutput).tokenizer_path = folder
     return core
 
 
@@ -285,7 +286,7 @@ class Grower(Guesser):
 
 def guess_with(core: EngineCore, *drafters: Drafter, most: int = 5, slope: float = 0.3, adaptive: bool = False) -> EngineCore:
     """The core with these drafters. Unless it is `adaptive`, all their drafts are verified, up to `most` for a request."""
-    core.drafting = Drafting(drafters, most, slope, core._clock, core._events, adaptive=adaptive)
+    core.use(*core.parts_but(Drafting), Drafting(drafters, most, slope, adaptive=adaptive))
     return core
 
 

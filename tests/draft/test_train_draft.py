@@ -17,6 +17,7 @@ from tidemill.draft.losses import Batch, Drafted, guesses
 from tidemill.draft.run import Stopped, TrainOptions, train_draft
 from tidemill.draft.states import batch_of, hidden_states
 from tidemill.draft.text import Example, TextFile, read_text, write_text
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import ConfigError, DraftError
 from tidemill.runner.spec.choose import Chain, Chooser, Seen
 from tidemill.runner.spec.drafters import make_drafter
@@ -229,7 +230,7 @@ def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
     made = []
     for _ in range(2):
         core = make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=3)
-        inner = core.drafting.drafters[0]._inner
+        inner = core.part(Drafting).drafters[0]._inner
         tried = []
         add = inner._bandit.add
         inner._bandit.add = lambda *result, add=add, tried=tried: tried.append(result) or add(*result)
@@ -279,7 +280,7 @@ def test_medusa_drafts_trees_where_it_may(llm, tiny_folder, tmp_path):
     save_draft(tmp_path, new_head("medusa", 64), target, {"least_probability": 0.0})
     model, prompt = load_model(tiny_folder), [(i * i) % 97 + 3 for i in range(40)]
     core = make_core(model, speculate="medusa", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=12)
-    drafter, made = core.drafting.drafters[0], []
+    drafter, made = core.part(Drafting).drafters[0], []
     propose = drafter.propose
     drafter.propose = lambda asks: [
         made.append((ask.params, drafts)) or drafts for ask, drafts in zip(asks, propose(asks), strict=True)
@@ -338,7 +339,7 @@ def test_eagle_trees_change_nothing(tiny_folder, llm, tmp_path):
         "seeded": (prompt[3:], SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, seed=7)),
         "adjusted": (prompt[5:], SamplingParams(temperature=0.5, repetition_penalty=1.3, max_tokens=16, seed=-7)),
     }
-    drafter, made = core.drafting.drafters[0], []
+    drafter, made = core.part(Drafting).drafters[0], []
     propose = drafter.propose
     drafter.propose = lambda asks: made.extend(propose(asks)) or made[-len(asks) :]
     assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)

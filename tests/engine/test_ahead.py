@@ -21,7 +21,7 @@ from tests.helpers import (
     watch,
 )
 from tidemill import events
-from tidemill.engine.drafting import Drafting
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
@@ -329,13 +329,13 @@ def test_nothing_is_kept_of_steps_that_failed(model):
     for _ in range(3):
         for name, (prompt, params) in asked.items():
             core.submit(Submit(name, prompt, params))
-        while len(core.in_flight) < 1 or not core.in_flight[0].drafted.by:
+        while len(core.in_flight) < 1 or not core.in_flight[0].plan.drafts:
             core.step()
         core.runner.collect = broken
         num_failed += len(core.step()[1])
         core.runner.collect = collect
     assert num_failed == 12
-    drafting = core.drafting
+    drafting = core.part(Drafting)
     assert not drafting._guesses
     assert not any(acceptance._of for acceptance in drafting._acceptance.values())
     assert run(core, asked) == expected

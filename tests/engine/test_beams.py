@@ -8,7 +8,7 @@ import torch
 from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tests.models import test_families, test_state_models
 from tidemill import events
-from tidemill.engine.beams import BeamSearch
+from tidemill.engine.parts.beams import BeamSearch
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import Beams, BeamSearchParams, SamplingParams
 from tidemill.wire import Abort, Resumed, Submit, TokenLogprobs

@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, make_llama, run
 from tidemill import SamplingParams, events
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.wire import Abort, Submit
 
 BROKEN = 7  # its embedding is NaN
@@ -48,7 +49,7 @@ def test_a_draft_that_is_nan_changes_nothing(model, page_size, steps_ahead):
     assert all(BROKEN not in answer.tokens for answer in expected.values())
     known = {tuple(prompt): expected[name].tokens for name, (prompt, _) in REQUESTS.items()}
     core = guess_with(make_core(model, page_size=page_size, max_requests=2, kv_memory_bytes=2**17), Poison(known, 1.0))
-    core.runner.steps_ahead, core.drafting.sure = steps_ahead, 1e-30
+    core.runner.steps_ahead, core.part(Drafting).sure = steps_ahead, 1e-30
     for _ in range(2):  # the second time, pages of the first are taken
         assert run(core, REQUESTS) == expected
 
@@ -91,7 +92,7 @@ def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends,
     """The request is gone when that step's logits are seen: no NaN may stay in a page that another sequence gets."""
     plain = run(make_core(model, speculate="off"), {"x": (PROMPT, greedy(12))})["x"].tokens
     core = guess_with(make_core(model, page_size=page_size), Always({tuple(PROMPT): plain}, 1.0))
-    core.runner.steps_ahead, core.drafting.sure = 1, 1e-30
+    core.runner.steps_ahead, core.part(Drafting).sure = 1, 1e-30
     stops = (plain[1],) if ends == "at a stop token" else ()
     core.submit(Submit("x", PROMPT, greedy(12, stop_token_ids=stops, ignore_eos=True)))
     while not any(step.plan.drafts for step in core.in_flight):
@@ -102,7 +103,7 @@ def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends,
         core.abort(Abort("x", "left"))
     elif ends == "preempted":
         core.scheduler.preempt(request, "for a test")
-        core.drafting = None
+        core.use(*core.parts_but(Drafting))
     while core.has_work:
         core.step()
         core.scheduler.check_integrity()

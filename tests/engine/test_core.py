@@ -71,7 +71,7 @@ def test_abort_of_one_sample_leaves_the_others(core):
     assert len(answers["a:1"].tokens) < 6
     core.scheduler.check_integrity()
     assert not core.live
-    assert not core._live_of
+    assert not core.live_of
 
 
 def test_stop_tokens_and_eos(core):
@@ -171,7 +171,7 @@ def test_pages_to_be_cleared_are_cleared_though_a_step_fails(core, monkeypatch, 
     (live,) = core.scheduler.running
     pages = list(core.scheduler.kv.tables(live.seq)[0])
     core.scheduler.discard(live, "logits are not numbers")
-    core._forget(live.seq)
+    core.end(live.seq)
     core.submit(Submit("two", [4, 5, 6], greedy(2)))
     with monkeypatch.context() as patch:
         patch.setattr(core.runner, "launch", lambda plan: 1 / 0)
@@ -313,7 +313,8 @@ def test_embeddings_have_length_one_and_are_the_same_in_chunks_and_after_preempt
 
 
 def test_the_step_loop_has_no_torch():
-    from tidemill.engine import core, outputs, structured
+    from tidemill.engine import core, outputs
+    from tidemill.engine.parts import structured
 
     assert not any(hasattr(module, "torch") for module in (core, outputs, structured))
 

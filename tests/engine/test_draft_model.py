@@ -8,6 +8,7 @@ from tests.helpers import Answer, byte_tokenizer, draft_core, greedy, load_model
 from tidemill import events
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels import machine
 from tidemill.runner.spec.draft_model import DraftModelDrafter
@@ -55,7 +56,7 @@ def verified(core, requests):
 
 
 def drafter_of(core) -> DraftModelDrafter:
-    return core.drafting.drafters[-1]
+    return core.part(Drafting).drafters[-1]
 
 
 def is_idle(core) -> bool:
@@ -112,7 +113,7 @@ def test_preempted_and_aborted(models):
 def test_few_pages_and_rows_go_to_those_who_ask(models):
     """The draft model's pool holds two of four requests."""
     core = draft_core(models[0], models[0], max_requests=4)
-    core.drafting.drafters[-1] = DraftModelDrafter(models[0], replace(core.config.draft, num_pages=12), 250)
+    core.part(Drafting).drafters[-1] = DraftModelDrafter(models[0], replace(core.config.draft, num_pages=12), 250)
     requests = {f"o{i}": (PROMPT[i : i + 40], PARAMS["greedy"]) for i in range(4)}
     assert run(core, requests) == run(make_core(models[0], speculate="off"), requests)
     assert is_idle(core)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.helpers import Answer, greedy, load_model, make_core, run
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.structured import Matcher
 from tidemill.sampling import Grammar, SamplingParams
@@ -63,7 +64,7 @@ def model(tiny_folder):
 @pytest.fixture(params=[0, 1])
 def core(model, tiny_folder, request):
     core = make_core(model)
-    core.structured.tokenizer_path = tiny_folder
+    core.part(StructuredOutput).tokenizer_path = tiny_folder
     core.runner.steps_ahead = request.param
     return core
 
@@ -78,7 +79,7 @@ def asks():
 
 
 def faulty(core, *fault):
-    return Faulty(core.compile_grammar(GRAMMAR), *fault)
+    return Faulty(core.part(StructuredOutput).compile(GRAMMAR), *fault)
 
 
 ERRORS = {"error": RuntimeError("boom"), "panic": Panic("explicit panic"), "bare": ValueError("")}
@@ -94,7 +95,7 @@ def test_the_request_fails_alone_with_a_typed_error(core, method, countdown, err
     expected = run(core, asks())
     core.submit(Submit("bad", [1, 2, 3], SamplingParams(max_tokens=60, seed=9, grammar=GRAMMAR, n=n)))
     for seq in core.live["bad"].samples:
-        core.structured.start(seq, faulty(core, method, countdown, error))
+        core.part(StructuredOutput).start(seq, faulty(core, method, countdown, error))
     for name, (prompt, params) in asks().items():
         core.submit(Submit(name, prompt, params))
     answers, failed = {name: Answer() for name in expected}, []
@@ -113,14 +114,14 @@ def test_the_request_fails_alone_with_a_typed_error(core, method, countdown, err
     assert str(error) in failed[0].message
     assert answers == expected
     assert not core.live
-    assert not core.structured
+    assert not core.part(StructuredOutput)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), Panic("explicit panic")])
 @pytest.mark.parametrize("method", ["copy", "take"])
 def test_a_fault_when_it_is_submitted_is_a_refusal(core, method, error):
     request = Submit("bad", *asks()["structured"], resumed=[Resumed(0, [5])])
-    core.compile_grammar(GRAMMAR)
+    core.part(StructuredOutput).compile(GRAMMAR)
     with pytest.raises(InvalidRequest, match=r"grammar library failed.*(boom|panic)"):
         core.submit(request, faulty(core, method, 0, error))
     assert not core.has_work
@@ -128,20 +129,20 @@ def test_a_fault_when_it_is_submitted_is_a_refusal(core, method, error):
 
 
 def test_a_panic_while_compiling_is_a_refusal(core, monkeypatch):
-    core.compile_grammar(GRAMMAR)
+    core.part(StructuredOutput).compile(GRAMMAR)
 
     def panic(kind, text):
         raise Panic("explicit panic")
 
-    monkeypatch.setattr(core.structured._grammars, "_make", panic)
+    monkeypatch.setattr(core.part(StructuredOutput)._grammars, "_make", panic)
     with pytest.raises(InvalidRequest, match="Panic: explicit panic"):
-        core.compile_grammar(Grammar("regex", "a+"))
+        core.part(StructuredOutput).compile(Grammar("regex", "a+"))
 
 
 def test_ctrl_c_in_a_mask_is_still_ctrl_c(core):
     core.submit(Submit("x", *asks()["structured"]))
     for seq in core.live["x"].samples:
-        core.structured.start(seq, faulty(core, "mask", 0, KeyboardInterrupt()))
+        core.part(StructuredOutput).start(seq, faulty(core, "mask", 0, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         core.step()
     core.scheduler.check_integrity()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take, watch
 from tidemill import events
 from tidemill.engine.core import EngineCore
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import AdapterError, InvalidRequest
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, Hold, LoadAdapter, Submit
@@ -78,7 +79,7 @@ def ids(num: int, seed: int) -> list[int]:
 def with_loras(folder: Path, *paths: Path, **options: object) -> EngineCore:
     core = make_core(load_model(folder), **{"max_loras": max(len(paths), 1)} | options)
     for number, path in enumerate(paths, 1):
-        core.adapters.load_now(number, f"a{number}", str(path))
+        core.part(AdapterStore).load_now(number, f"a{number}", str(path))
     return core
 
 
@@ -111,7 +112,7 @@ def test_eight_of_a_hundred_in_one_batch_equal_their_merged_models(base, tmp_pat
     paths = [make_lora(tmp_path / f"l{i}", reference, 10 + i, **kind) for i, kind in enumerate(KINDS)]
     small = make_lora(tmp_path / "small", reference, 99, rank=2, targets=("v_proj",))
     core = with_loras(folder, *[small] * 92, *paths, max_lora_rank=256, max_loras=100)
-    assert sum(adapter.slot >= 0 for adapter in core.adapters) == 100
+    assert sum(adapter.slot >= 0 for adapter in core.part(AdapterStore)) == 100
     requests = {f"r{i}": (ids(20 + 9 * i, i), greedy(10, logprobs=1), 93 + i) for i in range(8)}
     requests["none"] = (ids(30, 50), greedy(10, logprobs=1), 0)
     together = ask(core, requests)
@@ -182,14 +183,14 @@ def test_the_prefix_cache_never_crosses_adapters(base, loras, tmp_path):
         return answers["x"].last.num_cached
 
     assert [cached(0), cached(0), cached(1), cached(1), cached(2), cached(2)] == [0, 48, 0, 48, 0, 48]
-    digest = core.adapters.get(1).digest
+    digest = core.part(AdapterStore).get(1).digest
     assert cached(0, digest) == cached(0, f"{digest}\n") == 0  # a request cannot name another's pages
-    core.adapters.unload(1)
-    core.adapters.load_now(3, "a1", str(make_lora(tmp_path / "other", reference, 77)))
-    assert core.adapters.get(3).slot == 0
+    core.part(AdapterStore).unload(1)
+    core.part(AdapterStore).load_now(3, "a1", str(make_lora(tmp_path / "other", reference, 77)))
+    assert core.part(AdapterStore).get(3).slot == 0
     assert cached(3) == 0
-    core.adapters.unload(3)
-    core.adapters.load_now(4, "a1", str(loras[0]))
+    core.part(AdapterStore).unload(3)
+    core.part(AdapterStore).load_now(4, "a1", str(loras[0]))
     assert cached(4) == 48
 
 
@@ -197,7 +198,7 @@ def test_slots_go_to_the_least_recently_used_and_are_held_meanwhile(base, loras)
     _, folder = base
     alone = {i: ask(with_loras(folder, loras[i - 1]), {"x": (ids(9, i), greedy(6), 1)})["x"] for i in (1, 2, 3, 4)}
     core = with_loras(folder, *loras, max_loras=2)
-    assert [adapter.slot for adapter in core.adapters] == [-1, -1, 0, 1]
+    assert [adapter.slot for adapter in core.part(AdapterStore)] == [-1, -1, 0, 1]
     core.submit(Submit("held", ids(9, 4), greedy(6), adapter=4))
     answers = {name: Answer() for name in ("held", "r1", "r2", "r3", "again")}
     for i in (1, 2, 3):  # one slot for three adapters: in turn, while the other is held
@@ -205,14 +206,14 @@ def test_slots_go_to_the_least_recently_used_and_are_held_meanwhile(base, loras)
     core.submit(Submit("again", ids(9, 4), greedy(6), adapter=4))
     for _ in range(3):
         take(core, answers)
-    assert core.adapters.get(4).num_users == 1
-    assert core.adapters.get(4).slot == 1
+    assert core.part(AdapterStore).get(4).num_users == 1
+    assert core.part(AdapterStore).get(4).slot == 1
     while core.has_work:
         take(core, answers)
     assert {i: answers[f"r{i}"].tokens for i in (1, 2, 3)} == {i: alone[i].tokens for i in (1, 2, 3)}
     assert answers["held"].tokens == answers["again"].tokens == alone[4].tokens
-    assert sum(adapter.slot >= 0 for adapter in core.adapters) == 2
-    assert not any(adapter.num_users for adapter in core.adapters)
+    assert sum(adapter.slot >= 0 for adapter in core.part(AdapterStore)) == 2
+    assert not any(adapter.num_users for adapter in core.part(AdapterStore))
 
 
 def test_an_unloaded_adapter_stays_until_its_requests_are_done(base, loras):
@@ -223,16 +224,16 @@ def test_an_unloaded_adapter_stays_until_its_requests_are_done(base, loras):
     answers = {"x": Answer()}
     core.submit(Submit("x", *request[:2], adapter=1))
     take(core, answers)
-    core.adapters.unload(1)
+    core.part(AdapterStore).unload(1)
     with pytest.raises(InvalidRequest, match="not loaded"):
         core.submit(Submit("late", *request[:2], adapter=1))
-    core.adapters.load(LoadAdapter(2, "a1", str(loras[1])))  # there is no slot for it yet
+    core.part(AdapterStore).load(LoadAdapter(2, "a1", str(loras[1])))  # there is no slot for it yet
     while core.has_work:
         take(core, answers)
-        core.adapters.answers()
+        core.part(AdapterStore).answers()
     assert answers["x"] == alone
     assert ask(core, {"x": (ids(9, 1), greedy(12), 2)})["x"].tokens != alone.tokens
-    assert core.adapters.get(2).slot == 0
+    assert core.part(AdapterStore).get(2).slot == 0
 
 
 def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
@@ -254,9 +255,9 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
         return {one.name: one.reason for one in core.take_events() if isinstance(one, events.HoldEnded)}
 
     core.submit(Submit("x", prompt, greedy(12), adapter=1, prefix_leases=[Hold("late", 0, 600.0)]))
-    while not core.adapters.get(1).num_users:
+    while not core.part(AdapterStore).get(1).num_users:
         core.step()
-    core.adapters.unload(1)
+    core.part(AdapterStore).unload(1)
     assert (ended(), "first" in held) == ({}, True)
     happened = []
     while core.has_work:
@@ -267,11 +268,11 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
     core.submit(Submit("y", prompt, greedy(2), adapter=2))
     while core.has_work:
         core.step()
-    core.adapters.load_now(3, "a3", str(loras[1]))
-    assert core.adapters.get(2).slot == -1
-    core.adapters.unload(2)
+    core.part(AdapterStore).load_now(3, "a3", str(loras[1]))
+    assert core.part(AdapterStore).get(2).slot == -1
+    core.part(AdapterStore).unload(2)
     assert ended() == dict.fromkeys(("second", "key"), "the adapter a2 was unloaded")
-    core.adapters.unload(3)
+    core.part(AdapterStore).unload(3)
     assert (ended(), "base" in held) == ({}, True)
 
 
@@ -310,11 +311,11 @@ def test_an_adapter_that_was_read_for_nobody_is_no_work(base, loras, leaves):
     if leaves == "request":
         core.abort(Abort("a", "test"))
     else:
-        core.adapters.unload(1)
-    while core.adapters.is_reading:
-        wait([one.reading for one in core.adapters._reading])
+        core.part(AdapterStore).unload(1)
+    while core.part(AdapterStore).is_reading:
+        wait([one.reading for one in core.part(AdapterStore)._reading])
         core.step()
-        assert not core.adapters.is_reading
+        assert not core.part(AdapterStore).is_reading
     assert not core.has_work
 
 
@@ -332,8 +333,8 @@ def test_without_memory_for_adapters_there_are_none(base, loras):
     core = make_core(load_model(folder))
     assert core.runner.loras is None
     with pytest.raises(InvalidRequest, match="no memory for adapters"):
-        core.adapters.load_now(1, "a", str(loras[0]))
-    assert not list(core.adapters)
+        core.part(AdapterStore).load_now(1, "a", str(loras[0]))
+    assert not list(core.part(AdapterStore))
 
 
 def fused_model(kind: str, folder: Path) -> torch.nn.Module:
@@ -388,4 +389,4 @@ def test_experts_and_routers_are_refused_by_name(tmp_path):
         tensors |= {f"{layer}{module}.lora_A.weight": torch.zeros(8, 64), f"{layer}{module}.lora_B.weight": torch.zeros(4, 8)}
         save_file(tensors, path / "adapter_model.safetensors")
         with pytest.raises(AdapterError, match=what):
-            core.adapters.load_now(2, "b", str(path))
+            core.part(AdapterStore).load_now(2, "b", str(path))

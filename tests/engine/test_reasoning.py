@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import byte_tokenizer, load_model, run, structured_core
-from tidemill.engine.structured import AfterReasoning
+from tidemill.engine.parts.structured import AfterReasoning, StructuredOutput
 from tidemill.frontend.structured import BACKENDS, Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, Reasoning, SamplingParams
@@ -99,7 +99,7 @@ def test_reasoning_that_fills_max_tokens(model, thinking_folder, tokenizer, back
     answer = run(core, {"x": ask(tokenizer, bias=-100.0, max_tokens=40)}, eos=tokenizer.eos_token_ids)["x"]
     assert (len(answer.tokens), answer.finish_reason) == (40, "length")
     assert "ebb" not in tokenizer.decode(answer.tokens)
-    assert not core.structured
+    assert not core.part(StructuredOutput)
 
 
 def test_reasoning_is_not_ended_by_the_end_of_the_text(model, thinking_folder, tokenizer, backend):
@@ -208,7 +208,7 @@ def test_a_budget_ends_the_reasoning(model, thinking_folder, tokenizer, backend)
             while core.has_work:
                 rest += [token for delta in core.step()[0].deltas for token in delta.token_ids]
             assert whole[:num] + rest == whole
-    assert not core.structured
+    assert not core.part(StructuredOutput)
 
 
 def test_a_budget_of_marks_of_several_tokens(byte_folder):

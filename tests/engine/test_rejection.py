@@ -15,6 +15,7 @@ from tests.helpers import Guesser, greedy, guess_with, load_model, make_core, ma
 from tests.runner.test_sampler import check
 from tidemill import events
 from tidemill.config import EngineOptions, resolve
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import ConfigError
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine as here
@@ -150,7 +151,7 @@ def test_a_drafter_that_is_the_model_itself_is_always_right(reference, model, is
     """If it says what it drew from; else its drafts are guesses."""
     core = guess_with(make_core(model, acceptance="rejection"), SamplingDrafter(lambda ids: adjusted(reference, [ids])[0]))
     if not is_given:
-        core.drafting.probs = lambda plan: {}
+        core.part(Drafting).probs = lambda plan: {}
     core.submit(Submit("x", PROMPT, replace(SAMPLED, max_tokens=25)))
     verified = []
     while core.has_work:

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from tests.helpers import load_model, run, structured_core
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
 from tidemill.events import MasksMade
 from tidemill.frontend.structured import BACKENDS, MAX_CHARS, Grammars
@@ -88,7 +89,7 @@ def test_every_kind_of_grammar(core, tokenizer, temperature):
     for name, pattern in (("regex", "[0-9]{3}-[a-f]+ok"), ("grammar", r"a[bc]+\.")):
         assert re.fullmatch(pattern, texts[name]) or answers[name].finish_reason == "length"
     assert answers["choice"].finish_reason == "stop"
-    assert not core.structured
+    assert not core.part(StructuredOutput)
     alone = run(core, {"free": requests["free"]})["free"]
     assert alone.tokens == answers["free"].tokens  # grammars of others do not touch it
 

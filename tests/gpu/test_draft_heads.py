@@ -13,6 +13,7 @@ from tests.helpers import Grower, guess_with, watch
 from tidemill import events
 from tidemill.config import HEADS
 from tidemill.engine.core import EngineCore
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.sampling import SamplingParams
 
 SMALL = {
@@ -36,7 +37,7 @@ def requests(num_out: int = 48) -> dict[str, Any]:
 
 
 def counting(core: EngineCore) -> Callable[[], tuple[int, int]]:
-    assert core.drafting is not None
+    assert core.part(Drafting)
     seen = watch(core)
     verified = lambda: [one for event in seen if isinstance(event, events.DraftsVerified) for one in event.of]  # noqa: E731
     return lambda: (sum(one[1] for one in verified()), sum(one[2] for one in verified()))

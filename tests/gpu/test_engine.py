@@ -17,6 +17,7 @@ from tests.gpu.scenes import has_flash
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.events import ExpertsUsed, StepPlanned
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Beams, Grammar, SamplingParams
@@ -205,7 +206,7 @@ def test_nothing_compiles_after_the_start(tmp_path: Path) -> None:
         SamplingParams(max_tokens=5, allowed_token_ids=(5, 6, 7, 8), bad_word_ids=((5,), (6, 7))),
         SamplingParams(max_tokens=1, pooling="mean"),
     ]
-    core.compile_grammar(Grammar("regex", "[0-9]{9}"))
+    core.part(StructuredOutput).compile(Grammar("regex", "[0-9]{9}"))
     draw = random.Random(0)
     with nothing_compiles():
         for num in (1, 2, 3, 5, 7, 17, 33, 64, 79):

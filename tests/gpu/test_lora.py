@@ -15,6 +15,7 @@ from bench.lora import make_adapter
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.kernels.handover import with_added
@@ -155,7 +156,7 @@ def test_answers(tmp_path: Path) -> None:
     )  # fmt: skip
     core = load_core(options)
     for i in range(num_adapters):
-        core.adapters.load_now(1 + i, f"a{i}", str(make_adapter(core, tmp_path / f"lora{i}", 16, i)))
+        core.part(AdapterStore).load_now(1 + i, f"a{i}", str(make_adapter(core, tmp_path / f"lora{i}", 16, i)))
     prompts = [[(31 * i * i + 7 * k) % 1000 + 10 for k in range(20 + 37 * i)] for i in range(24)]
     requests = [(prompt, 24, i % (num_adapters + 1)) for i, prompt in enumerate(prompts)]
     core.scheduler.kv.clear_prefixes()

@@ -19,6 +19,7 @@ from tests.helpers import greedy, make_llama, run
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.engine.worker_rank import Worker
 from tidemill.errors import ConfigError, WorkerLost
 from tidemill.kernels import native
@@ -236,7 +237,7 @@ def test_every_rank_has_its_part_of_an_adapter(folder, as_threads, tmp_path, lay
         core = core_of(folder, max_loras=1, **layout)  # the second takes the slot of the first
         try:
             for number, path in enumerate(paths, 1):
-                core.adapters.load_now(number, f"a{number}", str(path))
+                core.part(AdapterStore).load_now(number, f"a{number}", str(path))
             return {name: answer.tokens for name, answer in ask(core, asked).items()}
         finally:
             core.close()

@@ -21,6 +21,7 @@ from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine import load
 from tidemill.engine.load import core_of
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
@@ -242,7 +243,7 @@ def test_drafts_change_nothing(expected, on_gpu, chance, sure):
     without = run(on_gpu(speculate="off"), longer)
     drafter = Guesser({tuple(prompt): without[name].tokens for name, (prompt, _) in longer.items()}, chance)
     core = guess_with(on_gpu(), drafter)
-    core.drafting.sure = sure
+    core.part(Drafting).sure = sure
     assert run(core, longer) == without
     assert drafter.num_asked
 

@@ -10,6 +10,7 @@ import torch
 from tests.engine.test_lora import ask, make_lora, with_loras
 from tests.helpers import greedy
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.kernels.cuda import norm as cuda_norm
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers import norm
@@ -32,7 +33,7 @@ def test_adapters_on_a_gpu(on_gpu, folder, tmp_path, monkeypatch):  # noqa: F811
     def engine():
         core = on_gpu(max_loras=2, max_lora_rank=32)
         for number, path in enumerate(paths, 1):
-            core.adapters.load_now(number, f"a{number}", str(path))
+            core.part(AdapterStore).load_now(number, f"a{number}", str(path))
         return core
 
     with mock.patch.object(CudaLora, "_add_up", autospec=True, side_effect=CudaLora._add_up) as added_up:

@@ -7,6 +7,7 @@ import pytest
 from tests import helpers
 from tests.helpers import load_model, make_core
 from tidemill import events
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.events import EngineRestarted
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
@@ -157,7 +158,7 @@ def test_steps_that_followed_wrong_drafts_are_told(model):
     plain = make_core(model, speculate="off")
     answer = helpers.run(plain, {"x": ([5] * 20, SamplingParams(max_tokens=40, ignore_eos=True, seed=1))})["x"].tokens
     core = helpers.guess_with(make_core(model), helpers.Guesser({(5,) * 20: answer}, 0.7))
-    core.runner.steps_ahead, core.drafting.sure = 1, 1e-30
+    core.runner.steps_ahead, core.part(Drafting).sure = 1, 1e-30
     run(core, explainer, [("r", [5] * 20, 40)])
     (story,) = explainer.find("r", None)
     assert story.num_lost > 1

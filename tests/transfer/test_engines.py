@@ -13,9 +13,11 @@ from tests.helpers import KINDS_OF_CACHE, LONG_S, Answer, engine_config, greedy,
 from tests.helpers import take as take_step
 from tests.waiting import until
 from tidemill import events
-from tidemill.engine import endings
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
+from tidemill.engine.parts import deferred
+from tidemill.engine.parts.deferred import DeferredFinishes
+from tidemill.engine.parts.tiers import PageMoves
 from tidemill.errors import ConfigError, ModelFailed, PeerMismatch
 from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
@@ -78,7 +80,7 @@ def prefill(core: EngineCore) -> tuple[dict[str, Answer], list[events.Event]]:
 
 def has_learned(core: EngineCore, num: int) -> None:
     """Until it knows of so many pages; they are not fetched yet."""
-    until(lambda: core._take_moves() or len(core.scheduler.kv.tiers.peers) >= num, 0.001)
+    until(lambda: core.part(PageMoves).take() or len(core.scheduler.kv.tiers.peers) >= num, 0.001)
 
 
 def moved(happened, tier: str, is_load: bool) -> int:
@@ -147,7 +149,7 @@ def test_pages_come_from_another_host(llama, expected, tmp_path, port, kind):
 
 
 def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected, monkeypatch):
-    monkeypatch.setattr(endings, "_EXPORT_S", LONG_S)
+    monkeypatch.setattr(deferred, "_EXPORT_S", LONG_S)
     monkeypatch.setattr(exporting, "_PATIENCE_S", LONG_S)
     core = make_core(llama, kv_export="shm:a:4M")
     other = make_core(llama, kv_import="shm:a")
@@ -243,10 +245,10 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
 def test_only_what_is_expected_is_fetched_before_it_is_needed(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     behind = second.scheduler.kv.behind
-    second.expect(Expect(PROMPTS["p0"][0]))
+    second.take(Expect(PROMPTS["p0"][0]))
     prefill(first)
     has_learned(second, 27)
-    second.expect(Expect(PROMPTS["drawn"][0][:40]))  # what was announced before counts as well
+    second.take(Expect(PROMPTS["drawn"][0][:40]))  # what was announced before counts as well
     while second.has_moves or behind.announced:
         second.step()
     assert len(behind.fetched) == 9 + 2
@@ -258,7 +260,7 @@ def test_only_what_is_expected_is_fetched_before_it_is_needed(llama, expected):
 
 
 def test_an_end_waits_for_its_own_pages_alone(llama, monkeypatch):
-    monkeypatch.setattr(endings, "_EXPORT_S", 0.5)
+    monkeypatch.setattr(deferred, "_EXPORT_S", 0.5)
     core = make_core(llama, kv_export="shm:a:4M")
     kv, mover = core.scheduler.kv, core.runner.mover
     done, mover.done, waits = mover.done, list, []  # no move is ever over
@@ -278,19 +280,19 @@ def test_an_end_waits_for_its_own_pages_alone(llama, monkeypatch):
 
 @pytest.mark.parametrize("leaves", ["aborted", "failed"])
 def test_an_end_that_is_kept_is_not_told_to_the_next_request_of_its_id(llama, monkeypatch, leaves):
-    monkeypatch.setattr(endings, "_EXPORT_S", LONG_S)
+    monkeypatch.setattr(deferred, "_EXPORT_S", LONG_S)
     core = make_core(llama, kv_export="shm:a:4M", speculate="off")
     done, core.runner.mover.done = core.runner.mover.done, list  # no move is ever over
     expected = run(make_core(llama), {"x": (prompt(2, 40), greedy(6))})
     core.submit(Submit("x", prompt(1), SamplingParams(n=2, max_tokens=8, seed=1)))
     samples = core.live["x"].requests
     samples[1].max_tokens = 1  # one sample ends, the other goes on
-    while len(core._endings._kept) < 1:
+    while len(core.part(DeferredFinishes)._kept) < 1:
         core.step()
     if leaves == "aborted":
         core.abort(Abort("x", "client left"))
     else:
-        core._fail_request(samples[0].seq, ModelFailed("for this test"), "for this test")
+        core.fail(samples[0].seq, ModelFailed("for this test"), "for this test")
     core.submit(Submit("x", prompt(2, 40), greedy(6)))
     core.runner.mover.done = done
     answers = {"x": Answer()}
@@ -338,7 +340,7 @@ def test_worthless_pages_are_taken_back(llama):
     while second.has_moves or second.scheduler.kv.behind.announced:
         second.step()
     core = first.scheduler
-    core.add("bad", PROMPTS["p0"][0], greedy(4).seeded())
+    core.add(Submit("bad", PROMPTS["p0"][0], greedy(4)))
     plan = core.plan()
     assert plan.items
     core.discard(core.running[0], "logits are not numbers")

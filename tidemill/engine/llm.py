@@ -42,6 +42,7 @@ from tidemill.engine.llm_outputs import (
 )
 from tidemill.engine.load import load_core
 from tidemill.engine.metrics import Metric, Metrics
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import ConfigError, EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event, ModelLoaded
 from tidemill.frontend.sampling_defaults import sampling_defaults
@@ -97,7 +98,7 @@ class LLM:
         self._ending: Callable[[], object] = core.close
         if self.config.kv_disk or self.config.kv_export:  # when the script ends: what is cached goes to disk, its socket goes
             self._ending = weakref.finalize(self, core.close)
-        self._adapters = {adapter.name: adapter.adapter_id for adapter in core.adapters}
+        self._adapters = {adapter.name: adapter.adapter_id for adapter in core.part(AdapterStore)}
         self._last_adapter = len(self._adapters)
 
     def close(self) -> None:
@@ -124,12 +125,12 @@ class LLM:
         """Load a LoRA adapter, under a name that is not in use."""
         if name in self._adapters:
             raise InvalidRequest(f"The adapter {name!r} is loaded already.", fix="Unload it first.", param="lora")
-        self.core.adapters.load_now(self._last_adapter + 1, name, str(path))
+        self.core.part(AdapterStore).load_now(self._last_adapter + 1, name, str(path))
         self._last_adapter += 1
         self._adapters[name] = self._last_adapter
 
     def unload_lora(self, name: str) -> None:
-        self.core.adapters.unload(self._adapter(name))
+        self.core.part(AdapterStore).unload(self._adapter(name))
         del self._adapters[name]
 
     def generate(

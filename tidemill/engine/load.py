@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.config.compute import decide_device
 from tidemill.config.parallel import MAX_RANKS
 from tidemill.config.streaming import streams_neurons
-from tidemill.engine.core import EngineCore, Parts
+from tidemill.engine.core import EngineCore
 from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
-from tidemill.engine.structured import StructuredOutput
+from tidemill.engine.moments import EngineComponents
+from tidemill.engine.parts.adapters import AdapterStore
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import ConfigError
 from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
@@ -102,9 +105,25 @@ def core_of(
     tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now, no_disk)
     structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
     drafters = make_drafters(DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft))
-    counts = model.take_expert_counts, group, model.take_weight_reads
-    parts = Parts(runner, whole or model.config, structured, drafters, tiers, *counts)
-    return EngineCore(parts, config, clock, emit)
+    if runner.fallback:
+        config = replace(config, reasons={**config.reasons, "kernels": runner.fallback})
+        emit(events.KernelsFellBack(clock.now(), runner.fallback))
+    if config.pipeline_parallel > 1:
+        emit(events.LayersDivided(clock.now(), config.pipeline_layers, config.reasons["pipeline_layers"]))
+    for trial in getattr(runner, "nano", ()):
+        tried = trial.decodes, trial.size, trial.whole_ms, trial.halves_ms, trial.is_taken
+        emit(events.NanoBatchingTried(clock.now(), *tried))
+    components = EngineComponents(
+        runner,
+        whole or model.config,
+        drafters,
+        tiers,
+        ranks=group,
+        expert_counts=model.take_expert_counts,
+        weight_reads=model.take_weight_reads,
+        parts=[structured],
+    )
+    return EngineCore(components, config, clock, emit)
 
 
 def load_core(options: EngineOptions, progress: ProgressFn | None = None, clock: Clock | None = None) -> EngineCore:
@@ -216,7 +235,7 @@ def _core_with(
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
     core = core_of(model, config, clock, draft=draft_model, weights_digest=weights, group=group, whole=whole)
-    core.structured.tokenizer_path = checkpoint.path
+    core.part(StructuredOutput).tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):
-        core.adapters.load_now(number, name, path)
+        core.part(AdapterStore).load_now(number, name, path)
     return core

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from tidemill.model_config import ModelConfig
 from tidemill.runner.base import StepResult
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
-from tidemill.wire import Delta, Timings, TokenLogprobs, logprob_pieces
+from tidemill.wire import Delta, Submit, Timings, TokenLogprobs, logprob_pieces
 
 
-class Live(msgspec.Struct):
+class LiveRequest(msgspec.Struct):
     """A submitted request: its samples that have not ended, and what is known about its prompt so far."""
 
     request_id: str
@@ -23,6 +24,13 @@ class Live(msgspec.Struct):
     requests: dict[int, Request] = {}  # index to request
     prompt_logprobs: list[TokenLogprobs] = []
     pooled: np.ndarray | None = None
+
+    @staticmethod
+    def of(request: Submit, model_config: ModelConfig) -> LiveRequest:
+        pooler, is_normalized = model_config.pooler, request.params.is_normalized
+        if is_normalized is None:
+            is_normalized = pooler is None or pooler.is_normalized
+        return LiveRequest(request.request_id, is_normalized)
 
     def add(self, index: int, request: Request) -> None:
         self.samples[request.seq] = index
@@ -82,7 +90,7 @@ class Live(msgspec.Struct):
 
 
 def make_deltas(
-    plan: StepPlan, result: StepResult, progress: list[Progress], live_of: Mapping[int, Live], now: float
+    plan: StepPlan, result: StepResult, progress: list[Progress], live_of: Mapping[int, LiveRequest], now: float
 ) -> list[Delta]:
     """`live_of`: by seq. Requests that ended since the step was planned are not there."""
     if result.prompt_logprobs or result.pooled:

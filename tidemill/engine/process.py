@@ -18,6 +18,9 @@ import zmq
 
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, inspect_draft, load_core
+from tidemill.engine.parts.adapters import AdapterStore
+from tidemill.engine.parts.announcer import Announcer
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.engine.refusals import refusal
 from tidemill.errors import TidemillError
 from tidemill.events import Event
@@ -27,14 +30,11 @@ from tidemill.kernels.cuda import compile_server
 from tidemill.sampling import SamplingParams
 from tidemill.wire import (
     Abort,
-    AdapterReply,
-    Expect,
     Finish,
     FromEngine,
     Gone,
     Inspect,
     Inspected,
-    LoadAdapter,
     Loading,
     Ready,
     Refused,
@@ -44,7 +44,6 @@ from tidemill.wire import (
     Start,
     StepOutput,
     Submit,
-    UnloadAdapter,
     decode_to_engine,
     encode,
 )
@@ -90,25 +89,23 @@ class EngineProcess:
             return
         finally:
             compile_server.stop()  # unless it has ended: on a CPU nobody asked it
-        core.before_admitted_run = self._announce
-        self.send(Ready(core.model_config, core.config, step_s, [adapter.info for adapter in core.adapters]))
+        core.use(Announcer(self._announce), *core.parts)
+        adapters = [adapter.info for adapter in core.part(AdapterStore)]
+        self.send(Ready(core.model_config, core.config, step_s, adapters))
         if of_start:
             self.send(StepOutput([], of_start))
-        if core.ranks is not None:
-            self._poller.register(core.ranks.alarm, zmq.POLLIN)
-        if core.runner.mover is not None and core.runner.mover.alarm is not None:
-            self._poller.register(core.runner.mover.alarm, zmq.POLLIN)
+        for alarm in core.alarms:
+            self._poller.register(alarm, zmq.POLLIN)
         gc.collect()
         core.host_times.watch_gc()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             idle_s = 0.0 if core.has_moves else core.idle_s if core.has_work else None
             self._take_messages(core, idle_s)
-            if core.ranks is not None:
-                core.ranks.check()
+            core.check()
             self._take_grammars(core)
-            for answer in core.adapters.answers():
-                self.send(answer)
+            for reply in core.replies():
+                self.send(reply)
             core.host_times.mark("messages")
             output, failed = core.step()
             if output.deltas or output.events:
@@ -151,10 +148,11 @@ class EngineProcess:
         while self._socket.poll(0):
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Submit):
-                if core.is_compiled(message.params):
+                structured = core.part(StructuredOutput)
+                if structured.is_ready(message.params):
                     self._submit(core, message)
                 else:  # the next step does not wait for it
-                    compiled = self._compiler.submit(core.compile_grammar, message.params.grammar)
+                    compiled = self._compiler.submit(structured.compile, message.params.grammar)
                     core.prepare(message, "its grammar is compiled")
                     self._compiling[message.request_id] = message, compiled
             elif isinstance(message, Abort):
@@ -164,25 +162,15 @@ class EngineProcess:
                 self.send(Gone(message.request_id))
             elif isinstance(message, Finish):
                 core.finish(message)
-            elif isinstance(message, LoadAdapter):
-                self._load(core, message)
-            elif isinstance(message, UnloadAdapter):
-                core.adapters.unload(message.adapter_id)
             elif isinstance(message, Renew):
                 core.renew(message)
-            elif isinstance(message, Expect):
-                core.expect(message)
             elif isinstance(message, ShowPages):
                 self.send(core.pages())
             elif isinstance(message, Shutdown):
                 self._running = False
                 return
-
-    def _load(self, core: EngineCore, message: LoadAdapter) -> None:
-        try:
-            core.adapters.load(message)
-        except TidemillError as error:
-            self.send(AdapterReply(message.adapter_id, None, refusal(None, error)))
+            else:
+                core.take(message)
 
     def _take_grammars(self, core: EngineCore) -> None:
         for request_id, (message, grammar) in list(self._compiling.items()):

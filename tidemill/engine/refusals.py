@@ -11,7 +11,7 @@ def refusal(request_id: str | None, error: TidemillError) -> Refused:
     return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)
 
 
-def nothing_to_draw(params: SamplingParams) -> TidemillError:
+def nothing_to_sample(params: SamplingParams) -> TidemillError:
     if params.allowed_token_ids or params.bad_word_ids:
         name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
         what = "No token is left that may be generated: the parameters exclude all, or the model's logits are not numbers."

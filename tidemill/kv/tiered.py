@@ -39,6 +39,11 @@ class TieredPages(ABC):
     def tiers(self) -> Tiers | None:
         return None if self.behind is None else self.behind.tiers
 
+    @property
+    def is_moving(self) -> bool:
+        """Pages are to be moved, or were, which need not be waited for."""
+        return self.tiers is not None and self.tiers.is_busy
+
     def tier_sizes(self) -> list[tuple[str, int, int]]:
         """The name of each tier, the pages in it, and how many it can hold."""
         if self.tiers is None:

@@ -11,6 +11,7 @@ import msgspec
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.events import Event
 from tidemill.record.format import ModelStart
@@ -74,14 +75,14 @@ class ReplayEngine:
         """`paths`: of adapters that were moved."""
         self.core: EngineCore = load_core(options, None, clock)
         self.problems: dict[int, str] = {}  # adapters that cannot be used, by number
-        known = {adapter.adapter_id for adapter in self.core.adapters}
+        known = {adapter.adapter_id for adapter in self.core.part(AdapterStore)}
         for number, info in server.adapters.get(model, {}).items():
             if number not in known:
                 try:
-                    self.core.adapters.load_now(number, info.name, paths.get(info.name, info.path))
+                    self.core.part(AdapterStore).load_now(number, info.name, paths.get(info.name, info.path))
                 except TidemillError as error:
                     self.problems[number] = error.message
-        for adapter in self.core.adapters:
+        for adapter in self.core.part(AdapterStore):
             then = server.adapters.get(model, {}).get(adapter.adapter_id)
             if then is not None and then.digest and then.digest != adapter.digest:
                 self.problems[adapter.adapter_id] = f"the adapter {then.name} is not the one that was recorded"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidemill.config import EngineConfig
-from tidemill.engine.core import EngineCore, InFlight, Parts
-from tidemill.engine.drafting import NOTHING_DRAFTED, Drafted
+from tidemill.engine.core import EngineCore
+from tidemill.engine.moments import EngineComponents, Step, Submission
+from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
 from tidemill.events import EventBuffer
 from tidemill.kv.prefix import HashIndex
-from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
@@ -20,10 +20,12 @@ from tidemill.wire import Abort, Delta, Submit
 
 
 class SimCore(EngineCore):
-    _clock: VirtualClock
+    clock: VirtualClock
 
-    def __init__(self, parts: Parts, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner) -> None:
-        super().__init__(parts, config, clock, emit)
+    def __init__(
+        self, components: EngineComponents, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner
+    ) -> None:
+        super().__init__(components, config, clock, emit)
         self._simulated = runner
         self.produced: list[Progress] = []  # by the last step; to be cleared by who reads it
         if isinstance(index := self.scheduler.kv.index, HashIndex):
@@ -36,7 +38,8 @@ class SimCore(EngineCore):
             by_prefix=config.queue_order == "prefix",
             evict=config.evict,
         )
-        self._can_jump = self.drafting is None and parts.tiers is None and runner.steps_ahead <= 1 and runner.can_repeat
+        self._drafts, has_tiers = bool(components.drafters), components.tiers is not None
+        self._can_jump = not self._drafts and not has_tiers and runner.steps_ahead <= 1 and runner.can_repeat
 
     def submit_checked(self, request: Submit) -> None:
         """Queue a request whose tokens are known to be right: looking at each of a long prompt takes longer than all else."""
@@ -48,24 +51,27 @@ class SimCore(EngineCore):
             raise InvalidRequest(what, fix="Shorten it, or simulate with a larger context.")
         if request.prefix_leases:  # they look up what is cached
             self.steady.record_always()
-        self._submit(request, None, None)
+        self._queue(Submission.of(request))
 
     def abort(self, message: Abort) -> None:
         if live := self.live.get(message.request_id):
             self.steady.settle(live.samples)
         super().abort(message)
 
-    def _plan(self) -> tuple[StepPlan | None, Drafted]:
-        return super()._plan() if self.drafting is not None else (self.steady.plan(), NOTHING_DRAFTED)
+    def _plan(self) -> StepPlan | None:
+        return super()._plan() if self._drafts else self.steady.plan()
 
-    def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
+    def _outputs(self, step: Step) -> list[Delta]:
         """Nobody reads what tokens there are: `produced` tells of them."""
+        self._produce(step.progress)
+        return []
+
+    def _produce(self, progress: list[Progress]) -> None:
         self.steady.take_first_tokens()
-        self.produced = [item for item in progress if item.request.seq in self._live_of]
+        self.produced = [item for item in progress if item.request.seq in self.live_of]
         for item in self.produced:
             if item.finish_reason:
-                self._forget(item.request.seq)
-        return []
+                self.end(item.request.seq)
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self.live
@@ -74,7 +80,7 @@ class SimCore(EngineCore):
         """Steps that only go on with what runs and are planned before `until_s`: as many as are alike. The result is as if each
         had been made. Returns when the tokens of each came; `produced` came with the first."""
         steady, runner = self.steady, self._simulated
-        if not self._can_jump or len(self.in_flight) != runner.steps_ahead or self.structured:
+        if not self._can_jump or len(self.in_flight) != runner.steps_ahead or self.part(StructuredOutput):
             return []
         steady.join()
         if steady.has_new:
@@ -88,17 +94,17 @@ class SimCore(EngineCore):
         last, num = steady.last_plan, len(times_s)
         if self.in_flight and steady.has_results(prompt):
             done, last = last, steady.advance(1, prompt)
-            self._clock.advance_to(times_s[0])
+            self.clock.advance_to(times_s[0])
             if done.items:
                 result = runner.results(done)
-                self._outputs(done, result, self.scheduler.commit(done, result.tokens), [])
+                self._produce(self.scheduler.commit(done, result.tokens))
             steady.take_first_tokens()
             num -= 1
         if num:
             last = steady.advance(num, prompt)
-        self._clock.advance_to(times_s[-1])
+        self.clock.advance_to(times_s[-1])
         if self.in_flight:
-            self.in_flight[0] = InFlight(last, (last, runner.device.free_s), planned_s, is_ahead=True)
+            self.in_flight[0] = Step(last, planned_s, is_ahead=True, launched=(last, runner.device.free_s))
         return times_s
 
 

@@ -15,8 +15,7 @@ import msgspec
 from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
 from tidemill.config.compute import decide_step_cost
-from tidemill.engine.core import Parts
-from tidemill.engine.structured import StructuredOutput
+from tidemill.engine.moments import EngineComponents
 from tidemill.errors import TidemillError
 from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
 from tidemill.kv.costs import Costs
@@ -243,7 +242,7 @@ class SimEngine:
         `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`. `shared`: with others."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size, shared)
-        parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
+        parts = EngineComponents(self._runner, _MODEL)
         if config.speculation is not None:
             self._runner.acceptance = config.speculation.acceptance
             parts.drafters = [SimDrafter(config.speculation, self.clock)]

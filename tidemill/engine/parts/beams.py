@@ -8,20 +8,18 @@ are dropped. A beam is held by the scheduler from its token until that choice, s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tidemill import events
-from tidemill.engine.outputs import Live
+from tidemill.engine.moments import Engine, EngineComponents, Part, Step, Submission
+from tidemill.engine.outputs import LiveRequest
 from tidemill.errors import InvalidRequest
-from tidemill.events import EventSink
 from tidemill.sampling import MAX_LOGPROBS, Beams, SamplingParams
-from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
-from tidemill.sched.scheduler import Scheduler
-from tidemill.wire import Delta, Submit, Timings, TokenLogprobs
+from tidemill.wire import Delta, Resumed, Submit, Timings, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -146,7 +144,7 @@ class BeamGroups:
 class _Search:
     """A beam search in the engine."""
 
-    live: Live
+    live: LiveRequest
     choice: BeamSearch | BeamGroups
     requests: list[Request]  # by beam
     indices: list[int]  # of the outputs that are asked for
@@ -154,80 +152,88 @@ class _Search:
     tops: dict[int, TokenLogprobs] = field(default_factory=dict)  # by seq: of beams that wait for the others
 
 
-class BeamSearches:
+class BeamSearches(Part):
     """All beam searches of an engine."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        emit: EventSink,
-        adopt: Callable[[Live, Request], None],
-        forget: Callable[[int], None],
-    ) -> None:
-        """`adopt`, `forget`: called with a sequence that joins a request, and that has left."""
-        self._scheduler, self._emit = scheduler, emit
-        self._adopt, self._forget = adopt, forget
+    def __init__(self) -> None:
         self._of: dict[int, _Search] = {}  # by seq
 
-    def check(self, request: Submit, vocab_size: int, num_rows: int) -> None:
-        """Raises what the engine cannot do for this request."""
-        beams = request.params.beams
-        if beams is None:
+    @classmethod
+    def of(cls, engine: Engine, components: EngineComponents) -> BeamSearches:
+        return cls()
+
+    def submit(self, submission: Submission) -> None:
+        """Beams begin as one sequence, also if they had begun before."""
+        request, vocab_size = submission.request, self.engine.model_config.vocab_size
+        if request.params.beams is None:
             return
-        num_ends = len(ends_of(request, vocab_size))
-        if beams.width > num_rows:
+        self._check(request.params.beams.width, len(ends_of(request, vocab_size)))
+        submission.params = params_of_a_beam(request, vocab_size)
+        submission.resumed = request.resumed and [Resumed(0, [])]
+
+    def _check(self, width: int, num_ends: int) -> None:
+        """Raises what the engine cannot do."""
+        num_rows = self.engine.config.max_requests
+        most = min(MAX_LOGPROBS, self.engine.model_config.vocab_size)
+        if width > num_rows:
             raise InvalidRequest(
-                f"A beam search of width {beams.width} needs as many slots; the engine has {num_rows}.",
+                f"A beam search of width {width} needs as many slots; the engine has {num_rows}.",
                 fix="Use fewer beams, or a larger --max-requests.",
                 param="beam_width",
             )
-        if beams.width + num_ends > min(MAX_LOGPROBS, vocab_size):
+        if width + num_ends > most:
             raise InvalidRequest(
-                f"{beams.width} beams and {num_ends} tokens that end an output; together there may be "
-                f"{min(MAX_LOGPROBS, vocab_size)}.",
+                f"{width} beams and {num_ends} tokens that end an output; together there may be {most}.",
                 fix="Use fewer beams or fewer stop_token_ids, or set ignore_eos.",
                 param="beam_width",
             )
+        if not self.engine.config.evict:
+            raise InvalidRequest(
+                "Beams preempt each other, which this server does not do.",
+                fix="Sample with n instead, or serve without --no-evict.",
+                param="use_beam_search",
+            )
 
-    def start(self, request: Submit, live: Live, first: Request, vocab_size: int) -> None:
-        params, beams = request.params, request.params.beams
-        assert beams is not None
+    def queued(self, submission: Submission, live: LiveRequest) -> None:
+        request, params, beams = submission.request, submission.request.params, submission.request.params.beams
+        if beams is None:
+            return
+        (first,) = live.requests.values()
         kind = BeamSearch if beams.groups == 1 else BeamGroups
-        choice = kind(beams, ends_of(request, vocab_size), first.max_tokens, params.min_tokens, params.logprobs or 0)
-        indices = list(range(params.n)) if request.resumed is None else [sample.index for sample in request.resumed]
+        ends = ends_of(request, self.engine.model_config.vocab_size)
+        choice = kind(beams, ends, first.max_tokens, params.min_tokens, params.logprobs or 0)
+        indices = list(range(params.n)) if request.resumed is None else [each.index for each in request.resumed]
         self._of[first.seq] = _Search(live, choice, [first], indices, params.logprobs is not None)
 
-    def take(
-        self, progress: list[Progress], logprobs: Mapping[int, list[TokenLogprobs]], now: float
-    ) -> tuple[list[Progress], list[Delta]]:
-        """Advance the searches whose beams are all computed. `logprobs`: of a step, by row. Returns the progress of requests
-        that are no beams, and the outputs of searches that are over."""
+    def progress(self, step: Step) -> None:
+        """Advances the searches whose beams are all computed. Their outputs are told when they are over."""
         if not self._of:
-            return progress, []
-        others, deltas, ready = [], list[Delta](), list[_Search]()
-        for item in progress:
+            return
+        others, ready = [], list[_Search]()
+        for item in step.progress:
             search = self._of.get(item.request.seq)
             if search is None:
                 others.append(item)
                 continue
-            search.tops[item.request.seq] = logprobs[item.request.row][-1]
+            step.num_withheld += len(item.token_ids)
+            search.tops[item.request.seq] = step.result.logprobs[item.request.row][-1]
             if len(search.tops) == len(search.requests):
                 ready.append(search)
+        step.progress, now = others, self.engine.clock.now()
         for search in ready:
-            deltas += self._advance(search, now)
-        return others, deltas
+            step.deltas += self._advance(search, now)
 
-    def drop_all_but_one(self, live: Live, are_broken: bool = False) -> None:
-        """Before a request ends early: the one that is left stands for all. `are_broken`: their pages hold NaN."""
-        for request in list(live.requests.values())[1:]:
+    def cut_short(self, request_id: str, index: int | None, is_broken: bool) -> None:
+        """The one that is left stands for all."""
+        live = self.engine.live.get(request_id)
+        for request in list(live.requests.values())[1:] if live is not None and self._of else ():
             if request.seq in self._of:
-                if are_broken:
-                    self._scheduler.clear(request)
+                if is_broken:
+                    self.engine.scheduler.clear(request)
                 self._drop(request)
 
-    def stop(self, seq: int) -> None:
-        """The sequence has ended."""
-        self._of.pop(seq, None)
+    def end(self, live: LiveRequest, request: Request) -> None:
+        self._of.pop(request.seq, None)
 
     # ---- inside
 
@@ -242,7 +248,7 @@ class BeamSearches:
         num_output = search.choice.num_output
         if parents != list(range(len(before))):
             num_finished = len(search.choice.outputs)
-            self._emit(events.BeamsReordered(now, search.live.request_id, num_output, tuple(parents), num_finished))
+            self.engine.emit(events.BeamsReordered(now, search.live.request_id, num_output, tuple(parents), num_finished))
         if num_output > 1:
             return []
         return [Delta(search.live.request_id, search.indices[0], [], num_cached=before[0].num_cached)]  # it has begun
@@ -258,13 +264,13 @@ class BeamSearches:
         for parent in parents:
             request = before[parent]
             if parent in continued:
-                request = self._scheduler.fork(request, request.request_id)
+                request = self.engine.scheduler.fork(request, request.request_id)
                 self._of[request.seq] = search
-                self._adopt(search.live, request)
+                self.engine.adopt(search.live, request)
             continued.add(parent)
             search.requests.append(request)
         for request, beam in zip(search.requests, search.choice.beams, strict=True):
-            self._scheduler.choose(request, beam.tokens[-1].token_id)
+            self.engine.scheduler.choose(request, beam.tokens[-1].token_id)
 
     def _end(self, search: _Search, now: float) -> list[Delta]:
         first, *rest = search.requests
@@ -284,13 +290,13 @@ class BeamSearches:
         ]
         for request in rest:
             self._drop(request)
-        self._scheduler.finish(first, search.choice.outputs[0].finish_reason)
-        self._forget(first.seq)
+        self.engine.scheduler.finish(first, search.choice.outputs[0].finish_reason)
+        self.engine.end(first.seq)
         return deltas
 
     def _drop(self, request: Request) -> None:
-        self._scheduler.drop(request)
-        self._forget(request.seq)
+        self.engine.scheduler.drop(request)
+        self.engine.end(request.seq)
 
 
 def ends_of(request: Submit, vocab_size: int) -> frozenset[int]:

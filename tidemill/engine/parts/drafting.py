@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tidemill import events
-from tidemill.events import EventSink
-from tidemill.runner.spec import Ask, Drafter, Drawn, KnowsChances
-from tidemill.sched.clock import Clock
+from tidemill.engine.moments import Engine, EngineComponents, Part, Step
+from tidemill.engine.outputs import LiveRequest
+from tidemill.runner.spec import SLOPES, Ask, Drafter, Drawn, KnowsChances
 from tidemill.sched.drafts import Acceptance, StepTimes, Trust, allot
 from tidemill.sched.plan import StepPlan
-from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request, Status
-from tidemill.sched.scheduler import Scheduler
 from tidemill.sched.tree import Tree, depths_of, right_path
 
 _MAX_FAILURES = 3
@@ -46,7 +44,7 @@ class Drafted(NamedTuple):
 NOTHING_DRAFTED = Drafted({}, 0.0)
 
 
-class Drafting:
+class Drafting(Part):
     """`drafters`: the first that has a guess for a request makes it. `slope`: see StepTimes.
 
     Free drafters guess for every request, and a guess that is not verified is compared with the token drawn all the same, so it
@@ -63,13 +61,10 @@ class Drafting:
         drafters: Sequence[Drafter],
         max_drafts: int,
         slope: float,
-        clock: Clock,
-        emit: EventSink,
         adaptive: bool = True,
     ) -> None:
         """`adaptive`: else every draft that fits is verified, whatever it costs."""
         self.drafters, self._max_drafts, self._adaptive = drafters, max_drafts, adaptive
-        self._clock, self._emit = clock, emit
         # Found out once: to ask an object whether it has a protocol's methods takes longer than what it is asked for.
         self._knowing = {drafter.name: drafter for drafter in drafters if isinstance(drafter, KnowsChances)}
         self._free = [drafter for drafter in drafters if drafter.is_free]
@@ -80,9 +75,21 @@ class Drafting:
         self._rests: dict[int, tuple[int, int]] = {}  # by seq: steps until free drafters are asked again, and of the whole rest
         self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
+        self._proposed = NOTHING_DRAFTED  # for the step that is being planned
+        self._drafted: dict[int, Drafted] = {}  # by step in flight
 
-    def propose(self, scheduler: Scheduler) -> Drafted:
+    @classmethod
+    def of(cls, engine: Engine, components: EngineComponents) -> Drafting | None:
+        config = engine.config
+        if not components.drafters:
+            return None
+        return cls(components.drafters, config.max_drafts, SLOPES[config.device], config.adaptive_drafts)
+
+    # ---- moments
+
+    def propose(self) -> None:
         """Give running requests the drafts that their next step is to verify."""
+        scheduler = self.engine.scheduler
         running = []
         for request in scheduler.running:
             request.drafts = ()
@@ -90,7 +97,7 @@ class Drafting:
                 running.append(request)
         self._guess(running)
         ready = [request for request in running if self._chance_of(request, request.num_in_flight) >= self.sure]
-        nums_allotted, num_expected = self._allot(scheduler, ready)
+        nums_allotted, num_expected = self._allot(ready)
         if self._dear is not None:
             left = [request for request in ready if not self._guesses[request.seq].tokens]
             for request in left:
@@ -103,7 +110,24 @@ class Drafting:
             if num and guess.tokens:
                 request.drafts = guess.tokens[first : first + num] if first else guess.tokens[:num]
                 drafted_by[request.seq] = guess.drafter
-        return Drafted(drafted_by, num_expected)
+        self._proposed = Drafted(drafted_by, num_expected)
+
+    def fill_plan(self, step: Step) -> None:
+        self._drafted[step.plan.step] = self._proposed
+        if self.engine.config.acceptance == "rejection":
+            step.plan.draft_probs = self.probs(step.plan)
+
+    def results(self, step: Step) -> None:
+        """If drafts can be the reason why logits are not numbers, they are computed again without."""
+        for item in step.plan.items if step.broken else ():
+            if item.row not in step.broken or item.seq not in self.engine.live_of:
+                continue
+            live = self.engine.live_of[item.seq]
+            request = live.requests[live.samples[item.seq]]
+            has_left = request.epoch != item.epoch and request.row != item.row  # the pages that the step wrote
+            if request.had_drafts and request.takes_drafts and not has_left:
+                reason = "a draft's logits are not numbers: computed again without drafts"
+                self.engine.scheduler.compute_again(request, reason)
 
     def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
         """The distributions that drafts of a plan were drawn from, by row and position."""
@@ -116,20 +140,18 @@ class Drafting:
                     probs[item.row, first + i] = guess.probs_DV[i].tobytes()
         return probs
 
-    def waits(self, scheduler: Scheduler) -> bool:
+    def waits(self) -> bool:
         """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified
         that may be wrong, or if those that could follow are worth more than the time in which the device has nothing to do.
         Where tokens under way can be guessed, what follows them can be, too."""
+        scheduler = self.engine.scheduler
         running = [request for request in scheduler.running if request.num_in_flight and _can_have_drafts(request)]
         self._guess(running)
         chances = [self._chance_of(request, request.num_drafts_in_flight) for request in running if request.num_drafts_in_flight]
         if chances:
             return not all(chances) or sum(chances) < self.sure * len(chances)
-        return bool(
-            self._allot(
-                scheduler, [request for request in running if self._chance_of(request, request.num_in_flight) < self.sure]
-            )[0]
-        )
+        unsure = [request for request in running if self._chance_of(request, request.num_in_flight) < self.sure]
+        return bool(self._allot(unsure)[0])
 
     def _chance_of(self, request: Request, num_tokens: int) -> float:
         """That so many of its tokens in flight are those that were guessed; 0 where what follows waits for them in any case."""
@@ -177,7 +199,7 @@ class Drafting:
             self._num_failures.pop(drafter.name, None)
         return proposals
 
-    def _allot(self, scheduler: Scheduler, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
+    def _allot(self, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
         """The number of drafts of each request, and the number of all that may be right. The first tokens of a guess stand for
         those in flight."""
         rates: dict[int, float | Sequence[float]] = {}
@@ -192,6 +214,7 @@ class Drafting:
                 rates[seq], most[seq] = self._chances(drafter, request, num), num
         if not rates:
             return {}, 0.0
+        scheduler = self.engine.scheduler
         num_running, room = len(scheduler.running), scheduler.room_for_drafts
         if not self._adaptive:
             return most, 0.0  # the scheduler takes what fits
@@ -203,18 +226,20 @@ class Drafting:
         chances = None if knowing is None else knowing.chances(request.params, num)
         return self._acceptance[drafter].rate(request.seq) if chances is None else chances
 
-    def observe(
-        self, plan: StepPlan, drafted: Drafted, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool
-    ) -> None:
-        """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
-        and its time says nothing about those that are. `goes_on`: the next follows at once."""
-        now = self._clock.now()
+    def progress(self, step: Step) -> None:
+        """A step was committed. One that is launched ahead, as early as it can be, says what steps take;
+        one that follows a step with drafts is not."""
+        plan, now = step.plan, self.engine.clock.now()
+        drafted = self._drafted.get(plan.step, NOTHING_DRAFTED)
+        self._drafted = {number: each for number, each in self._drafted.items() if number > plan.step}
+        is_ahead = step.is_ahead or not self.engine.runner.steps_ahead
         if (plan.drafts or is_ahead) and all(item.count == item.num_draws for item in plan.items):
-            self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
-        self._last_s = now if goes_on else None
+            started_s = step.started_s if self._last_s is None else self._last_s
+            self._times.add(plan.num_tokens, bool(plan.drafts), now - started_s)
+        self._last_s = now if self.engine.scheduler.has_work else None  # else the next does not follow at once
         verified: dict[str, list[tuple[str, int, int]]] = {}  # by drafter
         drafts_of = {item.seq: _drafts_in(plan, item.row) for item in plan.items if item.num_drafts} if plan.drafts else {}
-        for done in progress:
+        for done in step.progress:
             seq = done.request.seq
             guess = self._guesses.pop(seq, _NO_GUESS)
             name, tokens = guess.drafter, guess.tokens[:1]
@@ -236,7 +261,7 @@ class Drafting:
         else:
             self._trust.fade()
         for name, of in verified.items():
-            self._emit(events.DraftsVerified(now, plan.step, name, tuple(of)))
+            self.engine.emit(events.DraftsVerified(now, plan.step, name, tuple(of)))
 
     def _rest(self, seq: int, is_right: bool) -> None:
         """After a step of a request; `is_right`: there was a guess, and it was."""
@@ -251,8 +276,9 @@ class Drafting:
             whole = min(2 * whole + 1, _LONGEST_REST)
             self._rests[seq] = whole, whole
 
-    def forget(self, request: Request) -> None:
-        """It has ended."""
+    def end(self, live: LiveRequest, request: Request) -> None:
+        if request.params.beams is not None:
+            return
         self._guesses.pop(request.seq, None)
         self._rests.pop(request.seq, None)
         for drafter in self.drafters:

@@ -1,14 +1,15 @@
 """AdapterStore: the LoRA adapters an engine knows, and those that are in the slots of its runner.
 
-An adapter is known from when it is loaded until it is unloaded. A request holds its adapter, which stays in its slot meanwhile.
-If there are more adapters than slots, the least recently used one that nobody holds makes room, and is read again when it is
-asked for. Files are read by a thread of their own; slots change between steps.
+An adapter is known from when it is loaded until it is unloaded. A request holds its adapter, which
+stays in its slot meanwhile. If there are more adapters than slots, the least recently used one that
+nobody holds makes room, and is read again when it is asked for. Files are read by a thread of their
+own; slots change between steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill import events
-from tidemill.config import EngineConfig
+from tidemill.engine.moments import Engine, EngineComponents, Part, Submission
+from tidemill.engine.outputs import LiveRequest
+from tidemill.engine.refusals import refusal
 from tidemill.errors import AdapterError, InvalidRequest, TidemillError
-from tidemill.events import EventSink
-from tidemill.wire import AdapterInfo, AdapterReply, LoadAdapter, Refused
+from tidemill.runner.base import AdapterSlots
+from tidemill.sched.request import Request
+from tidemill.wire import AdapterInfo, AdapterReply, Expect, LoadAdapter, Submit, ToEngine, UnloadAdapter
 
 if TYPE_CHECKING:
-    from tidemill.runner.base import AdapterSlots
     from tidemill.weights.lora import LoraWeights
 
 _LOOK_EVERY_S = 0.002  # for an adapter to be read, when there is nothing else to do
@@ -46,23 +49,21 @@ class Adapter:
         return AdapterInfo(self.adapter_id, self.name, self.path, self.digest, self.rank)
 
 
-class AdapterStore:
-    def __init__(
-        self,
-        loras: AdapterSlots | None,
-        config: EngineConfig,
-        now: Callable[[], float],
-        emit: EventSink,
-        is_gone: Callable[[Adapter], None],
-    ) -> None:
-        """`is_gone`: gets each adapter that is unloaded, once nobody holds it."""
-        self._loras, self._max_rank, self._now, self._emit, self._is_gone = loras, config.max_lora_rank, now, emit, is_gone
-        self._slots: list[Adapter | None] = [None] * config.max_loras
+class AdapterStore(Part):
+    def __init__(self, num_slots: int, max_rank: int) -> None:
+        self._max_rank = max_rank
+        self._slots: list[Adapter | None] = [None] * num_slots
         self._known: dict[int, Adapter] = {}
+        self._of: dict[str, Adapter] = {}  # by request id
         self._unanswered: list[Adapter] = []  # loaded, and whoever did has not been told how it went
+        self._refused: list[AdapterReply] = []  # loads that could not even begin
         self._reading: list[Adapter] = []
         self._uses = count(1)
         self._reader: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of(cls, engine: Engine, components: EngineComponents) -> AdapterStore:
+        return cls(engine.config.max_loras, engine.config.max_lora_rank)
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(self._known.values())
@@ -71,11 +72,61 @@ class AdapterStore:
     def is_reading(self) -> bool:
         return bool(self._reading)
 
-    def wait(self) -> None:
-        """Waits for a moment, until something was read."""
-        wait([adapter.reading for adapter in self._reading if adapter.reading is not None], _LOOK_EVERY_S)
+    # ---- moments
+
+    def delay(self, submission: Submission) -> str:
+        """Requests whose adapters are in no slot wait in turn, so that each gets one at some time."""
+        if not submission.request.adapter:
+            return ""
+        adapter, delayed = self.get(submission.request.adapter), self.engine.delayed
+        is_next = submission is next(iter(delayed.values()), submission)
+        if not is_next or not self.bring(adapter):
+            return f"its adapter {adapter.name} is read into a slot"
+        submission.lora_slot, submission.salt = adapter.slot, self.salt(submission.request)
+        return ""
+
+    def queued(self, submission: Submission, live: LiveRequest) -> None:
+        if submission.request.adapter:
+            adapter = self._of[live.request_id] = self.get(submission.request.adapter)
+            self.hold(adapter)
+
+    def end(self, live: LiveRequest, request: Request) -> None:
+        if not live.requests and (adapter := self._of.pop(live.request_id, None)):
+            self.release(adapter)
+
+    def message(self, message: ToEngine) -> None:
+        if isinstance(message, UnloadAdapter):
+            self.unload(message.adapter_id)
+        elif isinstance(message, LoadAdapter):
+            try:
+                self.load(message)
+            except TidemillError as error:
+                self._refused.append(AdapterReply(message.adapter_id, None, refusal(None, error)))
+
+    def replies(self) -> list[AdapterReply]:
+        refused, self._refused = self._refused, []
+        return refused + self.answers()
+
+    def has_work(self) -> bool:
+        return bool(self._reading)
+
+    def before_plan(self) -> tuple[()]:
+        """Drops weights that were read for requests that have left."""
+        if self._reading:
+            self._drop_unwanted({submission.request.adapter for submission in self.engine.delayed.values()})
+        return ()
+
+    def idle(self) -> None:
+        if self._reading:
+            wait([adapter.reading for adapter in self._reading if adapter.reading is not None], _LOOK_EVERY_S)
 
     # ---- adapters come and go
+
+    def salt(self, request: Submit | Expect) -> str:
+        """The salt of the prefix cache: pages depend on the adapter's content. No salt of a request
+        can be that of another adapter."""
+        digest = self.get(request.adapter).digest if request.adapter else ""
+        return f"{digest}\n{request.salt}" if digest or request.salt else ""
 
     def load(self, message: LoadAdapter) -> None:
         """It is known from now on; `answers` says later whether it could be read."""
@@ -106,8 +157,7 @@ class AdapterStore:
                 answers.append(AdapterReply(adapter.adapter_id, adapter.info))
             except TidemillError as error:
                 self._known.pop(adapter.adapter_id, None)
-                refused = Refused(None, type(error).__name__, error.message, error.fix, error.param)
-                answers.append(AdapterReply(adapter.adapter_id, None, refused))
+                answers.append(AdapterReply(adapter.adapter_id, None, refusal(None, error)))
         return answers
 
     def unload(self, adapter_id: int) -> None:
@@ -134,7 +184,7 @@ class AdapterStore:
             return False  # also if it is read by now: what is wrong with it is told when it is asked for again
         return adapter.reading.done() and self._settle(adapter)
 
-    def drop_unwanted(self, wanted: Collection[int]) -> None:
+    def _drop_unwanted(self, wanted: Collection[int]) -> None:
         """Drops the weights that were read for requests that have left. `wanted`: numbers of adapters that others wait for."""
         for adapter in [
             adapter for adapter in self._reading if adapter.adapter_id not in wanted and adapter not in self._unanswered
@@ -153,14 +203,19 @@ class AdapterStore:
 
     # ---- slots
 
+    @property
+    def _loras(self) -> AdapterSlots:
+        assert self.engine.runner.loras is not None, "an adapter was read"
+        return self.engine.runner.loras
+
     def _begin(self, adapter: Adapter) -> None:
-        if self._loras is None:
-            raise InvalidRequest(
-                "This engine has no memory for adapters.", fix="Start it with --max-loras, or with --lora NAME=PATH."
-            )
+        slots = self.engine.runner.loras
+        if slots is None:
+            fix = "Start it with --max-loras, or with --lora NAME=PATH."
+            raise InvalidRequest("This engine has no memory for adapters.", fix=fix)
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1)
-        adapter.reading = self._reader.submit(_read, adapter.path, self._loras.shapes, self._max_rank)
+        adapter.reading = self._reader.submit(_read, adapter.path, slots.shapes, self._max_rank)
         self._reading.append(adapter)
 
     def _stop_reading(self, adapter: Adapter) -> None:
@@ -186,12 +241,12 @@ class AdapterStore:
         slot = self._make_room(adapter)
         if slot is None:
             return False
-        assert self._loras is not None
         self._loras.put(slot, weights.pairs)
         self._stop_reading(adapter)
         self._slots[slot], adapter.slot = adapter, slot
         adapter.last_use = next(self._uses)
-        self._emit(events.AdapterLoaded(self._now(), adapter.name, slot, weights.num_bytes, time.monotonic() - began))
+        took_s, now = time.monotonic() - began, self.engine.clock.now()
+        self.engine.emit(events.AdapterLoaded(now, adapter.name, slot, weights.num_bytes, took_s))
         return True
 
     def _make_room(self, adapter: Adapter) -> int | None:
@@ -209,12 +264,12 @@ class AdapterStore:
         if adapter.is_leaving and not adapter.num_users:
             if adapter.slot >= 0:
                 self._leave(adapter, "unloaded")
-            self._is_gone(adapter)
+            reason = f"the adapter {adapter.name} was unloaded"
+            self.engine.scheduler.retention.end_of(adapter.adapter_id, reason)
 
     def _leave(self, adapter: Adapter, reason: str) -> None:
-        assert self._loras is not None
         self._loras.put(adapter.slot, {})
-        self._emit(events.AdapterLeft(self._now(), adapter.name, adapter.slot, reason))
+        self.engine.emit(events.AdapterLeft(self.engine.clock.now(), adapter.name, adapter.slot, reason))
         self._slots[adapter.slot], adapter.slot = None, -1
 
 

@@ -12,16 +12,21 @@ from copy import copy
 from enum import Enum, auto
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from tidemill import events
+from tidemill.engine.moments import Engine, EngineComponents, Part, Step, Submission
+from tidemill.engine.outputs import LiveRequest
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.structured import Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar, Reasoning
+from tidemill.sampling import Grammar, Reasoning, SamplingParams
 from tidemill.sched.plan import StepPlan
+from tidemill.sched.request import HANDED_OVER, Request
 
 
-class StructuredOutput:
+class StructuredOutput(Part):
     def __init__(self, backend: str, num_tokens: int) -> None:
         self.tokenizer_path: Path | None = None  # loaded for the first grammar
         self._backend, self._num_tokens = backend, num_tokens
@@ -29,12 +34,70 @@ class StructuredOutput:
         self._matchers: dict[int, Matcher | AfterReasoning] = {}  # by seq
         self._tokenizer: Tokenizer | None = None
 
+    @classmethod
+    def of(cls, engine: Engine, components: EngineComponents) -> StructuredOutput:
+        return cls(engine.config.structured_backend, engine.model_config.vocab_size)
+
     def __len__(self) -> int:
         """Samples with a grammar, or with reasoning that has a budget."""
         return len(self._matchers)
 
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._matchers
+    # ---- moments
+
+    def submit(self, submission: Submission) -> None:
+        params = submission.params
+        if params.has_masks:
+            begun = list(submission.begun.values())
+            matchers = self.matchers(params.grammar, submission.compiled, begun, params.reasoning)
+            submission.matchers = matchers
+
+    def queued(self, submission: Submission, live: LiveRequest) -> None:
+        for seq, matcher in zip(live.samples, submission.matchers, strict=False):
+            self.start(seq, matcher)
+
+    def end(self, live: LiveRequest, request: Request) -> None:
+        self._matchers.pop(request.seq, None)
+
+    def fill_plan(self, step: Step) -> None:
+        """The masks of the tokens that may come. A request whose grammar fails is aborted; its part of
+        the step is wasted."""
+        if not self._matchers:
+            return
+        began = self.engine.clock.now()
+        step.plan.masks, broken = self.masks(step.plan)
+        if step.plan.masks:
+            now = self.engine.clock.now()
+            self.engine.emit(events.MasksMade(now, len(step.plan.masks), now - began))
+        for seq, error in broken.items():
+            if seq in self.engine.live_of:
+                self.engine.fail(seq, error, "grammar failed")
+
+    def results(self, step: Step) -> None:
+        if self._matchers and step.plan.drafts:
+            self.cut(step.plan, step.result.tokens)
+
+    def progress(self, step: Step) -> None:
+        """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
+        if not self._matchers:
+            return
+        for i, item in enumerate(step.progress):
+            seq = item.request.seq
+            if seq not in self._matchers or item.finish_reason not in (None, HANDED_OVER):
+                continue
+            try:
+                if self.take(seq, item.token_ids):
+                    if not item.finish_reason:
+                        self.engine.scheduler.finish(item.request, "stop")
+                    step.progress[i] = msgspec.structs.replace(item, finish_reason="stop")
+            except InvalidRequest as error:
+                self.engine.fail(seq, error, "grammar failed")
+        step.progress = [item for item in step.progress if item.request.seq in self.engine.live_of]
+
+    # ---- grammars
+
+    def is_ready(self, params: SamplingParams) -> bool:
+        """A request can be submitted without `compile`."""
+        return not params.has_masks or self.is_compiled(params.grammar)
 
     def is_compiled(self, grammar: Grammar | None) -> bool:
         if grammar is None:
@@ -87,9 +150,6 @@ class StructuredOutput:
         if not matcher.is_done:
             self._matchers[seq] = matcher
 
-    def stop(self, seq: int) -> None:
-        self._matchers.pop(seq, None)
-
     def masks(self, plan: StepPlan) -> tuple[dict[tuple[int, int], bytes], dict[int, InvalidRequest]]:
         """By row and position, which tokens may come; by seq, what went wrong instead."""
         masks: dict[tuple[int, int], bytes] = {}
@@ -120,13 +180,13 @@ class StructuredOutput:
     def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
         """Cuts the tokens of rows whose drafts were right up to the end of the output and beyond. `tokens`, by row, loses the
         tokens after the end. The lists stay as they are: ranks compare what they have drawn."""
-        for item in plan.items if plan.drafts and self._matchers else ():
-            if item.seq in self._matchers and len(tokens.get(item.row, ())) > 1:
+        for item in plan.items:
+            own = tokens.get(item.row, ())
+            if item.seq in self._matchers and len(own) > 1 and own[-1] >= 0:
                 with suppress(InvalidRequest), _contained():  # it is raised again when they are taken
                     matcher = self._matchers[item.seq].copy()
-                    own = tokens[item.row]
                     num = next((num for num, token in enumerate(own, 1) if _is_last(matcher, token)), len(own))
-                    tokens[item.row] = own[:num]
+                    tokens[item.row] = list(own[:num])
 
     def take(self, seq: int, token_ids: Sequence[int]) -> bool:
         """Tokens were sampled. True: the output is complete, nothing more may come. Raises where the grammar cannot be followed

@@ -27,7 +27,7 @@ from tidemill.engine.load import load_core
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile
 from tidemill.kernels.cuda.lora import CudaLora
-from tidemill.kernels.handover import with_added
+from tidemill.kernels.pending import with_added
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.quant.cuda import CudaWeight
 from tidemill.sampling import SamplingParams
@@ -68,7 +68,7 @@ def time_matmuls(num_adapters: int, rank: int) -> None:
             taken = {
                 "without": _microseconds(lambda w, _, x=x: w(x), pairs),
                 "with": _microseconds(lambda w, m, x=x: m.adapted(x, w), pairs),
-                "left to the kernel behind": _microseconds(lambda w, m, x=x: with_added(m.adapted(x, w, leave=True)), pairs),
+                "left to the kernel behind": _microseconds(lambda w, m, x=x: with_added(m.pending(x, w)), pairs),
             }
             tile = choose_tile(num_rows, num_out, num_in)
             said = ", ".join(f"{name} {us:.1f}" for name, us in taken.items())

@@ -169,7 +169,7 @@ class Case:
     rows: int
     tile: tuple[int, ...]
     weights: list[Any]
-    call: Callable[[Any], torch.Tensor]  # of a weight
+    call: Callable[[Any], Any]  # of a weight
     floor: float
 
 

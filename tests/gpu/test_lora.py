@@ -18,7 +18,7 @@ from tidemill.engine.load import load_core
 from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.kernels.cuda import lora
 from tidemill.kernels.cuda.lora import CudaLora
-from tidemill.kernels.handover import with_added
+from tidemill.kernels.pending import with_added
 from tidemill.quant.cuda import CudaWeight
 from tidemill.sampling import SamplingParams
 from tidemill.weights.lora import LoraPair
@@ -54,7 +54,7 @@ def test_kernels() -> None:
         error = (together.double() - right).abs().max() / right.abs().max()
         assert error < (2**-6 if act else 2**-7), error  # gate and up are rounded twice each
         assert torch.equal(together[plain], weight(x)[plain])
-        assert torch.equal(_added(made.adapted(x, weight, leave=True)), together), "left to the kernel behind"
+        assert torch.equal(_added(made.pending(x, weight)), together), "left to the kernel behind"
         few, lora.SMALL_TILES_UP_TO = lora.SMALL_TILES_UP_TO, 512
         made.lists = small = Lists(num_slots, 512)
         small.write(slots, num)
@@ -64,7 +64,7 @@ def test_kernels() -> None:
             lists.write(slots[row : row + 1], 1)
             alone = x[row : row + 1].contiguous()
             assert torch.equal(made.adapted(alone, weight)[0], together[row]), row
-            assert torch.equal(_added(made.adapted(alone, weight, leave=True))[0], together[row]), row
+            assert torch.equal(_added(made.pending(alone, weight))[0], together[row]), row
 
 
 def test_down_behind_gate_and_up() -> None:
@@ -88,7 +88,7 @@ def test_down_behind_gate_and_up() -> None:
     x = torch.randn(num, gates[0], device=device, dtype=torch.bfloat16)
 
     def both(x: torch.Tensor) -> torch.Tensor:
-        return _added(made[1].adapted(made[0].adapted(x, weights[0]), weights[1], leave=True))
+        return _added(made[1].pending(made[0].adapted(x, weights[0]), weights[1]))
 
     lists.write(slots, num)
     apart = both(x)

@@ -90,23 +90,23 @@ def test_unlike_matrices_meet_in_bytes():
     check(weight, torch.cat([one.dequantize(), other.dequantize()]), torch.randn(3, 256), atol=5.0)
 
 
-def test_sums_are_left_to_norms_alone(monkeypatch):
+def test_split_k_partials_are_left_to_norms_alone(monkeypatch):
     """Neither where an adapter adds to the result, nor where a stage of a pipeline ends."""
     given = []
     monkeypatch.setattr(hopper_packed, "covers", lambda weight, num_rows: True)
-    monkeypatch.setattr(hopper_packed, "gemm_by_roles", lambda x, weight, leave, **_: given.append(leave) or x)
+    monkeypatch.setattr(hopper_packed, "gemm_by_roles", lambda x, weight, leave=False, **_: given.append(leave) or x)
     linear = Linear(256, {"out": 32})
     linear._weight = joined(new_codes(zeros_NG=torch.full((32, 2), 8.0)))
     x = torch.randn(3, 256)
-    linear(x), linear.unsummed(x)
-    linear.loras, linear.lora = SimpleNamespace(is_on=True), SimpleNamespace(adapted=lambda x, weight, leave: weight.matmul(x))
-    linear.unsummed(x)
+    linear(x), linear.split_k(x)
+    linear.loras, linear.lora = SimpleNamespace(is_on=True), SimpleNamespace(pending=lambda x, weight: weight.matmul(x))
+    linear.split_k(x)
     assert given == [False, True, False]
     model = Llama(replace(SMOLLM2, layers=SMOLLM2.layers[:4]), PLAIN)
-    assert all(block.attn.norm_behind and block.mlp.norm_behind for block in model.blocks)
-    assert OlmoeBlock(SMOLLM2, 0, PLAIN).attn.norm_behind
+    assert all(block.attn.fused_norm and block.mlp.fused_norm for block in model.blocks)
+    assert OlmoeBlock(SMOLLM2, 0, PLAIN).attn.fused_norm
     model.keep(Stage(0, 2, 0, 2))
-    assert all(block.attn.norm_behind and not block.mlp.norm_behind for block in model.blocks)
+    assert all(block.attn.fused_norm and not block.mlp.fused_norm for block in model.blocks)
 
 
 def test_columns_in_another_order():

@@ -17,10 +17,10 @@ from tidemill.kernels.cuda import lora as cuda
 from tidemill.kernels.cuda.gemm import choice_of
 from tidemill.kernels.cuda.glu import glu
 from tidemill.kernels.glu import glu_reference
-from tidemill.kernels.handover import UNADDED, Unadded, with_added
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LoraStep, NativeLora, TorchLora, make_tiles
+from tidemill.kernels.pending import PendingLora, with_added
 from tidemill.kernels.rope import rope_frequencies, rope_tables
 from tidemill.layers import cuda_lora
 from tidemill.layers.attention import adds
@@ -166,12 +166,12 @@ def test_adapters_on_a_gpu(is_gated, monkeypatch):
     assert_close(out, glu_reference(right) if is_gated else right, **near)
     plain = np.flatnonzero(np.append(SLOTS, [-1, -1, -1]) < 0)
     assert torch.equal(out[plain], glu(stored, act)[plain] if is_gated else stored[plain])
-    assert torch.equal(add_left(made.adapted(x, Given(stored), leave=True)), out)
+    assert torch.equal(add_left(made.pending(x, Given(stored))), out)
     for row in (4, SLOTS.size - 1):
         made.lists = Lists(SLOTS[row : row + 1], 1)
         alone = x[row : row + 1].clone(), Given(stored[row : row + 1])
         assert torch.equal(made.adapted(*alone)[0], out[row])
-        assert torch.equal(add_left(made.adapted(*alone, leave=True))[0], out[row])
+        assert torch.equal(add_left(made.pending(*alone))[0], out[row])
     monkeypatch.setattr(cuda, "SMALL_TILES_UP_TO", 1)
     made.lists = Lists(SLOTS, size)
     assert torch.equal(made.adapted(x, Given(stored)), out)
@@ -190,15 +190,15 @@ def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_r
     shrunk = mock.Mock(wraps=down._shrink)
     monkeypatch.setattr(down, "_shrink", shrunk)
 
-    def both(rows=slice(None), **how):
+    def both(rows=slice(None), name="adapted"):
         made = gate_up.adapted(x[rows].clone(), Given(y[rows]))
-        return made, add_left(down.adapted(made, Given(z[rows]), **how))
+        return made, add_left(getattr(down, name)(made, Given(z[rows])))
 
     made, out = both()
     assert shrunk.called == (max_rank > 64)
     assert_close(out, expected(made, z, [*SLOTS, -1, -1, -1], adapters, {"down": 70}), atol=2e-2, rtol=1e-3)
     gate_up.lists = down.lists = Lists(SLOTS[4:5], 1)
-    assert torch.equal(both(slice(4, 5), leave=True)[1][0], out[4])
+    assert torch.equal(both(slice(4, 5), "pending")[1][0], out[4])
     monkeypatch.setattr(cuda, "SMALL_TILES_UP_TO", 1)
     monkeypatch.setitem(cuda.GATED, 64, cuda.GATED[16])  # GPUs add 16 products at a time, the interpreter all
     gate_up.lists = down.lists = Lists(SLOTS, size)
@@ -206,14 +206,12 @@ def test_the_kernel_behind_gate_and_up_multiplies_for_the_linear_behind_it(max_r
 
 
 def test_what_is_left_to_the_kernel_behind():
-    """A norm, and the entry into the cache, have the bits that they have of the sum; nothing else can read it."""
+    """A norm, and the entry into the cache, have the bits that they have of the sum."""
     torch.manual_seed(0)
     y, added, residual = (torch.randn(5, 96) for _ in range(3))
 
     def left():
-        out = torch.empty_like(y, device="meta")
-        UNADDED.put(out, Unadded(y.clone(), added, lambda: None))
-        return out
+        return PendingLora(y.clone(), added, lambda: None)
 
     weight = torch.randn(96)
     both = [residual.clone(), residual.clone()]
@@ -230,8 +228,6 @@ def test_what_is_left_to_the_kernel_behind():
     steps[1].enter(0, y + added)
     assert torch.equal(*caches)
     assert caches[0].any()
-    with pytest.raises(NotImplementedError):
-        left().cpu()
 
 
 def test_kernels_with_adapters_change_only_where_the_choice_of_tiles_does():

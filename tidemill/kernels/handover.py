@@ -1,10 +1,9 @@
-"""The handover from one kernel to the next, besides its result, or instead of it: a norm the same values in 8 bits, with their
-scales; a linear the sums of chunks of K, or what adapters add, which the kernel behind it adds up."""
+"""The handover from one kernel to the next, besides its result, or instead of it: a norm the same
+values in 8 bits, with their scales."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -35,30 +34,3 @@ class Handover(Place[Any]):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-
-
-# Of a linear that is not added up yet: float32 [chunk, T, N], to be added in this order and rounded to the type of activations.
-# The tensor that it returns has no memory, so that nothing but a norm, which takes these, can read it.
-CHUNKS: Place[torch.Tensor] = Place()
-
-
-class Unadded(NamedTuple):
-    """A linear's result and what its adapters add, both rounded, to be added and rounded again. The latter is computed on another
-    stream, which the current one waits for by `wait`."""
-
-    y_TN: torch.Tensor
-    added_TN: torch.Tensor
-    wait: Callable[[], None]
-
-
-# Again the tensor that was returned has no memory.
-UNADDED: Place[Unadded] = Place()
-
-
-def with_added(y_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A linear's result, and what is to be added to it, when the current stream has waited for that."""
-    made = UNADDED.take(y_TN)
-    if made is None:
-        return y_TN, None
-    made.wait()
-    return made.y_TN, made.added_TN

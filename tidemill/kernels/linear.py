@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from tidemill.kernels import native
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.memory import zeros
+from tidemill.kernels.pending import SplitK
 
 _TILE = 32
 _MAX_ROWS = 512  # of one matmul; more are done in turns, so that no number of rows goes unprobed
@@ -43,9 +44,8 @@ class Weight(ABC):
         """Without an activation, where the weight has one: what `activate` takes."""
         return self(x_TK)
 
-    def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """The product for `add_rms_norm` alone: it may find sums of chunks in `handover.CHUNKS` instead of this tensor's
-        values."""
+    def split_k(self, x_TK: torch.Tensor) -> torch.Tensor | SplitK:
+        """The product, perhaps as split-K partials, which `add_rms_norm` adds up."""
         return self(x_TK)
 
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:

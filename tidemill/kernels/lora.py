@@ -18,6 +18,7 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
 from tidemill.kernels.native import structs
+from tidemill.kernels.pending import PendingLora
 
 _ROWS = 4  # of a tile, as in lora.c
 _LANES = 8
@@ -71,8 +72,12 @@ class LinearLora(ABC):
         """Replaces what is in the slot. Parts that are not given have none."""
 
     @abstractmethod
-    def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
-        """The layer's output. `leave`: what is added may be left to the kernel behind it (`handover.UNADDED`)."""
+    def adapted(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """The layer's output."""
+
+    def pending(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor | PendingLora:
+        """The layer's output, to which the next kernel may add what adapters do."""
+        return self.adapted(x_TK, weight)
 
 
 class HostLora(LinearLora):
@@ -80,7 +85,7 @@ class HostLora(LinearLora):
     def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
         """To the outputs of the step's rows, in place."""
 
-    def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
+    def adapted(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
         y_TN = weight.matmul(x_TK)
         self.add(x_TK, y_TN)
         return weight.activate(y_TN)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tidemill.kernels import native
 from tidemill.kernels.handover import Handover
+from tidemill.kernels.pending import Pending
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,7 +24,7 @@ def add_rms_norm_reference(
 
 
 def add_rms_norm(
-    x_TH: torch.Tensor | None,
+    x_TH: Pending | None,
     residual_TH: torch.Tensor,
     weight_H: torch.Tensor,
     eps: float,
@@ -37,6 +38,7 @@ def add_rms_norm(
         from tidemill.kernels.cuda import norm
 
         return norm.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, handover, alone)
+    assert x_TH is None or isinstance(x_TH, torch.Tensor)  # kernels of a CPU leave nothing pending
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)

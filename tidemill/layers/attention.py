@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.pending import Pending
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
@@ -28,7 +29,7 @@ class AttentionStep(Protocol):
 
 
 def adds(step: AttentionStep) -> bool:
-    """Tells if the step adds to qkv what adapters do, where the projection has left that (`Linear.unadded`)."""
+    """Tells if the step adds to qkv what adapters do, where the projection has left that (`Linear.pending_lora`)."""
     return getattr(step, "adds", False)
 
 
@@ -60,27 +61,27 @@ class Attention(nn.Module):
         q, kv = own.heads.times(dim).size, own.groups.times(dim).size
         self.qkv = Linear(config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.attention_bias, weights=weights)
         self.out = Linear(q, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
-        self.norm_behind = False  # whether an RMSNorm that adds the result to the residual is all that reads it
+        self.fused_norm = False  # an RMSNorm that adds the result to the residual is all that reads it
         self.head_scores: Weight | None = None  # of a predictor that says which KV heads a token needs
 
     @property
     def reads_input_once(self) -> bool:
         return self.head_scores is None and self.qkv.takes_codes
 
-    def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> Pending:
         learned = self._learned()
         if self.head_scores is not None:
             learned = replace(learned, chosen=self.head_scores(x_TH))
         attended = step.attend(self.layer, self._project(x_TH, step), learned)
-        return self.out.unsummed(attended) if self.norm_behind else self.out(attended)
+        return self.out.split_k(attended) if self.fused_norm else self.out(attended)
 
     def enter(self, x_TH: torch.Tensor, step: EnteringStep) -> None:
         """Keys and values alone."""
         step.enter(self.layer, self._project(x_TH, step), self._learned())
 
-    def _project(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def _project(self, x_TH: torch.Tensor, step: AttentionStep) -> Any:
         """To what the step takes."""
-        return self.qkv.unadded(x_TH) if adds(step) else self.qkv(x_TH)
+        return self.qkv.pending_lora(x_TH) if adds(step) else self.qkv(x_TH)
 
     def _learned(self) -> HeadWeights:
         sinks = None if self.sinks is None else self.sinks.weight

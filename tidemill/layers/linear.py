@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
 from tidemill.kernels.parts import take_columns
+from tidemill.kernels.pending import Pending, PendingLora
 from tidemill.layers.base import Layer, read_values
 from tidemill.parallel.cuts import Cut, Size, even, num_of, unit_of, whole_of
 from tidemill.parallel.group import Group, group_of
@@ -17,8 +18,11 @@ from tidemill.parallel.shard import Shard
 from tidemill.quant import PLAIN, Gated, LinearRows, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
-if TYPE_CHECKING:
-    from tidemill.layers.lora import Loras
+
+class Adapters(Protocol):
+    """The adapters of a model. While `is_on` is false, linear layers compute without them."""
+
+    is_on: bool
 
 
 class PartPair(NamedTuple):
@@ -64,7 +68,7 @@ class Linear(Layer):
         self._read: dict[str, Any] = {}  # until all are there
         self._rows: LinearRows | None = None  # where they are read, if the method has a place for them
         self._weight: Weight | None = None
-        self.loras: Loras | None = None  # adapters of the model, and those of this layer
+        self.loras: Adapters | None = None  # adapters of the model, and those of this layer
         self.lora: LinearLora | None = None
         self.all_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None  # computes it with the parts of all ranks
         self.by_rows = False  # now it does
@@ -171,20 +175,22 @@ class Linear(Layer):
         y_TN = self._group.all_reduce(self._multiply(x_TK))
         return y_TN if self._gathered is None else self._gathered[0].all_gather(y_TN, 1, self._gathered[1])
 
-    def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """The product for the norm behind it alone, which adds up what the kernel has not."""
+    def split_k(self, x_TK: torch.Tensor) -> Pending:
+        """The product for a norm that adds up split-K partials, and what adapters add."""
         if self.by_rows or self._group is not None or self._has_adapters:
-            return self.unadded(x_TK)
-        return self.weight.unsummed(x_TK)
+            return self.pending_lora(x_TK)
+        return self.weight.split_k(x_TK)
 
-    def unadded(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """The product for a kernel alone that adds what adapters do (`handover.with_added`)."""
-        return self(x_TK) if self.by_rows or self._group is not None else self._multiply(x_TK, leave=True)
+    def pending_lora(self, x_TK: torch.Tensor) -> torch.Tensor | PendingLora:
+        """The product for a kernel that adds what adapters do."""
+        if self.by_rows or self._group is not None or self.lora is None or not self._has_adapters:
+            return self(x_TK)
+        return self.lora.pending(x_TK, self.weight)
 
-    def _multiply(self, x_TK: torch.Tensor, leave: bool = False) -> torch.Tensor:
+    def _multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.lora is None or not self._has_adapters:
             return self.weight(x_TK)
-        return self.lora.adapted(x_TK, self.weight, leave)
+        return self.lora.adapted(x_TK, self.weight)
 
 
 class GatedLinear(Linear):

@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from tidemill.kernels.glu import activate
 from tidemill.kernels.neurons import ChosenNeurons, NeuronWeights
+from tidemill.kernels.pending import Pending
 from tidemill.layers.linear import GatedLinear, Linear
 from tidemill.model_config import ModelConfig
 from tidemill.parallel.cuts import Size, feed_forward_cut
 from tidemill.quant import WeightPlan
 
-if TYPE_CHECKING:
-    from tidemill.layers.split_neurons import SplitNeurons
+# A feed-forward of which some neurons are computed elsewhere: of its input and its two layers.
+SplitFeedForward = Callable[[torch.Tensor, GatedLinear, Linear], torch.Tensor]
 
 
 def inner_size(config: ModelConfig, layer: int, weights: WeightPlan) -> Size:
     """The inner size of a layer's feed-forward, as this rank has it."""
-    return config.intermediate_size if weights.shard.size == 1 else feed_forward_cut(config, layer, weights.shard).size
+    return (
+        config.intermediate_size
+        if weights.shard.size == 1
+        else feed_forward_cut(config, layer, weights.shard).size
+    )
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: Size, bias: bool, weights: WeightPlan, act: str = "silu") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: Size,
+        bias: bool,
+        weights: WeightPlan,
+        act: str = "silu",
+    ) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
+        self.gate_up = GatedLinear(
+            hidden_size, intermediate_size, bias=bias, weights=weights, act=act
+        )
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
         self.gate_up.read_by = (self.down,)
-        self.norm_behind = False  # as of Attention
+        self.fused_norm = False  # as of Attention
         self.neurons: NeuronWeights | ChosenNeurons | None = None  # where not all are computed
-        self.split: SplitNeurons | None = None  # where some are in host memory
+        self.split: SplitFeedForward | None = None  # where some are in host memory
 
     @property
     def reads_input_once(self) -> bool:
         return self.split is None and self.neurons is None and self.gate_up.takes_codes
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor) -> Pending:
         if self.split is not None:
             return self.split(x_TH, self.gate_up, self.down)
         if self.neurons is not None:
             return self.neurons(x_TH, self.gate_up(x_TH))
-        return self.down.unsummed(self.gate_up(x_TH)) if self.norm_behind else self.down(self.gate_up(x_TH))
+        return (
+            self.down.split_k(self.gate_up(x_TH))
+            if self.fused_norm
+            else self.down(self.gate_up(x_TH))
+        )
 
 
 class MLP(nn.Module):
     """`act`: a name in `kernels/glu.py`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: Size, bias: bool, weights: WeightPlan, act: str) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: Size, bias: bool, weights: WeightPlan, act: str
+    ) -> None:
         super().__init__()
         self.up = Linear(hidden_size, {"up": intermediate_size}, bias=bias, weights=weights)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)

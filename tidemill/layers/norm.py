@@ -9,6 +9,7 @@ from torch import nn
 
 from tidemill.kernels.handover import Handover
 from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm
+from tidemill.kernels.pending import Pending
 from tidemill.layers.base import Layer
 from tidemill.parallel.cuts import Size, num_of, whole_of
 from tidemill.weights.checkpoint import WeightTensor
@@ -28,7 +29,7 @@ class RMSNorm(Layer):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(None, x_TH, self.weight, self.eps)
 
-    def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
+    def add(self, x_TH: Pending | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
         alone = self.is_alone is not None and self.is_alone()
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.handover, alone)

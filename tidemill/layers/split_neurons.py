@@ -122,8 +122,8 @@ class NeuronSplit(Streaming):
     @torch.inference_mode()
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         for parts in self._parts:
-            parts.module.split = parts.finish()
-            self.layers.append(parts.module.split)
+            split = parts.module.split = parts.finish()
+            self.layers.append(split)
         self._parts = []
         gates = [one.gate for one in self.layers] if self._gates_on_gpu else []
         self.held_bytes = resident_bytes(model) + sum(one.nbytes for gate in gates for one in tensors_of(gate))

@@ -47,9 +47,9 @@ class Block(nn.Module):
         self.attn = self.attention(config, layer, weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.mlp = self.feed_forward(config, layer, weights)
-        self.attn.norm_behind = True
+        self.attn.fused_norm = True
         if isinstance(self.mlp, GatedMLP):
-            self.mlp.norm_behind = True
+            self.mlp.fused_norm = True
 
     def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
         return feed_forward(config, layer, weights)
@@ -152,7 +152,7 @@ class Llama(CausalLM):
             self.norm, self.head = ResidualSum(self.config.residual_scale), nn.Identity()
             for module in self.blocks.modules():  # any block may be the last of a trial
                 if isinstance(module, GatedMLP):
-                    module.norm_behind = False
+                    module.fused_norm = False
 
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embed, Embedding):

@@ -11,6 +11,7 @@ import torch
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.low_rank import Factors, Product
 from tidemill.kernels.moe import ExpertWeights
+from tidemill.kernels.pending import SplitK
 from tidemill.kernels.quantized_linear import Codes, joined_activations
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
@@ -61,10 +62,19 @@ class CudaPackedWeight(CudaMatrix):
         num: int = self._weight.num_bytes + (0 if self._sparse is None else self._sparse.num_bytes)
         return num
 
-    def unsummed(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x_TK, self._act, leave=True)
+    def split_k(self, x_TK: torch.Tensor) -> torch.Tensor | SplitK:
+        from tidemill.kernels.cuda import hopper_packed
 
-    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None, leave: bool = False) -> torch.Tensor:
+        if self._sparse is not None or not hopper_packed.covers(self._weight, x_TK.shape[0]):
+            return self(x_TK)
+        x_TK = x_TK if self._order is None else x_TK.index_select(1, self._order)
+        return hopper_packed.gemm_by_roles(
+            x_TK, self._weight, bias_N=self._bias, act=self._act, leave=True
+        )
+
+    def _multiply(
+        self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from tidemill.kernels.cuda import hopper_packed
         from tidemill.kernels.cuda.gemm import matmul
         from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed
@@ -75,7 +85,9 @@ class CudaPackedWeight(CudaMatrix):
         if self._order is not None:
             x_TK = x_TK.index_select(1, self._order)
         if out is None and hopper_packed.covers(weight, x_TK.shape[0]):
-            return hopper_packed.gemm_by_roles(x_TK, weight, bias_N=self._bias, act=act, leave=leave)
+            product = hopper_packed.gemm_by_roles(x_TK, weight, bias_N=self._bias, act=act)
+            assert isinstance(product, torch.Tensor)
+            return product
         if x_TK.shape[0] <= _MOST_ROWS or out is not None:
             return gemm_packed(x_TK, weight, bias_N=self._bias, act=act, out=out)
         dense = dequantize(weight, out=_buffer((weight.num_out, weight.num_in), self._device))

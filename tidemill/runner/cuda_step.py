@@ -17,8 +17,8 @@ from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.kv_write import enter_heads
 from tidemill.kernels.cuda.lanes import change_over, in_order
 from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep
-from tidemill.kernels.handover import with_added
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
+from tidemill.kernels.pending import PendingLora, with_added
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.model_config import ModelConfig
@@ -42,7 +42,7 @@ class CudaStep:
     numbers: list[int] | None = None  # of each layer, among those with attention; None: they all have it
     states: CudaStateStep | None = None
 
-    def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> None:
+    def enter(self, layer: int, qkv_TC: torch.Tensor | PendingLora, learned: HeadWeights = PLAIN) -> None:
         self._enter(layer, *with_added(qkv_TC), learned)
 
     def _enter(self, layer: int, qkv_TC: torch.Tensor, added_TC: torch.Tensor | None, learned: HeadWeights) -> None:
@@ -51,7 +51,7 @@ class CudaStep:
         where = at.index, self.positions_T, self.slots_GT[at.group], kv.angles[layer]
         enter_heads(qkv_TC, kv.cache, *where, kv.num_heads, learned, kv.scales, added_TC)
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+    def attend(self, layer: int, qkv_TC: torch.Tensor | PendingLora, learned: HeadWeights = PLAIN) -> torch.Tensor:
         qkv_TC, added_TC = with_added(qkv_TC)
         self._enter(layer, qkv_TC, added_TC, learned)
         layer = layer if self.numbers is None else self.numbers[layer]

@@ -21,7 +21,7 @@ from tidemill.kernels.cuda.hopper_attention import barrier, fetch
 from tidemill.kernels.cuda.hopper_gemm import FUSED, descriptor
 from tidemill.kernels.cuda.launch import HOW, begin, is_hopper, launch
 from tidemill.kernels.cuda.packed_gemm import Packed, _assembly, _store
-from tidemill.kernels.handover import CHUNKS
+from tidemill.kernels.pending import SplitK
 
 FROM_ROWS = 64  # up to there the other kernel is as fast
 MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
@@ -278,18 +278,18 @@ def gemm_by_roles(
     bias_N: torch.Tensor | None = None,
     act: str = "",
     leave: bool = False,
-) -> torch.Tensor:
-    """`act`: as `gemm` has it. `leave`: sums of chunks may be left to the norm behind it, without a bias or an activation."""
+) -> torch.Tensor | SplitK:
+    """`act`: as `gemm` has it. `leave`: split-K partials may be returned, without a bias or an activation."""
     num_rows, num_out, chunks = x_TK.shape[0], weight.num_out, weight.num_chunks
     leave = leave and bias_N is None and not act
     tile = tile or own_tile(num_rows, num_out, weight.num_in, chunks, weight.plane, leave)
     split = bool(tile.split) and chunks > 1
     is_fused = act == FUSED and not split
     shape = num_rows, num_out // 2 if act and (is_fused or split) else num_out
-    out = torch.empty(shape, dtype=x_TK.dtype, device="meta" if split and leave else x_TK.device)
     plane, num_blocks = weight.plane, weight.words_NW.shape[1] // weight.plane
     tiles_m, tiles_n = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_out, tile.outs)
     sums = x_TK.new_empty(chunks, num_rows, num_out, dtype=torch.float32) if split else weight.scales_GN
+    out = sums if split and leave else x_TK.new_empty(shape)
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
         _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
@@ -300,8 +300,8 @@ def gemm_by_roles(
         maxnreg=168, launch_pdl=True,
     )  # fmt: skip
     if split and leave:
-        CHUNKS.put(out, sums)
-    elif split:
+        return SplitK(sums)
+    if split:
         launch(
             _add_chunks, (triton.cdiv(num_out, 128), triton.cdiv(num_rows, 16)), sums, bias, out, num_rows, num_out,
             CHUNKS=chunks, ROWS=16, OUTS=128, HAS_BIAS=bias_N is not None, ACT=act, num_warps=4, **HOW,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, Protocol
@@ -28,9 +29,10 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.glu import gated
 from tidemill.kernels.cuda.launch import FEW, begin, how, launch
-from tidemill.kernels.handover import UNADDED, Place, Unadded
+from tidemill.kernels.handover import Place
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora, Pair
+from tidemill.kernels.pending import PendingLora
 
 RANKS: Final = 16  # of a block
 _STRETCH, _MOST_STRETCHES, _INS = 512, 4, 128
@@ -286,23 +288,33 @@ class CudaLora(LinearLora):
         self._blocks[slot].copy_(torch.tensor(blocks, dtype=torch.int32, device="cpu"))
         self._scales[slot].copy_(torch.tensor(scales, dtype=torch.float32, device="cpu"))
 
-    def adapted(self, x_TK: torch.Tensor, weight: Weight, leave: bool = False) -> torch.Tensor:
-        side, partial_low, leave = self.lists.side, PARTIAL.take(x_TK), leave and not self._act
-        # Memory that is taken on another stream is used again on that one only: so it is free by then, as the step's stream waits
-        # before it goes on, and that one for the step's. Steps with adapters are not halved, so no other lane uses it.
+    def adapted(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor:
+        with self._beside():
+            low = self._low(x_TK)
+        y_TN = weight.matmul(x_TK)
+        _wait(self.lists.side)
+        return self._expand_gated(low, y_TN) if self._act else self._expand(low, y_TN, y_TN)
+
+    def pending(self, x_TK: torch.Tensor, weight: Weight) -> torch.Tensor | PendingLora:
+        if self._act:
+            return self.adapted(x_TK, weight)
+        with self._beside():
+            low = self._low(x_TK)
+            added = self._expand(low, None, x_TK.new_empty(x_TK.shape[0], self._up.shape[2]))
+        return PendingLora(weight.matmul(x_TK), added, partial(_wait, self.lists.side))
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """The stream of these kernels. Memory that is taken on another stream is used again on that
+        one only: so it is free by then, as the step's stream waits before it goes on, and that one
+        for the step's. Steps with adapters are not halved, so no other lane uses it."""
+        side = self.lists.side
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # None: the current one
-            low, added = self._shrink(x_TK) if partial_low is None else self._add_up(partial_low), None
-            if leave:
-                added = self._expand(low, None, x_TK.new_empty(x_TK.shape[0], self._up.shape[2]))
-        y_TN = weight.matmul(x_TK)
-        if added is not None:
-            out = torch.empty_like(y_TN, device="meta")
-            UNADDED.put(out, Unadded(y_TN, added, partial(_wait, side)))
-            return out
-        _wait(side)
-        return self._expand_gated(low, y_TN) if self._act else self._expand(low, y_TN, y_TN)
+        return torch.cuda.stream(side)  # None: the current one
+
+    def _low(self, x_TK: torch.Tensor) -> torch.Tensor:
+        partial_low = PARTIAL.take(x_TK)
+        return self._shrink(x_TK) if partial_low is None else self._add_up(partial_low)
 
     def _options(self, num_tokens: int) -> dict[str, Any]:
         return {"ROWS": rows_of_tile(num_tokens), "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": len(self._outs)}

@@ -8,7 +8,8 @@ import triton.language as tl
 
 from tidemill.kernels.cuda.launch import begin, how, launch
 from tidemill.kernels.cuda.rounding import LARGEST, Scaled, quantized
-from tidemill.kernels.handover import CHUNKS, Handover, with_added
+from tidemill.kernels.handover import Handover
+from tidemill.kernels.pending import Pending, SplitK, with_added
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _of_a_row(width: int) -> dict[str, int]:
 
 
 def add_rms_norm(
-    x_TH: torch.Tensor | None,
+    x_TH: Pending | None,
     residual_TH: torch.Tensor,
     weight_H: torch.Tensor,
     eps: float,
@@ -65,16 +66,20 @@ def add_rms_norm(
     alone = alone and handover is not None
     out = torch.empty_like(residual_TH, device="meta" if alone else None)
     num_rows, width = residual_TH.shape
-    (x, added), made = with_added(residual_TH if x_TH is None else x_TH), None
-    sums = CHUNKS.take(x)
-    assert x.device.type != "meta" or sums is not None, "nobody has what should be added"
+    added, made, num_chunks = None, None, 1
+    if isinstance(x_TH, SplitK):
+        x, num_chunks = x_TH.partials, x_TH.partials.shape[0]
+    elif x_TH is None:
+        x, num_chunks = residual_TH, 0
+    else:
+        x, added = with_added(x_TH)
     if handover is not None:
         made = Scaled(torch.empty_like(residual_TH, dtype=handover.dtype), residual_TH.new_empty(num_rows, dtype=torch.float32))
     launch(
-        _add_rms_norm, (num_rows,), x if sums is None else sums, residual_TH if added is None else added, residual_TH,
+        _add_rms_norm, (num_rows,), x, residual_TH if added is None else added, residual_TH,
         weight_H, residual_TH if alone else out,
         out if made is None else made.values_NK.view(torch.int8), out if made is None else made.scales, width, eps, scale,
-        CHUNKS=0 if x_TH is None else 1 if sums is None else sums.shape[0], ADDS=added is not None,
+        CHUNKS=num_chunks, ADDS=added is not None,
         CODES=0 if handover is None else LARGEST[handover.dtype], PLAIN=not alone, **_of_a_row(width), **how(num_rows),
     )  # fmt: skip
     if handover is not None and made is not None:

@@ -20,10 +20,10 @@ import torch
 
 from tidemill.errors import WeightsLost, WorkerLost
 from tidemill.kernels.kv_cache import HeadWeights
-from tidemill.kernels.native.exchanges import ExchangeCalls, ExchangeSpec
+from tidemill.kernels.native.exchanges import Exchange, ExchangeSpec
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
-from tidemill.kernels.native.streams import STREAM_ERRORS, HostNeurons, Neurons, Piece, StreamCalls, StreamFigures, StreamSpec
+from tidemill.kernels.native.streams import STREAM_ERRORS, HostNeurons, Neurons, Piece, StreamFigures, StreamSpec
 from tidemill.kernels.native.structs import (
     GroupSpec,
     KVQuantSpec,
@@ -120,7 +120,7 @@ def check_build(lib: ctypes.CDLL, sources: str) -> None:
         raise OSError(f"its structs are laid out differently ({wrong[0]}); {fix}")
 
 
-class Library(StreamCalls, ExchangeCalls):
+class Library:
     """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
 
     def __init__(self, path: Path) -> None:
@@ -200,8 +200,19 @@ class Library(StreamCalls, ExchangeCalls):
         self.fail_group.argtypes, self.fail_group.restype = [_POINTER], None
         self._copy_sum = lib.tm_copy_sum
         self._copy_sum.argtypes, self._copy_sum.restype = [_POINTER, _POINTER, _LONG, _POINTER], None
-        self._bind_streams(lib)
-        self._bind_exchanges(lib)
+        self._open_stream = lib.tm_stream_open
+        self._open_stream.argtypes, self._open_stream.restype = [_POINTER, _LONG], _POINTER
+        self.close_stream = lib.tm_stream_close
+        self.close_stream.argtypes, self.close_stream.restype = [_POINTER], None
+        self._stream_layer = lib.tm_stream_layer
+        self._stream_layer.argtypes = [_POINTER, _LONG]
+        self._stream_figures = lib.tm_stream_figures_of
+        self._stream_figures.argtypes, self._stream_figures.restype = [_POINTER, _POINTER], None
+        self._own_rows, self._to_columns, self._to_rows = lib.tm_own_rows, lib.tm_to_columns, lib.tm_to_rows
+        self._own_rows.argtypes, self._own_rows.restype = [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER], None
+        self._to_columns.argtypes = self._to_rows.argtypes = [_POINTER, _POINTER, _POINTER, _LONG]
+        self._columns = lib.tm_columns
+        self._columns.argtypes, self._columns.restype = [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER], None
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -509,6 +520,54 @@ class Library(StreamCalls, ExchangeCalls):
         out = keys_S.new_empty(keys_S.shape)
         self._draw(logits_SV.data_ptr(), keys_S.data_ptr(), out.data_ptr(), *logits_SV.shape)
         return out
+
+    def open_stream(self, spec: StreamSpec, num_readers: int) -> int:
+        """The address of a stream, until `close_stream`. The caller keeps what the spec names."""
+        stream = self._open_stream(ctypes.addressof(spec), num_readers)
+        if not stream:
+            raise MemoryError("no memory or no threads for a stream of weights")
+        return int(stream)
+
+    def stream_figures(self, stream: int) -> StreamFigures:
+        figures = StreamFigures()
+        self._stream_figures(stream, ctypes.addressof(figures))
+        return figures
+
+    def columns(self, x_TN: torch.Tensor, first: int, num: int) -> torch.Tensor:
+        """Neighbouring columns."""
+        x_TN = x_TN.contiguous()
+        out = x_TN.new_empty(x_TN.shape[0], num)
+        self._columns(x_TN.data_ptr(), *x_TN.shape, first, num, out.data_ptr())
+        if self._recording:
+            self._recording.note("columns", out, x_TN, kind=first, width=x_TN.shape[1], num_out=num)
+        return out
+
+    def own_rows(self, x_TN: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """The rows of this rank, of all rows."""
+        num, width = x_TN.shape
+        out = x_TN.new_empty(num * (rank + 1) // size - num * rank // size, width)
+        self._own_rows(x_TN.data_ptr(), num, width, rank, size, out.data_ptr())
+        if self._recording:
+            self._recording.note("own_rows", out, x_TN, kind=rank, width=width, num_out=size)
+        return out
+
+    def to_columns(self, exchange: Exchange, x_RN: torch.Tensor, num_rows: int) -> tuple[int, torch.Tensor]:
+        """From some rows of all columns to all `num_rows` rows of some columns. Besides them, what `check_group` takes."""
+        out = x_RN.new_empty(num_rows, exchange.own_width)
+        failed = self._to_columns(exchange.address, x_RN.data_ptr(), out.data_ptr(), num_rows)
+        if self._recording:
+            self._recording.note("to_columns", out, x_RN, width=exchange.width, num_out=exchange.own_width, a=exchange.address)
+        return failed, out
+
+    def to_rows(self, exchange: Exchange, x_TN: torch.Tensor, rank: int, size: int) -> tuple[int, torch.Tensor]:
+        """From all rows of some columns to some rows of all columns."""
+        num = x_TN.shape[0]
+        out = x_TN.new_empty(num * (rank + 1) // size - num * rank // size, exchange.width)
+        failed = self._to_rows(exchange.address, x_TN.data_ptr(), out.data_ptr(), num)
+        if self._recording:
+            width = x_TN.shape[1]
+            self._recording.note("to_rows", out, x_TN, kind=rank, width=width, num_out=size, a=exchange.address)
+        return failed, out
 
 
 def _cpu_flags() -> set[str]:

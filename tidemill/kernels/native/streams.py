@@ -54,32 +54,6 @@ class HostNeurons(ctypes.Structure):
     ]
 
 
-class StreamCalls:
-    """Functions of the compiled library that open, close and look at streams."""
-
-    def _bind_streams(self, lib: ctypes.CDLL) -> None:
-        self._open_stream = lib.tm_stream_open
-        self._open_stream.argtypes, self._open_stream.restype = [_POINTER, _LONG], _POINTER
-        self.close_stream = lib.tm_stream_close
-        self.close_stream.argtypes, self.close_stream.restype = [_POINTER], None
-        self._stream_layer = lib.tm_stream_layer
-        self._stream_layer.argtypes = [_POINTER, _LONG]
-        self._stream_figures = lib.tm_stream_figures_of
-        self._stream_figures.argtypes, self._stream_figures.restype = [_POINTER, _POINTER], None
-
-    def open_stream(self, spec: StreamSpec, num_readers: int) -> int:
-        """The address of a stream, until `close_stream`. The caller keeps what the spec names."""
-        stream = self._open_stream(ctypes.addressof(spec), num_readers)
-        if not stream:
-            raise MemoryError("no memory or no threads for a stream of weights")
-        return int(stream)
-
-    def stream_figures(self, stream: int) -> StreamFigures:
-        figures = StreamFigures()
-        self._stream_figures(stream, ctypes.addressof(figures))
-        return figures
-
-
 # What streams return; the numbers are tidemill.h's.
 STREAM_ERRORS = {
     -5: "the file of prepared weights was changed or cut short while it was in use",

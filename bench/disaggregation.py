@@ -32,11 +32,11 @@ from tidemill.engine.client import EngineClient
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import Roles
 from tidemill.events import Event
+from tidemill.planning.cluster import DECODE, PREFILL, Cluster, EngineSpec, Job
+from tidemill.planning.cost import Curve, FittedCost
+from tidemill.planning.profile import Profile
+from tidemill.planning.simulator import SimConfig
 from tidemill.sampling import SamplingParams
-from tidemill.sim.cluster import DECODE, PREFILL, Cluster, EngineSpec, Job
-from tidemill.sim.cost import Curve, FittedCost
-from tidemill.sim.profile import Profile
-from tidemill.sim.simulator import SimConfig
 from tidemill.wire import Submit
 
 _COPY_RATE = 5e9  # bytes a second by which pages move between engines, in the simulator

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bench.plots import _pyplot, _save
+from tidemill.planning.cluster import DECODE, PREFILL, Cluster, Job, Served
+from tidemill.planning.costs import Costs
 from tidemill.planning.hardware import HARDWARE
 from tidemill.planning.load import Lengths, copies, in_order, poisson, read_trace
 from tidemill.planning.plans import Case, Limits, Plan, Pool, Result, Slo, summarize
-from tidemill.planning.profiles import Costs
+from tidemill.planning.profile import shipped_profiles
 from tidemill.planning.report import why
 from tidemill.planning.search import search
 from tidemill.planning.shapes import SHAPES
 from tidemill.planning.space import Space
-from tidemill.sim.cluster import DECODE, PREFILL, Cluster, Job, Served
-from tidemill.sim.profile import shipped_profiles
-from tidemill.sim.trace import MAX_REQUESTS
+from tidemill.planning.trace import MAX_REQUESTS
 
 H200 = HARDWARE["H200"]
 GPUS = 1000

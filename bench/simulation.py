@@ -35,11 +35,11 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels import machine
+from tidemill.planning.calibration import Calibration, StepTimer, profile_of, timed
+from tidemill.planning.fit import Sample
+from tidemill.planning.profile import Profile
+from tidemill.planning.simulator import Arrival, SimConfig, simulate
 from tidemill.sampling import SamplingParams
-from tidemill.sim.calibration import Calibration, StepTimer, profile_of, timed
-from tidemill.sim.fit import Sample
-from tidemill.sim.profile import Profile
-from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Submit
 
 HELD_OUT = ("translation", "chat", "forms", "review")

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from tidemill.engine.core import EngineCore
 from tidemill.engine.moments import EngineComponents
+from tidemill.planning.cost import LinearCost
+from tidemill.planning.profile import Profile
+from tidemill.planning.runner import SimRunner
+from tidemill.planning.simulator import _MODEL, Arrival, SimConfig, SimEngine
+from tidemill.planning.trace import arrivals, read_rows
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.sim.cost import LinearCost
-from tidemill.sim.profile import Profile
-from tidemill.sim.runner import SimRunner
-from tidemill.sim.simulator import _MODEL, Arrival, SimConfig, SimEngine
-from tidemill.sim.trace import arrivals, read_rows
 from tidemill.wire import Submit
 
 

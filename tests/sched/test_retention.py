@@ -8,10 +8,10 @@ import pytest
 from tests.sched.test_scheduler import add, make, run, step
 from tidemill import events
 from tidemill.kv.tiers import Moved, Tiers
+from tidemill.planning.cost import LinearCost
+from tidemill.planning.simulator import Arrival, SimConfig, simulate
 from tidemill.sampling import SamplingParams
 from tidemill.sched.scheduler import Scheduler
-from tidemill.sim.cost import LinearCost
-from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Hold, Submit
 
 

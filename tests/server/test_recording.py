@@ -22,9 +22,9 @@ from tidemill.cli.main import app
 from tidemill.errors import ConfigError
 from tidemill.models.llama import Llama
 from tidemill.planning.load import read_trace as read_jobs
+from tidemill.planning.trace import read_rows
 from tidemill.record.reader import Recording
 from tidemill.record.writer import RecordingWriter, files_of, read_key
-from tidemill.sim.trace import read_rows
 
 SECRET = "the launch code is 7421. "
 SHARED = SECRET * 8  # 200 tokens: one for each character

@@ -21,7 +21,7 @@ from tidemill.frontend.sampling_defaults import read_source
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kv_policy import read_policy
 from tidemill.parallel.stages import LayerTimes
-from tidemill.sim import profile
+from tidemill.planning import profile
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tidemill.sim.records import PERCENTILES, Record, percentile, spread_of
+from tidemill.planning.records import PERCENTILES, Record, percentile, spread_of
 
 __all__ = ["PERCENTILES", "Record", "percentile", "spread_of", "summarize"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.sim.trace import read_rows
+from tidemill.planning.trace import read_rows
 
 _FIRST_ID = 100  # below it many vocabularies have special tokens
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError
-from tidemill.sim.profile import Profile, check_target
+from tidemill.planning.profile import Profile, check_target
 from tidemill.weights.locate import locate
 
 
@@ -39,7 +39,7 @@ def calibrate(
     """Measure what steps cost here, as a profile for `simulate`. The cost is by tokens, sequences and context."""
     from tidemill.engine.load import load_core  # brings torch
     from tidemill.kernels.machine import detect
-    from tidemill.sim.calibration import Calibration, profile_of
+    from tidemill.planning.calibration import Calibration, profile_of
 
     raise_on_interrupt()
     model = settings["model"]

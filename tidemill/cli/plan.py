@@ -17,17 +17,17 @@ from rich.table import Table
 from tidemill.config import parse_bytes
 from tidemill.errors import ConfigError, ModelNotFound
 from tidemill.model_config import ModelConfig
+from tidemill.planning.cluster import Job
 from tidemill.planning.commands import commands
+from tidemill.planning.costs import Costs
 from tidemill.planning.hardware import HARDWARE, parse_devices, with_link
 from tidemill.planning.load import Lengths, parse_lengths, poisson, read_trace
 from tidemill.planning.plans import Case, Result, Slo, parse_slo
-from tidemill.planning.profiles import Costs
 from tidemill.planning.report import as_dict, why
 from tidemill.planning.search import Found, search
 from tidemill.planning.shapes import NAMES, SHAPES
 from tidemill.planning.space import Space
 from tidemill.sched.policies import POLICIES
-from tidemill.sim.cluster import Job
 
 _TRIED = "continuous,prefill-first"
 _SHOWN = 12  # plans of the table

@@ -19,11 +19,11 @@ from tidemill.cli.bench import _percentiles
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.simulate_case import DEFAULT_PROFILE, RecordedCase, cases_of
 from tidemill.errors import ConfigError
-from tidemill.sim.drafter import Speculation
-from tidemill.sim.fleet import Delays, run_rows
-from tidemill.sim.simulator import SimEngine, SimTiers
-from tidemill.sim.trace import MAX_REQUESTS, num_cut
-from tidemill.sim.what_if import Slo
+from tidemill.planning.drafter import Speculation
+from tidemill.planning.fleet import Delays, run_rows
+from tidemill.planning.simulator import SimEngine, SimTiers
+from tidemill.planning.trace import MAX_REQUESTS, num_cut
+from tidemill.planning.what_if import Slo
 
 _OPTIONS = (
     "policy", "max-context", "max-requests", "token-budget", "kv-memory", "kv-host-memory", "page-size", "prefix-caching",

@@ -12,10 +12,10 @@ from tidemill.cache_layout import Group
 from tidemill.cli.settings import Settings
 from tidemill.config import fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.sim.fleet import Delays
-from tidemill.sim.profile import MOST_ROWS, Profile
-from tidemill.sim.simulator import SimConfig
-from tidemill.sim.trace import Row, read_rows
+from tidemill.planning.fleet import Delays
+from tidemill.planning.profile import MOST_ROWS, Profile
+from tidemill.planning.simulator import SimConfig
+from tidemill.planning.trace import Row, read_rows
 
 DEFAULT_PROFILE = "h200-llama8b"
 _MOST_PAGES = 2**24  # some hundred bytes of memory each
@@ -59,8 +59,8 @@ def cases_of(
         cost = Profile.load(profile or DEFAULT_PROFILE)
         config = engine_of(settings, cost)
         return [RecordedCase(read_rows(trace, limit), config, cost, Delays(), cost.model.name, 1, _page_bytes(config, cost))]
+    from tidemill.planning.recorded_engine import recorded_engine, recorded_models
     from tidemill.record.reader import Recording
-    from tidemill.sim.recorded_engine import recorded_engine, recorded_models
 
     recording = Recording(trace, _key(key))
     names = recorded_models(recording)

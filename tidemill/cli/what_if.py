@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tidemill.cli.simulate_case import RecordedCase
 from tidemill.errors import ConfigError
-from tidemill.sim.what_if import Answer, Case, Search, Slo, Times, Tried, lines_of
+from tidemill.planning.what_if import Answer, Case, Search, Slo, Times, Tried, lines_of
 
 
 def ask(case: RecordedCase, slo: Slo, most_engines: int, seconds: float, scales: tuple[float, float]) -> Answer:

@@ -1,1 +1,1 @@
-"""The choice of models, devices and cuts: costs from shapes, plans, and their search in the simulator. Ints and floats only."""
+"""Plans before hardware: simulation of engines and clusters, costs measured or estimated, and the search for a plan."""

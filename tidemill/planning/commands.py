@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from tidemill.planning.cluster import BOTH, DECODE, PREFILL
 from tidemill.planning.hardware import Hardware
 from tidemill.planning.plans import Plan, Pool
-from tidemill.sim.cluster import BOTH, DECODE, PREFILL
 
 _FIRST_PORT = 8001
 

@@ -22,8 +22,8 @@ from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.layouts import Layout, Phase
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.stages import computed_ends, counts_of, kv_layers, stages_of
+from tidemill.planning.cost import Shapes, StepShape
 from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import Shapes, StepShape
 
 _SMALLEST_BATCH = 32  # tokens of a micro-batch
 _BATCHES_A_STAGE = 2

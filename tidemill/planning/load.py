@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidemill.errors import ConfigError
-from tidemill.sim.cluster import Job
-from tidemill.sim.trace import MAX_REQUESTS, read_rows
+from tidemill.planning.cluster import Job
+from tidemill.planning.trace import MAX_REQUESTS, read_rows
 
 _MOST = 10_000_000  # tokens of a request
 

@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tidemill.planning.cluster import BOTH, DECODE, PREFILL
 from tidemill.planning.hardware import Shape
 from tidemill.planning.plans import Case, Evaluator, Limits, Plan, Pool, Result
 from tidemill.planning.search import Floors, Found, nothing_fits
 from tidemill.planning.space import Space
-from tidemill.sim.cluster import BOTH, DECODE, PREFILL
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill.errors import ConfigError
+from tidemill.planning.cluster import BLOCK, BOTH, DECODE, PREFILL, Job, num_short
 from tidemill.planning.hardware import Shape
 from tidemill.planning.plans import Case, Evaluator, Plan, Result
 from tidemill.planning.space import Space
-from tidemill.sim.cluster import BLOCK, BOTH, DECODE, PREFILL, Job, num_short
 
 EXACT = 8  # devices
 SEVERAL = 4  # the same, if there are several models

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tidemill.planning.cluster import BOTH, DECODE, PREFILL
 from tidemill.planning.hardware import Shape
 from tidemill.planning.plans import Case, Limits, Plan, Pool
-from tidemill.sim.cluster import BOTH, DECODE, PREFILL
 
 _SIZES = (1, 2, 4, 8, 16)
 

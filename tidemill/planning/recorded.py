@@ -7,10 +7,10 @@ from itertools import islice
 from pathlib import Path
 
 from tidemill.errors import ConfigError
+from tidemill.planning.trace import Row
 from tidemill.record.format import SEGMENT_LEN, Ended
 from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
 from tidemill.sampling import MAX_N
-from tidemill.sim.trace import Row
 
 
 class _Numbers:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tidemill import events
 from tidemill.events import Event
-from tidemill.sim.cost import StepShape
-from tidemill.sim.fit import Sample
+from tidemill.planning.cost import StepShape
+from tidemill.planning.fit import Sample
 
 _IDLE_S = 0.001  # the loop waited: the step does not follow the one before it
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.engine.routing import BLOCK_LEN
+from tidemill.planning.cost import CostModel
+from tidemill.planning.records import Record
+from tidemill.planning.simulator import Arrival, SimConfig, SimEngine
+from tidemill.planning.trace import Row, coming
+from tidemill.planning.turns import Turns
 from tidemill.sched.placement import Placement, prefix_keys
-from tidemill.sim.cost import CostModel
-from tidemill.sim.records import Record
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
-from tidemill.sim.trace import Row, coming
-from tidemill.sim.turns import Turns
 
 _LOOK_EVERY = 64  # requests
 

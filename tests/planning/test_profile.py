@@ -13,11 +13,11 @@ from tidemill.cli.options import BY_NAME
 from tidemill.cli.simulate import _OPTIONS
 from tidemill.cli.simulate_case import engine_of
 from tidemill.errors import ConfigError
-from tidemill.sim.calibration import Calibration, drive, profile_of, shared_unit, timed
-from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape
-from tidemill.sim.fit import Sample, fit
-from tidemill.sim.profile import Profile, check_target, shipped_profiles
-from tidemill.sim.simulator import Arrival, SimConfig, simulate
+from tidemill.planning.calibration import Calibration, drive, profile_of, shared_unit, timed
+from tidemill.planning.cost import Curve, FittedCost, Heat, StepShape
+from tidemill.planning.fit import Sample, fit
+from tidemill.planning.profile import Profile, check_target, shipped_profiles
+from tidemill.planning.simulator import Arrival, SimConfig, simulate
 
 DECODE, MIXED = Curve([1, 64], [0.004, 0.006]), Curve([16, 512], [0.005, 0.020])
 HOST = {"host_s": 7e-4, "host_new_s": 5e-4, "host_token_s": 4e-6}

@@ -12,11 +12,11 @@ import msgspec
 from tidemill.cache_layout import Group
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.sim.cost import Amount, FittedCost, StepShape
+from tidemill.planning.cost import Amount, FittedCost, StepShape
 
 FORMAT = 1  # of the file; raised when its fields mean something else
 _MAX_BYTES = 1 << 20
-_SHIPPED = files("tidemill.sim") / "profiles"
+_SHIPPED = files("tidemill.planning") / "profiles"
 MOST_ROWS, MOST_PAGES = 2**20, 2**31
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 _Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**60)]

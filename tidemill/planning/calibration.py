@@ -15,12 +15,12 @@ from tidemill.cache_layout import Group
 from tidemill.config.cache import bytes_of_page
 from tidemill.engine.core import EngineCore
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.planning.cost import Shapes, StepShape
+from tidemill.planning.fit import Sample, fit
+from tidemill.planning.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 from tidemill.runner.base import StepResult
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import Shapes, StepShape
-from tidemill.sim.fit import Sample, fit
-from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 from tidemill.version import __version__
 from tidemill.wire import Submit
 

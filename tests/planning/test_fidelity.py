@@ -5,9 +5,9 @@ import math
 import pytest
 
 from tidemill.events import Aborted, DraftsVerified, Forked, PagesLoaded
-from tidemill.sim.cost import Curve, FittedCost, LinearCost
-from tidemill.sim.drafter import Speculation
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimTiers, simulate
+from tidemill.planning.cost import Curve, FittedCost, LinearCost
+from tidemill.planning.drafter import Speculation
+from tidemill.planning.simulator import Arrival, SimConfig, SimEngine, SimTiers, simulate
 
 COST = LinearCost(fixed_s=0.01, per_token_s=0.0001)
 

@@ -12,16 +12,16 @@ from tests.helpers import greedy, make_core
 from tidemill import events
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError
+from tidemill.planning.cost import Curve, FittedCost
+from tidemill.planning.fleet import run_rows
+from tidemill.planning.recorded_engine import _speculation, extended, recorded_engine
+from tidemill.planning.recorded_steps import DraftCounts, steps_of
+from tidemill.planning.simulator import Arrival, SimConfig, SimEngine
+from tidemill.planning.what_if import Slo, busiest, likely
 from tidemill.record.format import Begun, Ended, Events, ModelStart, Output, bytes_of, encode
 from tidemill.record.reader import Recording
 from tidemill.record.writer import RecordingWriter, read_key
 from tidemill.sampling import SamplingParams
-from tidemill.sim.cost import Curve, FittedCost
-from tidemill.sim.fleet import run_rows
-from tidemill.sim.recorded_engine import _speculation, extended, recorded_engine
-from tidemill.sim.recorded_steps import DraftCounts, steps_of
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
-from tidemill.sim.what_if import Slo, busiest, likely
 from tidemill.wire import Submit
 
 LADDER = [1, 8, 64, 512]
@@ -282,7 +282,7 @@ def test_more_sequences_than_were_recorded_cost_what_as_many_tokens_did():
 
 def test_a_long_recording_is_searched_where_most_missed_the_slo(tmp_path):
     from tidemill.cli.simulate_case import recorded_of
-    from tidemill.sim.trace import Row
+    from tidemill.planning.trace import Row
 
     rows = [Row(float(i), 10, 10, ttft_s=9.0 if 3000 <= i < 4500 else 0.1, e2e_s=10.0) for i in range(6000)]
     stretch = busiest(rows, recorded_of, Slo(1.0, None, 0.9))

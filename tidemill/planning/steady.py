@@ -24,6 +24,7 @@ from typing import Any
 
 from tidemill import events
 from tidemill.events import EventSink
+from tidemill.planning.drafter import token_of
 from tidemill.sched import preemption
 from tidemill.sched.clock import Clock
 from tidemill.sched.pages import Pages
@@ -32,7 +33,6 @@ from tidemill.sched.policies import StepState
 from tidemill.sched.queue import AGEING_S, Tenant
 from tidemill.sched.request import Request
 from tidemill.sched.scheduler import Scheduler
-from tidemill.sim.drafter import token_of
 
 _EARLY_S = 1e-6  # before a moment at which the queue's order changes: sums of times are not exact
 _MAX_LOOKED_UP = 8  # queued requests whose first pages are

@@ -1,4 +1,4 @@
-"""Costs of a model on one device, as they were measured (`sim/profile.py`), and those of several devices, which follow."""
+"""Costs of a model on one device, as they were measured (`planning/profile.py`), and those of several devices, which follow."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
+from tidemill.planning.cost import CostModel, Curve, FittedCost
 from tidemill.planning.hardware import ONE, Estimate, Hardware, Shape, estimate
-from tidemill.sim.cost import CostModel, Curve, FittedCost
-from tidemill.sim.profile import Profile, shipped_profiles
+from tidemill.planning.profile import Profile, shipped_profiles
 
 _NONE = "none"
 _ESTIMATED = "estimated from the model's shape and the device's measured rates"

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from tidemill.bench import plots
 from tidemill.cli.main import app
 from tidemill.errors import ConfigError
-from tidemill.sim.core import _quick_keys
-from tidemill.sim.fleet import run_rows
-from tidemill.sim.profile import Profile
-from tidemill.sim.simulator import SimConfig
-from tidemill.sim.trace import _Lines, arrivals, num_cut, read_rows
+from tidemill.planning.core import _quick_keys
+from tidemill.planning.fleet import run_rows
+from tidemill.planning.profile import Profile
+from tidemill.planning.simulator import SimConfig
+from tidemill.planning.trace import _Lines, arrivals, num_cut, read_rows
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.kv.manager import KVManager
+from tidemill.planning.cost import CostModel
+from tidemill.planning.runner import FIRST_TOKEN, SimDevice
+from tidemill.planning.simulator import Arrival, SimConfig, SimEngine
+from tidemill.planning.trace import MOONCAKE_BLOCK, prompt_of
 from tidemill.sched.placement import Placement
 from tidemill.sched.plan import StepItem, StepPlan
-from tidemill.sim.cost import CostModel
-from tidemill.sim.runner import FIRST_TOKEN, SimDevice
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
-from tidemill.sim.trace import MOONCAKE_BLOCK, prompt_of
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 BLOCK = MOONCAKE_BLOCK  # tokens of a prompt that have a number

@@ -12,17 +12,17 @@ import msgspec
 from tidemill.cache_layout import Group
 from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
+from tidemill.planning.cost import Curve, FittedCost, StepShape
+from tidemill.planning.drafter import Speculation
+from tidemill.planning.fit import Sample, fit
+from tidemill.planning.fleet import Delays
+from tidemill.planning.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
+from tidemill.planning.recorded import rows_of_servers
+from tidemill.planning.recorded_steps import DraftCounts, RecordedSteps, delay_s, steps_of
+from tidemill.planning.simulator import SimConfig, SimTiers
+from tidemill.planning.trace import Row, from_zero
 from tidemill.record.format import ModelStart
 from tidemill.record.reader import RecordedServer, Recording
-from tidemill.sim.cost import Curve, FittedCost, StepShape
-from tidemill.sim.drafter import Speculation
-from tidemill.sim.fit import Sample, fit
-from tidemill.sim.fleet import Delays
-from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
-from tidemill.sim.recorded import rows_of_servers
-from tidemill.sim.recorded_steps import DraftCounts, RecordedSteps, delay_s, steps_of
-from tidemill.sim.simulator import SimConfig, SimTiers
-from tidemill.sim.trace import Row, from_zero
 from tidemill.version import __version__
 
 _MOST_SAMPLES = 20_000  # steps that a profile is fitted to, evenly over the recording

@@ -16,19 +16,19 @@ from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
+from tidemill.planning.cluster import DECODE, PREFILL, Cluster, Job
 from tidemill.planning.commands import commands
+from tidemill.planning.cost import Curve, FittedCost, StepShape
+from tidemill.planning.costs import Costs
 from tidemill.planning.hardware import HARDWARE, Seen, Shape, estimate, parse_devices
 from tidemill.planning.load import Lengths, parse_lengths, poisson, read_trace
 from tidemill.planning.plans import Case, Evaluator, Limits, Plan, Pool, Slo, parse_slo
-from tidemill.planning.profiles import Costs
+from tidemill.planning.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 from tidemill.planning.report import why
 from tidemill.planning.search import Floors, search
 from tidemill.planning.shapes import SHAPES
 from tidemill.planning.space import Space
 from tidemill.runner.rank import largest_part
-from tidemill.sim.cluster import DECODE, PREFILL, Cluster, Job
-from tidemill.sim.cost import Curve, FittedCost, StepShape
-from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 
 H200 = HARDWARE["H200"]
 LARGE = Machine(

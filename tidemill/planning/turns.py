@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.sim.drafter import token_of
+from tidemill.planning.drafter import token_of
 
 
 @dataclass(frozen=True, slots=True)

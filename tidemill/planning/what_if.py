@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tidemill.config import fmt_bytes
-from tidemill.sim.cost import CostModel
-from tidemill.sim.fleet import Delays, FleetRun, run_rows
-from tidemill.sim.records import Record, percentile
-from tidemill.sim.simulator import SimConfig
-from tidemill.sim.trace import Row
+from tidemill.planning.cost import CostModel
+from tidemill.planning.fleet import Delays, FleetRun, run_rows
+from tidemill.planning.records import Record, percentile
+from tidemill.planning.simulator import SimConfig
+from tidemill.planning.trace import Row
 
 MOST_ROWS = 2000  # requests of a long recording with which changes are tried
 _PERCENTILES = (50, 90, 99)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tidemill.planning.cost import COLD, CostModel, Heat, Shapes, Steady, StepShape
+from tidemill.planning.drafter import FIRST_TOKEN, drawn, token_of
+from tidemill.planning.moves import SimMover
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import COLD, CostModel, Heat, Shapes, Steady, StepShape
-from tidemill.sim.drafter import FIRST_TOKEN, drawn, token_of
-from tidemill.sim.moves import SimMover
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tidemill.errors import ConfigError
-from tidemill.sim.cost import Curve, FittedCost, Heat, StepShape, padded
+from tidemill.planning.cost import Curve, FittedCost, Heat, StepShape, padded
 
 _LADDER = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _ROUNDS = 6  # of leaving out what the others contradict

@@ -11,11 +11,11 @@ from tidemill.engine.parts.structured import StructuredOutput
 from tidemill.errors import InvalidRequest
 from tidemill.events import EventBuffer
 from tidemill.kv.prefix import HashIndex
+from tidemill.planning.runner import SimRunner
+from tidemill.planning.steady import SteadyDecoding
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
-from tidemill.sim.runner import SimRunner
-from tidemill.sim.steady import SteadyDecoding
 from tidemill.wire import Abort, Delta, Submit
 
 

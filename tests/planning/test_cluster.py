@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from tidemill.planning.cluster import BLOCK, DECODE, PREFILL, Cluster, EngineSpec, Job, Prefilled
+from tidemill.planning.cost import LinearCost
 from tidemill.planning.hardware import HARDWARE, Shape
 from tidemill.planning.load import Lengths, poisson
 from tidemill.planning.plans import Case, Limits, Plan, Pool, Slo, summarize
 from tidemill.planning.shapes import SHAPES
+from tidemill.planning.simulator import Arrival, SimConfig, SimEngine
 from tidemill.sched.placement import Placement
-from tidemill.sim.cluster import BLOCK, DECODE, PREFILL, Cluster, EngineSpec, Job, Prefilled
-from tidemill.sim.cost import LinearCost
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
 
 CONFIG = SimConfig(num_rows=8, token_budget=64, num_pages=2000, page_size=16, max_context=8192)
 COST = LinearCost(0.01, 0.001, 1e-6)

@@ -22,14 +22,14 @@ from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
+from tidemill.planning.core import SimCore
+from tidemill.planning.cost import CostModel, LinearCost
+from tidemill.planning.drafter import SimDrafter, Speculation
+from tidemill.planning.moves import SimMover
+from tidemill.planning.profile import EngineShape
+from tidemill.planning.runner import SimDevice, SimRunner
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.sim.core import SimCore
-from tidemill.sim.cost import CostModel, LinearCost
-from tidemill.sim.drafter import SimDrafter, Speculation
-from tidemill.sim.moves import SimMover
-from tidemill.sim.profile import EngineShape
-from tidemill.sim.runner import SimDevice, SimRunner
 from tidemill.wire import Abort, Hold, Submit
 
 

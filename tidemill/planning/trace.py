@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tidemill.errors import ConfigError
+from tidemill.planning.runner import FIRST_TOKEN
+from tidemill.planning.simulator import Arrival
 from tidemill.sampling import MAX_N
-from tidemill.sim.runner import FIRST_TOKEN
-from tidemill.sim.simulator import Arrival
 
 MOONCAKE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
 MAX_REQUESTS = 10_000_000
@@ -80,7 +80,7 @@ def from_zero(rows: list[Row]) -> list[Row]:
 
 
 def _recorded_rows(folder: Path, limit: int, key: bytes | None) -> list[Row]:
-    from tidemill.sim.recorded import rows_of  # its rows are of this module
+    from tidemill.planning.recorded import rows_of  # its rows are of this module
 
     return rows_of(folder, limit, key)
 

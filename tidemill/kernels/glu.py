@@ -8,20 +8,23 @@ import torch
 
 from tidemill.kernels import native
 
-# Activations, and their numbers in glu.c. Three are x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
-# gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3); of swiglu_clamped (gpt-oss), z = 1.702 x, where x is at most 7, up within
+# Activations, and their numbers in glu.c. Three are x / (1 + exp(-z)): of silu, z = x; of
+# gelu_tanh, the usual approximation of
+# gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3); of swiglu_clamped (gpt-oss), z = 1.702 x,
+# where x is at most 7, up within
 # -7 .. 7, and the product is by up + 1.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2, "gelu": 3, "relu": 4, "relu2": 5}
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
-# 1 - erf(z) = t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z), z >= 0: Abramowitz and Stegun 7.1.26, off by 1.5e-7.
+# 1 - erf(z) = t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z), z >= 0: Abramowitz and Stegun
+# 7.1.26, off by 1.5e-7.
 _ERF_P, _ERF = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def activate_reference(x: torch.Tensor, act: str) -> torch.Tensor:
-    """Written with exp instead of torch's silu and gelu, whose vector and scalar paths round differently: an element's bits
-    would depend on where a thread's share of the tensor ends."""
+    """Written with exp instead of torch's silu and gelu, whose vector and scalar paths round
+    differently: an element's bits would depend on where a thread's share of the tensor ends."""
     if act == "relu":
         return x.clamp(min=0)
     if act == "relu2":
@@ -47,7 +50,9 @@ def activate(x_TI: torch.Tensor, act: str) -> torch.Tensor:
         from tidemill.kernels.cuda import glu
 
         return glu.activate(x_TI, act)
-    return native.lib.activate(x_TI, ACTIVATIONS[act]) if native.lib else activate_reference(x_TI, act)
+    return (
+        native.lib.activate(x_TI, ACTIVATIONS[act]) if native.lib else activate_reference(x_TI, act)
+    )
 
 
 def glu_reference(gate_up_TI2: torch.Tensor, act: str = "silu") -> torch.Tensor:
@@ -59,4 +64,8 @@ def glu_reference(gate_up_TI2: torch.Tensor, act: str = "silu") -> torch.Tensor:
 
 
 def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
-    return native.lib.glu(gate_up_TI2, ACTIVATIONS[act]) if native.lib else glu_reference(gate_up_TI2, act)
+    return (
+        native.lib.glu(gate_up_TI2, ACTIVATIONS[act])
+        if native.lib
+        else glu_reference(gate_up_TI2, act)
+    )

@@ -28,8 +28,8 @@ class Place(Generic[Made]):
 
 
 class Handover(Place[Any]):
-    """The handover to a linear that takes its input in an 8-bit type. A norm that knows it puts a `Scaled` in; the linear takes
-    it out."""
+    """The handover to a linear that takes its input in an 8-bit type. A norm that knows it puts a
+    `Scaled` in; the linear takes it out."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -17,7 +17,11 @@ class Op(NamedTuple):
     hopper: str = ""  # in Gluon, for the H100 and H200 alone
 
 
-_CUDA, _ATTENTION, _ROWS = "kernels/test_cuda.py", "kernels/test_attention.py", "kernels/test_elementwise.py"
+_CUDA, _ATTENTION, _ROWS = (
+    "kernels/test_cuda.py",
+    "kernels/test_attention.py",
+    "kernels/test_elementwise.py",
+)
 _MOE, _LORA, _SCAN = "kernels/test_cuda_moe.py", "kernels/test_lora.py", "kernels/test_scan.py"
 
 OPS = (

@@ -1,7 +1,9 @@
-"""y += scale · up (down x) with the pair of each row's adapter, for any number of adapters in a step.
+"""y += scale · up (down x) with the pair of each row's adapter, for any number of adapters in a
+step.
 
-An adapter has a slot, a number. The rows of a step that have one are put in order of their slots, and cut into tiles of one slot
-each. A row's sums are chains in a fixed order, whatever else is in its tile: its bits do not depend on the batch.
+An adapter has a slot, a number. The rows of a step that have one are put in order of their slots,
+and cut into tiles of one slot each. A row's sums are chains in a fixed order, whatever else is in
+its tile: its bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -36,14 +38,17 @@ class Pair(Protocol):
 
 
 def make_tiles(slots_T: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that have an adapter (slot 0 or more), by slot; and tiles of up to `most` of them: slot, first, count."""
+    """The tokens that have an adapter (slot 0 or more), by slot; and tiles of up to `most` of them:
+    slot, first, count."""
     order = np.flatnonzero(slots_T >= 0)
     order = order[np.argsort(slots_T[order], kind="stable")]
     slots, firsts, counts = np.unique(slots_T[order], return_index=True, return_counts=True)
     num_tiles = -(-counts // most)
     group = np.repeat(np.arange(slots.size), num_tiles)
     offset = (np.arange(group.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * most
-    tiles = np.stack([slots[group], firsts[group] + offset, np.minimum(counts[group] - offset, most)], 1)
+    tiles = np.stack(
+        [slots[group], firsts[group] + offset, np.minimum(counts[group] - offset, most)], 1
+    )
     return order.astype(np.int64), np.ascontiguousarray(tiles, np.int64)
 
 
@@ -61,11 +66,14 @@ class LoraStep:
         self.native.num_tokens, self.native.num_tiles = self._order.size, self._tiles.shape[0]
         self.native.order, self.native.tiles = self._order.ctypes.data, self._tiles.ctypes.data
         sorted_slots = slots_T[self._order]
-        self.groups = [(int(slot), torch.from_numpy(self._order[sorted_slots == slot])) for slot in np.unique(sorted_slots)]
+        self.groups = [
+            (int(slot), torch.from_numpy(self._order[sorted_slots == slot]))
+            for slot in np.unique(sorted_slots)
+        ]
 
 
 class LinearLora(ABC):
-    """The pairs of one linear layer, by slot. A fused matrix has a pair for each part, by its name."""
+    """The pairs of one linear layer, by slot. A fused matrix has a pair for each named part."""
 
     @abstractmethod
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
@@ -97,12 +105,16 @@ class TorchLora(HostLora):
     def __init__(self, outs: Mapping[str, int], step: LoraStep) -> None:
         self._step = step
         ends = np.cumsum(list(outs.values())).tolist()
-        self._columns = {name: slice(end - size, end) for (name, size), end in zip(outs.items(), ends, strict=True)}
+        self._columns = {
+            name: slice(end - size, end)
+            for (name, size), end in zip(outs.items(), ends, strict=True)
+        }
         self._slots: dict[int, dict[str, tuple[Weight, Weight, float]]] = {}
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         self._slots[slot] = {
-            name: (pack_linear(pair.down_RK), pack_linear(pair.up_NR), pair.scale) for name, pair in pairs.items()
+            name: (pack_linear(pair.down_RK), pack_linear(pair.up_NR), pair.scale)
+            for name, pair in pairs.items()
         }
 
     def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
@@ -119,16 +131,20 @@ class _Packed:
 
 
 class NativeLora(HostLora):
-    """By the compiled kernel (native/lora.c). 16-bit values stay so: widened as they are used, they give the bits of float32."""
+    """By the compiled kernel (native/lora.c). 16-bit values stay so: widened as they are used, they
+    give the bits of float32."""
 
-    def __init__(self, num_in: int, outs: Mapping[str, int], step: LoraStep, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self, num_in: int, outs: Mapping[str, int], step: LoraStep, num_slots: int, max_rank: int
+    ) -> None:
         assert native.lib is not None
         self._lib, self._names = native.lib, list(outs)
         sizes = np.array(list(outs.values()), np.int64)
         columns = np.cumsum(sizes) - sizes
         self._pairs = (structs.LoraPair * (num_slots * len(outs)))()
         self._lora = structs.Lora(
-            num_in, len(outs), -(-max_rank // _LANES) * _LANES, columns.ctypes.data, sizes.ctypes.data,
+            num_in, len(outs), -(-max_rank // _LANES) * _LANES, columns.ctypes.data,
+            sizes.ctypes.data,
             ctypes.addressof(self._pairs), ctypes.addressof(step.native),
         )  # fmt: skip
         self._address = ctypes.addressof(self._lora)

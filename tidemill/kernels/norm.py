@@ -16,7 +16,11 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_rms_norm_reference(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+    x_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     if x_TH is not None:
         residual_TH.add_(x_TH if scale == 1.0 else x_TH * scale)
@@ -32,8 +36,8 @@ def add_rms_norm(
     handover: Handover | None = None,
     alone: bool = False,
 ) -> torch.Tensor:
-    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `handover`: on a GPU, the
-    result is put in there, too, in 8 bits; `alone`: only there."""
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum.
+    `handover`: on a GPU, the result is put in there, too, in 8 bits; `alone`: only there."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import norm
 
@@ -52,11 +56,15 @@ def add(x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> No
         residual_TH.add_(x_TH if scale == 1.0 else x_TH * scale)
 
 
-def post_norm_reference(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def post_norm_reference(
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> torch.Tensor:
     return residual_TH + F.rms_norm(x_TH, (x_TH.shape[-1],), weight_H, eps)
 
 
-def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+def post_norm(
+    x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> torch.Tensor:
     """The sum of the residual and the RMSNorm of x."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import norm
@@ -67,7 +75,9 @@ def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Ten
     return post_norm_reference(x_TH, residual_TH, weight_H, eps)
 
 
-def qk_norm_reference(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+def qk_norm_reference(
+    qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     out, begin = qkv_TC.clone(), 0
     for weight in (q_weight, k_weight):
         some = slice(begin, begin + weight.numel())
@@ -76,8 +86,11 @@ def qk_norm_reference(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: to
     return out
 
 
-def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of all query heads of a row together, and of all key heads; values stay. qkv may be overwritten."""
+def qk_norm(
+    qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMSNorm of all query heads of a row together, and of all key heads; values stay. qkv may be
+    overwritten."""
     if qkv_TC.is_cuda:
         from tidemill.kernels.cuda import norm
 
@@ -98,7 +111,12 @@ class NormGroup:
 
 
 def shared_rms_norm(
-    x_TC: torch.Tensor, groups: Sequence[NormGroup], num_groups: int, weights: Sequence[torch.Tensor], eps: float, reduce: Reduce
+    x_TC: torch.Tensor,
+    groups: Sequence[NormGroup],
+    num_groups: int,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    reduce: Reduce,
 ) -> torch.Tensor:
     """In place. `reduce`: the sum over ranks."""
     sums_TG = x_TC.new_zeros(x_TC.shape[0], num_groups, dtype=torch.float32)
@@ -114,7 +132,11 @@ def shared_rms_norm(
 
 
 def add_layer_norm_reference(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float
+    x_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     if x_TH is not None:
         residual_TH.add_(x_TH)
@@ -122,7 +144,11 @@ def add_layer_norm_reference(
 
 
 def add_layer_norm(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float
+    x_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    bias_H: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     """Adds x, if any, to the residual in place and returns the LayerNorm of the sum."""
     if residual_TH.is_cuda:

@@ -15,8 +15,8 @@ class SplitK(NamedTuple):
 
 
 class PendingLora(NamedTuple):
-    """A product and what adapters add to it, both rounded, to be added and rounded again. The latter
-    is computed on another stream, which the current one waits for by `wait`."""
+    """A product and what adapters add to it, both rounded, to be added and rounded again. The
+    latter is computed on another stream, which the current one waits for by `wait`."""
 
     y_TN: torch.Tensor
     added_TN: torch.Tensor

@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
     @property
     def reads_input_once(self) -> bool:
-        return self.head_scores is None and self.qkv.takes_codes
+        return self.head_scores is None and self.qkv.accepts_quantized
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> Pending:
         learned = self._learned()

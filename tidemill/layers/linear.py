@@ -45,17 +45,22 @@ class Linear(Layer):
         weights: WeightPlan = PLAIN,
         stored: dict[str, int] | None = None,
     ) -> None:
-        """`outs`: stored matrices by name, with their output features, in the order in which they are fused. `stored`: the rows
-        of one of which the model's `row_order` takes only some. Sizes that are a Cut: this rank has some of the output features,
-        or some of the input features, and then what it computes is a part of the sum, to which the other ranks' are added."""
+        """`outs`: stored matrices by name, with their output features, in the order in which they
+        are fused. `stored`: the rows of one of which the model's `row_order` takes only some.
+        Sizes that are a Cut: this rank has some of the output features, or some of the input
+        features, and then what it computes is a part of the sum, to which the other ranks' are
+        added."""
         self._columns: range | None = None  # that are multiplied by, where the input has all
-        self._gathered: tuple[Group, list[int]] | None = None  # where the outputs of several ranks are put together
+        self._gathered: tuple[Group, list[int]] | None = (
+            None  # where the outputs of several ranks are put together
+        )
         self._group = group_of(weights.shard) if isinstance(num_in, Cut) else None  # that adds up
         if weights.hidden.size > 1:
             num_in, outs = self._cut_hidden(num_in, outs, weights)
         self._taken = {name: whole_of(size) for name, size in outs.items()}
         parts: dict[str, tuple[int, ...]] = {
-            name: ((stored or {}).get(name, num), whole_of(num_in)) for name, num in self._taken.items()
+            name: ((stored or {}).get(name, num), whole_of(num_in))
+            for name, num in self._taken.items()
         }
         cuts: dict[str, tuple[Size, Size]] = {name: (size, num_in) for name, size in outs.items()}
         if bias:
@@ -66,11 +71,15 @@ class Linear(Layer):
         self._names, self._has_bias = list(outs), bias
         self.method = weights.method
         self._read: dict[str, Any] = {}  # until all are there
-        self._rows: LinearRows | None = None  # where they are read, if the method has a place for them
+        self._rows: LinearRows | None = (
+            None  # where they are read, if the method has a place for them
+        )
         self._weight: Weight | None = None
         self.loras: Adapters | None = None  # adapters of the model, and those of this layer
         self.lora: LinearLora | None = None
-        self.all_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None  # computes it with the parts of all ranks
+        self.all_ranks: Callable[[torch.Tensor], torch.Tensor] | None = (
+            None  # computes it with the parts of all ranks
+        )
         self.by_rows = False  # now it does
 
     @property
@@ -83,7 +92,9 @@ class Linear(Layer):
         """Ranks have some of the inputs each, and add up what they compute."""
         return self._group is not None
 
-    def _cut_hidden(self, num_in: Size, outs: Mapping[str, Size], weights: WeightPlan) -> tuple[Size, Mapping[str, Size]]:
+    def _cut_hidden(
+        self, num_in: Size, outs: Mapping[str, Size], weights: WeightPlan
+    ) -> tuple[Size, Mapping[str, Size]]:
         """Also by the hidden size, which is the input of some linears and the output of others."""
         hidden, is_quantized = weights.hidden, weights.scheme != "dense"
         group = group_of(hidden)
@@ -105,7 +116,8 @@ class Linear(Layer):
         return shape in (self.parts[part], (self._taken[name], *self.parts[part][1:]))
 
     def read_only(self, cuts: Mapping[str, Cut]) -> None:
-        """Makes it read only these rows of its matrices; what becomes of the others is its method's to know."""
+        """Makes it read only these rows of its matrices; what becomes of the others is its method's
+        to know."""
         self._cuts |= {name: (None if cut.is_whole else cut, None) for name, cut in cuts.items()}
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
@@ -121,7 +133,9 @@ class Linear(Layer):
 
     def finish(self) -> None:
         adds_bias = self._has_bias and (self._group is None or self._group.rank == 0)  # once
-        bias = torch.cat([self._read[f"{name}.bias"] for name in self._names]) if adds_bias else None
+        bias = (
+            torch.cat([self._read[f"{name}.bias"] for name in self._names]) if adds_bias else None
+        )
         if self._rows is not None:
             self._weight, self._rows = self._of_rows(self._rows.weight(bias)), None
         else:
@@ -141,8 +155,9 @@ class Linear(Layer):
         return self._weight
 
     @property
-    def takes_codes(self) -> bool:
-        """Tells if it computes with what a norm has handed over, and with nothing else of its input."""
+    def accepts_quantized(self) -> bool:
+        """Tells if it computes with what a norm has handed over, and with nothing else of its
+        input."""
         return self._columns is None and not self._has_adapters and self.weight.handover is not None
 
     @property
@@ -158,7 +173,11 @@ class Linear(Layer):
         rows, columns = self._cuts[part]
         if rows is None and columns is None:
             return pair
-        up = pair.up_NR if rows is None else torch.cat([pair.up_NR[run.start : run.stop] for run in rows.runs])
+        up = (
+            pair.up_NR
+            if rows is None
+            else torch.cat([pair.up_NR[run.start : run.stop] for run in rows.runs])
+        )
         down = pair.down_RK
         if columns is not None:
             down = torch.cat([down[:, run.start : run.stop] for run in columns.runs], 1)
@@ -171,9 +190,15 @@ class Linear(Layer):
         if self._group is None:
             return self._multiply(x_TK)
         if self._columns is not None:
-            return self.weight.activate(self._group.all_reduce(self.weight.matmul(take_columns(x_TK, self._columns))))
+            return self.weight.activate(
+                self._group.all_reduce(self.weight.matmul(take_columns(x_TK, self._columns)))
+            )
         y_TN = self._group.all_reduce(self._multiply(x_TK))
-        return y_TN if self._gathered is None else self._gathered[0].all_gather(y_TN, 1, self._gathered[1])
+        return (
+            y_TN
+            if self._gathered is None
+            else self._gathered[0].all_gather(y_TN, 1, self._gathered[1])
+        )
 
     def split_k(self, x_TK: torch.Tensor) -> Pending:
         """The product for a norm that adds up split-K partials, and what adapters add."""
@@ -196,10 +221,14 @@ class Linear(Layer):
 class GatedLinear(Linear):
     """act(gate) * up of two matmuls of the same input. `act`: a name in `glu.ACTIVATIONS`."""
 
-    def __init__(self, num_in: Size, num_out: Size, *, bias: bool, weights: WeightPlan, act: str) -> None:
+    def __init__(
+        self, num_in: Size, num_out: Size, *, bias: bool, weights: WeightPlan, act: str
+    ) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, weights=weights)
         self.act = act
-        self.read_by: tuple[Linear, ...] = ()  # what takes its output; in a tuple, so that it is no part of this module
+        self.read_by: tuple[
+            Linear, ...
+        ] = ()  # what takes its output; in a tuple, so that it is no part of this module
 
     def _of_rows(self, weight: Weight) -> Weight:
         return Gated(weight, self.act)

@@ -49,7 +49,7 @@ class GatedMLP(nn.Module):
 
     @property
     def reads_input_once(self) -> bool:
-        return self.split is None and self.neurons is None and self.gate_up.takes_codes
+        return self.split is None and self.neurons is None and self.gate_up.accepts_quantized
 
     def forward(self, x_TH: torch.Tensor) -> Pending:
         if self.split is not None:

@@ -24,7 +24,9 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(num_of(size)), requires_grad=False)
         self.eps, self._scale = eps, scale
         self.handover: Handover | None = None  # to the linear behind it
-        self.is_alone: Callable[[], bool] | None = None  # whether nothing but that linear sees the result
+        self.is_alone: Callable[[], bool] | None = (
+            None  # whether nothing but that linear sees the result
+        )
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(None, x_TH, self.weight, self.eps)
@@ -32,7 +34,9 @@ class RMSNorm(Layer):
     def add(self, x_TH: Pending | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
         alone = self.is_alone is not None and self.is_alone()
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.handover, alone)
+        return add_rms_norm(
+            x_TH, residual_TH, self.weight, self.eps, self._scale, self.handover, alone
+        )
 
     def added_to(self, residual_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """The sum of the residual and the norm of x."""
@@ -40,10 +44,14 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
-    def __init__(self, size: int, eps: float, learned: Collection[str] = ("weight", "bias")) -> None:
+    def __init__(
+        self, size: int, eps: float, learned: Collection[str] = ("weight", "bias")
+    ) -> None:
         """`learned`: what is stored; else weights are 1, and biases 0."""
         super().__init__({part: (size,) for name, part in _LAYER_NORM.items() if name in learned})
-        devices = {name: None if name in learned else "cpu" for name in _LAYER_NORM}  # nothing is loaded there
+        devices = {
+            name: None if name in learned else "cpu" for name in _LAYER_NORM
+        }  # nothing is loaded there
         self.weight = nn.Parameter(torch.ones(size, device=devices["weight"]), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(size, device=devices["bias"]), requires_grad=False)
         self.eps = eps

@@ -8,7 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127, torch.uint8: 7}  # of the values of types that have scales; the last: int4
+LARGEST = {
+    torch.float8_e4m3fn: 448,
+    torch.int8: 127,
+    torch.uint8: 7,
+}  # of the values of types that have scales; the last: int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,9 @@ def rounded(x, LARGEST: tl.constexpr, AHEAD: tl.constexpr):
 @triton.jit
 def quantized(x, axis: tl.constexpr, LARGEST: tl.constexpr, AHEAD: tl.constexpr):
     """A scale for each row, which is NaN if a value is not finite, and the values over it."""
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)  # as integers, what is not finite is the largest
+    bits = tl.max(
+        x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis
+    )  # as integers, what is not finite is the largest
     is_finite, top = bits < 0x7F800000, bits.to(tl.float32, bitcast=True)
     factor = tl.where(is_finite & (top > 1e-30), tl.div_rn(tl.zeros_like(top) + LARGEST, top), 0.0)
     scale = tl.where(is_finite, tl.div_rn(top, tl.zeros_like(top) + LARGEST), float("nan"))

@@ -17,7 +17,10 @@ class StreamSpec(ctypes.Structure):
     """tm_stream_spec of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("fd", "file_bytes", "changed_ns", "num_units", "num_slots", "slot_bytes")),
+        *(
+            (name, _LONG)
+            for name in ("fd", "file_bytes", "changed_ns", "num_units", "num_slots", "slot_bytes")
+        ),
         *((name, _POINTER) for name in ("slots", "pieces", "first_piece", "slot_of")),
     ]
 
@@ -26,7 +29,15 @@ class StreamFigures(ctypes.Structure):
     """tm_stream_figures of tidemill.h."""
 
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("num_bytes", "waited_ns", "num_asked", "num_read", "num_missed", "num_foreseen")
+        (name, ctypes.c_int64)
+        for name in (
+            "num_bytes",
+            "waited_ns",
+            "num_asked",
+            "num_read",
+            "num_missed",
+            "num_foreseen",
+        )
     ]
 
 

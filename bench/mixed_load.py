@@ -160,18 +160,19 @@ class Load:
         return "/v1/embeddings", {"model": "full", "input": [self._prompt(), self._prompt()]}
 
 
-def write_config(folder: Path, record_bytes: str, has_smollm2: bool) -> Path:
+def write_config(folder: Path, record_bytes: str, has_smollm2: bool, wide: bool) -> Path:
     models = folder / "models"
-    make_all(models)
+    make_all(models, wide)
+    scale = 8 if wide else 1
     adapters = [f"{name}={models / name}" for name in ADAPTERS]
     tables = [
         (
             "full",
             models / "full",
-            f'kv-memory = "1M"\nkv-host-memory = "4M"\nlora = {adapters}\n',
+            f'kv-memory = "{scale}M"\nkv-host-memory = "{4 * scale}M"\nlora = {adapters}\n',
         ),
-        ("window", models / "window", 'kv-memory = "2M"\n'),
-        ("state", models / "state", 'kv-memory = "8M"\n'),
+        ("window", models / "window", f'kv-memory = "{2 * scale}M"\n'),
+        ("state", models / "state", f'kv-memory = "{8 * scale}M"\n'),
         ("smollm2", "smollm2", 'kv-memory = "200M"\n'),
     ]
     text = f'record = "{folder / "day"}:{record_bytes}"\nthreads = 1\nmax-context = 1024\nmax-requests = 16\ntoken-budget = 128\n'
@@ -241,11 +242,12 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=2, help="engines that are killed on the way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smollm2", type=int, default=40, help="requests for the packaged model")
+    parser.add_argument("--wide", action="store_true", help="models with the sizes of a GPU's kernels")
     parser.add_argument("--size", default="100MB", help="most that the recording may take")
     given = parser.parse_args()
     folder: Path = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    config = write_config(folder, given.size, given.smollm2 > 0)
+    config = write_config(folder, given.size, given.smollm2 > 0, given.wide)
     with reserved_port() as port:
         command = [sys.executable, "-m", "tidemill", "serve", "--config", str(config), "--port", str(port), "--no-request-log"]
         server = subprocess.Popen([*command, "--data-dir", str(folder / "data")])

@@ -44,6 +44,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+# In place of these: sizes that the kernels of a GPU have.
+_WIDE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+    "query_pre_attn_scalar": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "num_experts": 16, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 192,
+}  # fmt: skip
 _ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FRACTION = 1 << 12
 
@@ -54,18 +60,21 @@ def whole_numbers(rng: np.random.Generator, shape: tuple[int, ...], scale: float
     return torch.from_numpy((numbers / _FRACTION).astype(np.float32)) * scale
 
 
-def make(folder: Path, kind: str, seed: int = 0) -> None:
+def make(folder: Path, kind: str, seed: int = 0, wide: bool = False) -> None:
     import transformers
 
-    config_name, model_name, settings = KINDS[kind]
-    config = getattr(transformers, config_name)(**{**_COMMON, **_SHAPE, **settings})
+    config_name, model_name, own = KINDS[kind]
+    settings = {**_COMMON, **_SHAPE, **own}
+    if wide:
+        settings |= {name: size for name, size in _WIDE.items() if name in settings}
+    config = getattr(transformers, config_name)(**settings)
     model = getattr(transformers, model_name)(config).eval().float()
     rng = np.random.default_rng(seed)
     for name, weight in sorted(model.named_parameters()):
         if "norm" in name:
             weight.data = 1 + whole_numbers(rng, tuple(weight.shape), 0.25) - (0 if kind == "full" else 1)
         else:
-            weight.data = whole_numbers(rng, tuple(weight.shape), 0.5)
+            weight.data = whole_numbers(rng, tuple(weight.shape), 0.1 if wide else 0.5)
     model.save_pretrained(folder)
     byte_tokenizer(folder)
 
@@ -91,11 +100,11 @@ def make_adapter(folder: Path, base: Path, seed: int, rank: int = 4) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def make_all(folder: Path) -> None:
-    """All kinds, and two adapters of the first; what is there already is left as it is."""
+def make_all(folder: Path, wide: bool = False) -> None:
+    """All kinds, and two adapters of the first; what is there already is left as it is. `wide`: for a GPU."""
     for number, kind in enumerate(KINDS):
         if not (folder / kind / "tokenizer.json").exists():
-            make(folder / kind, kind, seed=number)
+            make(folder / kind, kind, seed=number, wide=wide)
     for name, seed in (("first", 11), ("second", 12)):
         if not (folder / name / "adapter_config.json").exists():
             make_adapter(folder / name, folder / "full", seed)

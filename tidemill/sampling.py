@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from tidemill.capabilities import check_request
 from tidemill.errors import InvalidRequest
 from tidemill.kv_policy import KVPolicy, read_policy
 
@@ -86,12 +87,6 @@ _STRUCTURED_WITHOUT_EFFECT = frozenset({"backend", "backend_was_auto", "disable_
 
 
 # What changes logits or restricts tokens. Beams are ranked by the model's own log-probabilities, so it cannot go with them.
-_NOT_WITH_BEAMS = (
-    "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_word_ids", "grammar", "reasoning", "stop", "stop_regex", "logprob_token_ids", "prompt_logprobs",
-    "pooling",
-)  # fmt: skip
-_NAMES = {"bad_word_ids": "bad_words", "grammar": "structured output", "reasoning": "a budget of reasoning"}  # as users know them
 
 
 class UnsetReal(float):
@@ -343,9 +338,6 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
         if self.kv_policy is not None:
             msgspec.structs.force_setattr(self, "kv_policy", read_policy(self.kv_policy))
-            for field, other in (("pooling", self.pooling), ("beam search", self.beams)):
-                if other is not None and self.kv_policy.kind != "full":
-                    raise InvalidRequest(f"kv_policy does not go with {field}.", fix="Leave one of them out.", param="kv_policy")
         if self.grammar is not None:
             msgspec.structs.force_setattr(self, "grammar", Grammar.read(self.grammar))
         msgspec.structs.force_setattr(self, "output_kind", RequestOutputKind.read(self.output_kind))
@@ -369,6 +361,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         _check_bad_words(self)
         if self.beams is not None:
             _check_beams(self, self.beams)
+        check_request(self)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -510,11 +503,6 @@ def _check_beams(params: SamplingParams, beams: Beams) -> None:
     if not isinstance(beams.early_stopping, bool) and beams.early_stopping != "never":
         raise InvalidRequest(f'early_stopping is true, false or "never"; got {beams.early_stopping!r}.', param="early_stopping")
     _check_groups(beams)
-    neutral = SamplingParams()
-    for field in _NOT_WITH_BEAMS:
-        if getattr(params, field) != getattr(neutral, field):
-            fix = "Use stop_token_ids." if field in ("stop", "stop_regex") else "Leave one of them out."
-            raise InvalidRequest(f"Beam search does not support {_NAMES.get(field, field)}.", fix=fix, param=field)
 
 
 def _check_groups(beams: Beams) -> None:

@@ -184,4 +184,5 @@ def test_the_docs_are_current():
     folder = Path(__file__).parents[2] / "docs" / "reference"
     command = "python -m tidemill.cli.options_doc docs/reference"
     assert (folder / "options.md").read_text() == options_doc.options_page(), command
+    assert (folder / "capabilities.md").read_text() == options_doc.capabilities_page(), command
     assert (folder / "foreign-flags.md").read_text() == options_doc.foreign_flags_page(), command

@@ -115,8 +115,8 @@ def test_mistakes(folder, predictors, tmp_path):
     save_file({f"neuron.{name}": one for name, one in tensors.items()}, tmp_path / TENSORS)
     with pytest.raises(CheckpointError, match="has no predictors"):
         read_predictors(tmp_path, 2, 64, {"neurons": 172, "heads": 2})
-    for more, what in (({"weight_memory_bytes": 10**6}, "weight_memory"), ({"max_loras": 2}, "adapters")):
-        with pytest.raises(ConfigError, match=f"contextual_sparsity cannot be combined with {what}"):
+    for more, what in (({"weight_memory_bytes": 10**6}, "--weight-memory"), ({"max_loras": 2}, "--lora")):
+        with pytest.raises(ConfigError, match=f"--contextual-sparsity cannot be combined with {what}"):
             core_of(folder, out, **more)
     for wrong, what in (
         (["--keep", "1.5"], "--keep is 1.5"),

@@ -142,7 +142,10 @@ def test_memory_is_counted(models):
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"speculate": "draft-model"}, "not given"), ({"speculate": "ngram", "draft_model": "tiny"}, "was given")],
+    [
+        ({"speculate": "draft-model"}, "needs --draft-model"),
+        ({"speculate": "ngram", "draft_model": "tiny"}, "--draft-model needs --speculate draft-model"),
+    ],
 )
 def test_the_option_and_the_drafter_belong_together(models, options, match):
     with pytest.raises(ConfigError, match=match):

@@ -184,7 +184,7 @@ def test_limits_and_defaults(model, tmp_path):
         core.submit(Submit("x", ids(250), greedy(10, kv_policy="h2o")))
     with pytest.raises(InvalidRequest, match="keeps 1024 tokens"):
         core.submit(Submit("x", ids(250), greedy(10, kv_policy="streaming")))
-    with pytest.raises(InvalidRequest, match="does not go with pooling"):
+    with pytest.raises(InvalidRequest, match="h2o cannot be combined with pooling"):
         SamplingParams(pooling="mean", kv_policy="h2o")
     with pytest.raises(ConfigError, match="no KV policy"):
         make_core(model, kv_policy="lru")

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from tests.core_link import CoreLink
 from tests.engine.test_lora import make_lora
 from tests.waiting import until_async
+from tidemill.capabilities import asked, check
 from tidemill.config import EngineOptions
 from tidemill.engine import replicas as replicas_module
 from tidemill.engine import roles
@@ -286,23 +287,23 @@ def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"decode_engines": 0}, "There is no decode engine"),
-        ({"prefill_engines": 0}, "There is no prefill engine"),
-        ({"data_parallel": 2}, "Engines are either alike or have roles"),
+        ({"decode_engines": 0}, "--prefill needs --decode"),
+        ({"prefill_engines": 0}, "--decode needs --prefill"),
+        ({"data_parallel": 2}, "engines are either alike or have roles"),
         ({"remote_workers": 1}, "cannot share workers"),
-        ({"prefix_caching": False}, "With prefix_caching = False"),
-        ({"prefix_index": "radix"}, "With prefix_index = radix"),
-        ({"kv_layout": "virtual"}, "With kv_layout = virtual"),
+        ({"prefix_caching": False}, "with --no-prefix-caching: KV pages cannot go from prefill engines"),
+        ({"prefix_index": "radix"}, "with --prefix-index radix: KV pages cannot go"),
+        ({"kv_layout": "virtual"}, "with --kv-layout virtual: KV pages cannot go"),
         ({"prefill_engines": 0, "decode_engines": 0, "kv_transfer_bytes": 2**20}, "is of prefill engines"),
     ],
 )
 def test_options_that_do_not_go_together(given, what):
     with pytest.raises(ConfigError, match=what):
-        options("/nowhere", **given).check_roles()
+        check(asked(options("/nowhere", **given)))
 
 
 def test_an_llm_is_one_engine(tiny_folder):
-    with pytest.raises(ConfigError, match="An LLM is one engine"):
+    with pytest.raises(ConfigError, match="one engine in this process"):
         LLM(str(tiny_folder), prefill_engines=1, decode_engines=1)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers import greedy, make_core, make_llama, run
 from tests.runner.test_cuda_streaming import loaded
+from tidemill.capabilities import Setup, check_setup
 from tidemill.config import EngineOptions
 from tidemill.config.neurons import decide_hot_neurons
 from tidemill.config.streaming import decide_weight_memory
@@ -107,7 +108,7 @@ def test_what_a_stream_of_a_gpu_calls_gives_the_same_bits(dtype, gate_is_given):
     assert int(num_ns) > 0
 
 
-def decide(path, num_kept, machine_kernels="some", device="cuda", scheme="dense", max_loras=0, **given):
+def decide(path, num_kept, machine_kernels="some", device="cuda", scheme="dense", **given):
     """With room for so many of the values of feed-forwards, beside all others."""
     checkpoint = open_checkpoint(path)
     shape = model_class(checkpoint).read_config(checkpoint)
@@ -115,8 +116,10 @@ def decide(path, num_kept, machine_kernels="some", device="cuda", scheme="dense"
     total, matrices = shape.weight_bytes("bfloat16", True), 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_layers
     budget = total - matrices + 2 * num_kept
     options = EngineOptions(**{"device": device, "weight_memory_bytes": budget, "hot_neurons": "often"} | given)
-    held, why = decide_weight_memory(options, "cuda", 1, total, shape, here)
-    hot, why_hot = decide_hot_neurons(options, device, scheme, max_loras, total, held, shape, here)
+    setup = {"options": options, "model": shape, "machine": here, "device": device, "scheme": scheme}
+    check_setup(Setup(**setup, dtype="", kv_dtype="bfloat16"))
+    held, why = decide_weight_memory(options, "cuda", total, shape, here)
+    hot, why_hot = decide_hot_neurons(options, total, held, shape)
     return hot, f"{why}; {why_hot}"
 
 
@@ -143,9 +146,9 @@ def test_memory_says_how_many_neurons_are_on_the_gpu(folder):
     [
         ({"device": "cpu"}, "a CPU"),
         ({"scheme": "fp8"}, "quantized weights"),
-        ({"max_loras": 2}, "adapters"),
-        ({"weight_memory_bytes": None}, "needs weight_memory"),
-        ({"machine_kernels": ""}, "needs the compiled kernels"),
+        ({"max_loras": 2}, "--lora"),
+        ({"weight_memory_bytes": None}, "needs --weight-memory"),
+        ({"machine_kernels": ""}, "instead of the compiled kernels"),
     ],
 )
 def test_what_cannot_be_is_refused(folder, given, says):
@@ -157,6 +160,6 @@ def test_what_cannot_be_is_refused(folder, given, says):
 
 def test_models_without_relus_are_refused(tmp_path):
     make_llama(tmp_path)
-    with pytest.raises(ConfigError, match="activation silu") as error:
+    with pytest.raises(ConfigError, match="an activation other than ReLU") as error:
         decide(tmp_path, 10**5)
     assert "streams whole layers" in error.value.fix

@@ -240,11 +240,11 @@ def test_schemes_are_settled():
     assert [one.scheme for one in (dense, packed, fp8, int4)] == ["dense", "quantized", "fp8", "int4"]
     assert int4.weight_bytes < fp8.weight_bytes < dense.weight_bytes == 2 * plain.num_parameters
     assert settled(stored, device="cuda", quantization="none").scheme == "dense"
-    with pytest.raises(ConfigError, match="is for plain checkpoints"):
+    with pytest.raises(ConfigError, match="it is for plain checkpoints"):
         settled(stored, device="cuda", quantization="fp8")
-    with pytest.raises(ConfigError, match="is for GPUs"):
+    with pytest.raises(ConfigError, match="on GPUs only"):
         settled(plain, device="cpu", quantization="fp8")
-    with pytest.raises(ConfigError, match="not available"):
+    with pytest.raises(ConfigError, match="'int3' is not known"):
         settled(plain, device="cuda", quantization="int3")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.helpers import LONG_S
 from tests.parallel.test_group import KEY, check_gathers, run
 from tests.test_config import LARGE, SMOLLM2
+from tidemill.capabilities import asked, check
 from tidemill.config import EngineOptions, resolve
 from tidemill.config.parallel import decide_collectives
 from tidemill.errors import ConfigError, WorkerLost
@@ -235,8 +236,14 @@ def test_a_host_is_what_nccl_takes_it_for(monkeypatch):
     ],
 )
 def test_what_cannot_be_is_refused(given, device, problem):
+    options = EngineOptions(model="x", **given)
+
+    def decide():
+        check(asked(options) | {{"cpu": "CPU", "cuda": "GPU"}[device]})
+        decide_collectives(options, device)
+
     with pytest.raises(ConfigError) as refused:
-        decide_collectives(EngineOptions(model="x", **given), device)
+        decide()
     assert problem in str(refused.value)
 
 

@@ -112,9 +112,9 @@ def test_groups_of_a_grid():
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"tensor_layout": "3d"}, "tensor_layout is '3d'"),
-        ({"tensor_layout": "gathered"}, "needs several ranks"),
-        ({"tensor_layout": "2d", "tensor_parallel": 3}, "3 ranks, which make no grid"),
+        ({"tensor_layout": "3d"}, "tensor_layout '3d' is not known"),
+        ({"tensor_layout": "gathered"}, "needs --tensor-parallel"),
+        ({"tensor_layout": "2d", "tensor_parallel": 3}, "a number of ranks that makes no grid"),
         ({"tensor_layout": "gathered", "tensor_parallel": 2, "pipeline_parallel": 2}, "--pipeline-parallel"),
         ({"tensor_layout": "2d", "tensor_parallel": 4, "max_loras": 1}, "--lora"),
         ({"kv_export": "nixl:127.0.0.1:7000", "tensor_parallel": 2}, "by nixl"),

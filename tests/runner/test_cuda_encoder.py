@@ -100,7 +100,7 @@ def test_a_state_that_is_not_finite_fails_its_request_alone(encoder, tmp_path):
 
 def test_adapters_are_refused(encoder, tmp_path):
     make_encoder(tmp_path, "BertModel", **SMALL)
-    with pytest.raises(ConfigError, match="Adapters of encoders"):
+    with pytest.raises(ConfigError, match="adapters of encoders"):
         encoder(tmp_path, max_loras=2)
 
 

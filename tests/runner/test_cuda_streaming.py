@@ -13,6 +13,7 @@ from tests.helpers import greedy, make_core, make_llama, run
 from tests.models.test_moe import make as make_experts
 from tests.runner import test_cuda_runner
 from tests.runner.test_cuda_runner import folder, on_gpu  # noqa: F401
+from tidemill.capabilities import Setup, check_setup
 from tidemill.config import EngineOptions
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.engine import load
@@ -90,21 +91,26 @@ def test_layers_from_host_memory_give_the_same_bits(tmp_path, monkeypatch):
     [
         ({"kv_layout": "virtual"}, "--kv-layout virtual"),
         ({"weight_memory_bytes": 10_000}, "too few"),
-        ({"speculate": "eagle"}, "--speculate eagle on a GPU"),
+        ({"speculate": "eagle", "draft_heads": "x"}, "a GPU and --speculate eagle"),
         ({"available_bytes": 200_000}, "host memory"),
         ({"available_bytes": 400_000, "data_parallel": 2}, "host memory"),
         ({"available_bytes": 400_000, "kv_host_memory_bytes": 200_000}, "beside the KV cache's"),
-        ({"num_ranks": 2}, "several ranks"),
+        ({"tensor_parallel": 2}, "several ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(folder, given, says):  # noqa: F811
     checkpoint = open_checkpoint(folder)
     shape = model_class(checkpoint).read_config(checkpoint)
     here = replace(machine.detect(), available_bytes=given.pop("available_bytes", 2**36), kernels="")
-    num_ranks = given.pop("num_ranks", 1)
     options = EngineOptions(**{"device": "cuda", "weight_memory_bytes": 250_000} | given)
+    setup = {"options": options, "model": shape, "machine": here, "device": "cuda"}
+
+    def decide():
+        check_setup(Setup(**setup, dtype="bfloat16", scheme="dense", kv_dtype="bfloat16"))
+        decide_weight_memory(options, "cuda", 2**18, shape, here)
+
     with pytest.raises(ConfigError, match=says) as error:
-        decide_weight_memory(options, "cuda", num_ranks, 2**18, shape, here)
+        decide()
     assert error.value.fix
     assert error.value.param == "weight_memory_bytes"
 

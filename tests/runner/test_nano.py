@@ -6,6 +6,8 @@ import torch
 
 from tests.helpers import run
 from tests.runner.test_cuda_runner import REQUESTS, Again, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
+from tidemill.config import EngineOptions
+from tidemill.config.compute import decide_nano_batching
 from tidemill.errors import ConfigError
 from tidemill.events import NanoBatchingTried
 from tidemill.kernels.cuda import lanes
@@ -85,11 +87,10 @@ def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
     assert set(core.runner.cuts) == {(True, 3), (True, 4), (True, 8), (False, 32)}
 
 
-def test_what_cannot_be_cut_is_refused(in_halves, monkeypatch):
-    monkeypatch.setattr(cuda_runner, "refused", lambda *given: "because")
-    with pytest.raises(ConfigError, match="cannot be cut in two: because"):
-        in_halves(nano_batching="on")
-    assert in_halves(nano_batching="auto").runner.nano == []
+def test_what_cannot_be_cut_is_refused(in_halves):
+    with pytest.raises(ConfigError, match="--kv-layout virtual: attention is not by our kernels"):
+        in_halves(nano_batching="on", kv_layout="virtual")
+    assert decide_nano_batching(EngineOptions(nano_batching="auto"), {"GPU", "experts"})[0] == "off"
 
 
 def test_a_cut_prompt_and_slots_of_both_halves():

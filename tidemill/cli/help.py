@@ -17,7 +17,7 @@ from tidemill.cli.foreign import translate
 GROUPS = {
     "Run models": ("serve", "chat", "generate", "models", "pull", "batch", "prompt-cache"),
     "Several servers and hosts": ("route", "worker"),
-    "Choose hardware and settings": ("memory", "plan", "plan-layout", "simulate", "calibrate"),
+    "Choose hardware and settings": ("memory", "plan", "plan-layout", "simulate", "calibrate", "capabilities"),
     "Measure": ("bench", "explain", "replay", "evaluate", "measure-layers", "measure-neurons"),
     "Compress and train": (
         "quantize", "calibrate-kv", "prune", "distill", "convert", "train-draft", "train-predictors",

@@ -9,19 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tidemill.capabilities import Setup, check_setup, in_use, why_not
 from tidemill.cli.settings import Settings, takes
-from tidemill.config import (
-    EngineOptions,
-    decide_device,
-    decide_disk,
-    decide_dtype,
-    decide_kv_dtype,
-    fmt_bytes,
-    parse_bytes,
-    sequence_bytes,
-)
-from tidemill.config.compute import decide_scheme
+from tidemill.config import decide_disk, fmt_bytes, parse_bytes, sequence_bytes
 from tidemill.config.neurons import decide_hot_neurons
+from tidemill.config.resolve import set_up
 from tidemill.config.streaming import decide_weight_memory
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS, ON_DEVICE
@@ -48,10 +40,10 @@ def memory(
     options = settings.engine_options()
     checkpoint = open_checkpoint(locate(options.model))
     config = model_class(checkpoint).read_config(checkpoint)
-    machine = detect()
-    device, _ = decide_device(options, machine)
-    dtype, why_dtype = decide_dtype(options, device, config, machine)
-    kv_dtype, _ = decide_kv_dtype(options, dtype, device, config)
+    machine, why = detect(), dict[str, str]()
+    setup = set_up(options, config, machine, why)
+    check_setup(setup)
+    device, dtype, kv_dtype = setup.device, setup.dtype, setup.kv_dtype
     tokens = context if context is not None else config.max_context
     if tokens < 1 or requests < 1:
         raise ConfigError("context and requests must be at least 1.")
@@ -59,9 +51,8 @@ def memory(
         what = f"--context is {tokens:,}, but the model was made for {config.max_context:,}."
         raise ConfigError(what, fix=f"Give {config.max_context} or less.", param="context")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
-    held, why_held = decide_weight_memory(options, device, 1, weights, config, machine)
-    scheme, _ = decide_scheme(options, device, dtype, config)
-    hot, why_hot = decide_hot_neurons(options, device, scheme, 0, weights, held, config, machine)
+    held, why_held = decide_weight_memory(options, device, weights, config, machine)
+    hot, why_hot = decide_hot_neurons(options, weights, held, config)
     kind, per_token = FORMATS[kv_dtype], config.kv_bytes_per_token(kv_dtype)
     per_request, why_layout = sequence_bytes(options, config, device, kv_dtype, tokens)
     kv = per_request * requests
@@ -73,7 +64,7 @@ def memory(
     table.add_row(
         "weights",
         fmt_bytes(held or weights),
-        f"{config.num_parameters:,} parameters; {why_dtype}" + (f"; {why_held}" if held else ""),
+        f"{config.num_parameters:,} parameters; {why['dtype']}" + (f"; {why_held}" if held else ""),
     )
     if hot is not None:
         table.add_row("in host memory", fmt_bytes(weights - held), why_hot)
@@ -87,7 +78,7 @@ def memory(
     table.add_row("total", fmt_bytes((held or weights) + kv + activations), "", style="bold")
     console.print(table)
     if config.token_layers and config.pooler is None:
-        console.print(_formats(options, config, device, dtype, tokens, room))
+        console.print(_formats(setup, tokens, room))
     for note in _notes(config, dtype):
         console.print(note, markup=False)
     fits = max(0, room) // per_request
@@ -103,17 +94,16 @@ def memory(
         raise typer.Exit(1)
 
 
-def _formats(options: EngineOptions, config: ModelConfig, device: str, dtype: str, tokens: int, room: int) -> Table:
+def _formats(setup: Setup, tokens: int, room: int) -> Table:
     """A table of the formats of the KV cache: the bytes that each takes, and how much fits beside weights and activations."""
     table = Table("--kv-dtype", "bytes a token", f"requests of {tokens:,}", "tokens")
-    chosen, _ = decide_kv_dtype(options, dtype, device, config)
+    config, device = setup.model, setup.device
     for name in ON_DEVICE[device]:
-        try:
-            decide_kv_dtype(replace(options, kv_dtype=name), dtype, device, config)
-        except ConfigError:
+        refusal = why_not(f"kv-dtype {name}", in_use(replace(setup, kv_dtype=name)))
+        if refusal is not None and not refusal.needed:
             continue  # not for this model
-        fits = max(0, room) // sequence_bytes(options, config, device, name, tokens)[0]
-        mark = " (chosen)" if name == chosen else ""
+        fits = max(0, room) // sequence_bytes(setup.options, config, device, name, tokens)[0]
+        mark = " (chosen)" if name == setup.kv_dtype else ""
         table.add_row(name + mark, f"{config.kv_bytes_per_token(name):,}", f"{fits:,}", f"{fits * tokens:,}")
     return table
 

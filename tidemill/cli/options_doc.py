@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tidemill.capabilities import FEATURES
+from tidemill.cli.capabilities import sections
 from tidemill.cli.foreign import table
 from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTIONS, RAY, SERVING, STORAGE, Option
 
@@ -112,7 +114,43 @@ def foreign_flags_page() -> str:
     return _FOREIGN + "\n".join(tables) + _INSTEAD
 
 
+_CAPABILITIES = """# Capabilities
+
+<!-- Made by `python -m tidemill.cli.options_doc docs/reference`. -->
+
+Which features can be used together. Two that are not listed here with each other can be: a test draws such
+pairs and compares their tokens with those of each alone.
+
+- A combination that is not possible is refused at start, or with status 400 where a request asks for it. The error names both
+  features, the reason and what to do.
+- What "is left out" does not stop the engine: it goes on without that feature, and gives the reason.
+- `tidemill capabilities` prints this table, and `--json` all of it. `tidemill capabilities --with kv-policy` says
+  what goes with a feature.
+
+Names like `kv-dtype int8` are options and their values. "Heads" are those of attention; "draft heads" are the drafters of
+`--draft-heads`.
+
+## Features
+
+| kind | features |
+|---|---|
+"""
+
+
+def capabilities_page() -> str:
+    groups: dict[str, list[str]] = {}
+    for feature in FEATURES.values():
+        groups.setdefault(feature.group, []).append(f"`{feature.name}`")
+    parts = [_CAPABILITIES + "\n".join(f"| {group} | {', '.join(names)} |" for group, names in groups.items())]
+    parts.append("\n\n## What cannot be combined")
+    for heading, rows in sections():
+        parts.append(f"\n\n### {heading}\n\n| feature | not with | because | instead |\n|---|---|---|---|")
+        parts += [f"\n| {' | '.join(row)} |" for row in rows]
+    return "".join(parts) + "\n"
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    (folder / "capabilities.md").write_text(capabilities_page())
     (folder / "options.md").write_text(options_page())
     (folder / "foreign-flags.md").write_text(foreign_flags_page())

@@ -1,8 +1,9 @@
 """The options of an engine, and one resolve() that settles every value and records why."""
 
+from tidemill.capabilities import HEADS
 from tidemill.config.cache import decide_kv_dtype, decide_layout, sequence_bytes
 from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, STORED_FORMATS, decide_device, decide_dtype
-from tidemill.config.drafts import ACCEPTANCE, HEADS, SPECULATE, TREES
+from tidemill.config.drafts import ACCEPTANCE, SPECULATE, TREES
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve, settled
 from tidemill.config.sizes import fmt_bytes, parse_bytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.capabilities import why_not
 from tidemill.config.compute import decide_max_requests, decide_token_budget
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS, ON_DEVICE, SHORT_NAMES
+from tidemill.kv_format import FORMATS, SHORT_NAMES
 from tidemill.model_config import ModelConfig
 
 GPU_PAGE = 64
@@ -17,60 +20,12 @@ STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a
 
 def decide_kv_dtype(options: EngineOptions, dtype: str, device: str, model: ModelConfig) -> Decision[str]:
     if options.kv_dtype != "auto":
-        return _given_kv_dtype(SHORT_NAMES.get(options.kv_dtype, options.kv_dtype), device, model), "given"
+        return one_of("kv_dtype", SHORT_NAMES.get(options.kv_dtype, options.kv_dtype), FORMATS), "given"
     if dtype == "float32":
         return "float32", "exact"
-    if model.kv_bits == 8 and (device == "cpu" or model.head_dim >= _LEAST_ON_GPU):
+    if model.kv_bits == 8 and model.pooler is None and (device == "cpu" or model.head_dim >= _LEAST_ON_GPU):
         return "fp8" if device == "cuda" else "int8", "the checkpoint asks for 8 bits (kv_cache_scheme)"
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
-
-
-def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
-    def refuse(why: str, fix: str) -> ConfigError:
-        return ConfigError(f"kv_dtype {name!r}: {why}.", fix=fix, param="kv_dtype")
-
-    if name not in FORMATS:
-        raise refuse("there is no such format of the KV cache", f"Choose one of auto, {', '.join(FORMATS)}.")
-    if name not in ON_DEVICE[device]:
-        raise refuse(f"the kernels of {device} do not have it", f"Choose one of auto, {', '.join(ON_DEVICE[device])}.")
-    if not model.token_layers:
-        raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
-    if model.pooler is not None and FORMATS[name].has_scales:
-        raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
-    if device == "cuda" and FORMATS[name].has_scales and model.head_dim < _LEAST_ON_GPU:
-        raise refuse(
-            f"on a GPU heads must have at least {_LEAST_ON_GPU} dimensions, and these have {model.head_dim}",
-            "Leave --kv-dtype out.",
-        )
-    if device == "cuda" and name == "int4" and model.head_dim < 64:
-        raise refuse(f"on a GPU heads must have at least 64 dimensions, and these have {model.head_dim}", "Use --kv-dtype int8.")
-    rotations = {spec.rotation.num_dims for spec in model.layers if spec.rotation is not None}
-    if device == "cuda" and name == "int4" and rotations - {model.head_dim}:
-        raise refuse("on a GPU rotation must be of whole heads", "Use --kv-dtype int8.")
-    if FORMATS[name].bits < 8 and model.head_dim % 2:
-        raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
-    if FORMATS[name].is_calibrated and model.head_dim % 8:
-        raise refuse(f"it takes heads of a multiple of 8, and these have {model.head_dim}", "Use --kv-dtype int8.")
-    return name
-
-
-def decide_kv_calibration(options: EngineOptions, kv_dtype: str) -> Decision[str | None]:
-    """Decides where the constants of KVQuant are."""
-    if FORMATS[kv_dtype].is_calibrated and options.kv_calibration is None:
-        raise ConfigError(
-            f"kv_dtype {kv_dtype!r} needs a calibration of this model.",
-            fix=f"Make one with: tidemill calibrate-kv MODEL --bits {FORMATS[kv_dtype].bits} -o FILE, and give it with "
-            "--kv-calibration FILE.",
-            param="kv_calibration",
-        )
-    if options.kv_calibration is not None and not FORMATS[kv_dtype].is_calibrated:
-        named = " or ".join(kv_format.name for kv_format in FORMATS.values() if kv_format.is_calibrated)
-        raise ConfigError(
-            f"A calibration of the KV cache is given, but kv_dtype is {kv_dtype!r}.",
-            fix=f"Use it with --kv-dtype {named}, or leave --kv-calibration out.",
-            param="kv_calibration",
-        )
-    return options.kv_calibration, "given" if options.kv_calibration else "the format needs none"
 
 
 def decide_page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:
@@ -88,9 +43,9 @@ def decide_page_size(options: EngineOptions, device: str, model: ModelConfig, kv
     return page_size, "tokens per KV page" + (", the attention kernels' block" if device == "cuda" else "")
 
 
-def decide_prefix_caching(options: EngineOptions, model: ModelConfig) -> Decision[bool]:
-    if model.pooler is not None:
-        return False, "no prefix caching: a token of an encoder sees those after it, too"
+def decide_prefix_caching(options: EngineOptions, features: Collection[str]) -> Decision[bool]:
+    if refusal := why_not("prefix-caching", features):
+        return False, f"no prefix caching: {refusal.why}"
     return options.prefix_caching, "prefix caching: identical prefixes are computed once"
 
 
@@ -102,15 +57,9 @@ def decide_prefix_index(options: EngineOptions, layout: CacheLayout) -> Decision
     return "radix", "prefixes are found by their tokens, also within a page, of which a copy is made"
 
 
-def decide_queue_order(options: EngineOptions, prefix_caching: bool) -> Decision[str]:
+def decide_queue_order(options: EngineOptions) -> Decision[str]:
     if one_of("queue_order", options.queue_order, ("arrival", "prefix")) == "arrival":
         return "arrival", "queued requests start in the order in which they came"
-    if not prefix_caching:
-        raise ConfigError(
-            "queue_order is prefix, but there is no prefix caching.",
-            fix="Use --queue-order arrival, or a model and options with prefix caching.",
-            param="queue_order",
-        )
     return "prefix", "queued requests with the longest cached prefix start first"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from tidemill.capabilities import why_not
 from tidemill.config.options import Decision, EngineOptions, at_least, one_of
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
@@ -39,21 +42,9 @@ def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
 
 
 def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
-    dtype, possible = options.dtype, DTYPES[device]
-    if dtype not in ("auto", *possible):
-        fix = f"Choose auto, {', '.join(possible)}."
-        raise ConfigError(f"dtype {dtype!r} is not available on {device}.", fix=fix, param="dtype")
+    dtype = one_of("dtype", options.dtype, ("auto", *DTYPES["cpu"], *DTYPES["cuda"]))
     if device == "cuda":
         return "bfloat16", "given" if dtype != "auto" else "the format of the tensor cores"
-    if dtype == "quantized" and not machine.kernels:
-        raise ConfigError(
-            f"dtype quantized needs the compiled kernels: {machine.no_kernels}.",
-            fix="Install with a C compiler, or use --dtype float32.",
-            param="dtype",
-        )
-    if dtype == "quantized" and not model.is_quantized:
-        fix = "Use --dtype float32."
-        raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix=fix, param="dtype")
     if dtype != "auto":
         return dtype, "given"
     if options.contextual_sparsity is not None:
@@ -67,25 +58,14 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
 
 def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelConfig) -> Decision[str]:
     """Decides how linears hold their weights, a scheme of `quant.METHODS`."""
-    scheme = options.quantization
-    if scheme not in ("auto", "none", *QUANTIZATIONS):
-        fix = f"Choose auto, none, {', '.join(QUANTIZATIONS)}."
-        raise ConfigError(f"quantization {scheme!r} is not available.", fix=fix, param="quantization")
+    scheme = one_of("quantization", options.quantization, ("auto", "none", *QUANTIZATIONS))
     if device != "cuda":
-        if scheme not in ("auto", "none"):
-            fix = "Use a quantized checkpoint, or make one: tidemill quantize."
-            raise ConfigError(f"quantization {scheme} while loading is for GPUs.", fix=fix, param="quantization")
         return ("quantized" if dtype == "quantized" else "dense"), "as dtype says"
     experts = "; experts are held in bfloat16" if model.experts else ""
     if scheme == "none" or (scheme == "auto" and not model.is_quantized):
         return "dense", "given" if scheme == "none" else "the checkpoint is not quantized"
     if scheme == "auto":
         return "quantized", f"as stored{experts}"
-    if model.is_quantized:
-        fix = "Leave --quantization out, or use the checkpoint it was made of."
-        raise ConfigError(
-            f"quantization {scheme} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
-        )
     return scheme, f"given: linears {QUANTIZATIONS[scheme]}{experts}"
 
 
@@ -192,23 +172,19 @@ def decide_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
     return options.max_context, "given"
 
 
-def decide_fast_math(options: EngineOptions, device: str) -> Decision[bool]:
-    if options.fast_math and device != "cuda":
-        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.", param="fast_math")
+def decide_fast_math(options: EngineOptions) -> Decision[bool]:
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 
-def decide_nano_batching(options: EngineOptions, device: str) -> Decision[str]:
+def decide_nano_batching(options: EngineOptions, features: Collection[str]) -> Decision[str]:
     setting = one_of("nano_batching", options.nano_batching, ("auto", "on", "off"))
-    if setting == "on" and device != "cuda":
-        raise ConfigError("nano_batching is for GPUs.", fix="Leave --nano-batching out.", param="nano_batching")
-    return (setting if device == "cuda" else "off"), "steps in two halves that overlap, on a GPU"
+    if setting == "auto" and (refusal := why_not("nano-batching", features)):
+        return "off", f"steps are not cut in two: {refusal.why}"
+    return setting, "steps in two halves that overlap, on a GPU"
 
 
-def decide_max_loras(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
+def decide_max_loras(options: EngineOptions) -> Decision[int]:
     num = len(options.lora_paths)
-    if device == "cuda" and model.pooler is not None and (num or options.max_loras):
-        raise ConfigError("Adapters of encoders do not run on a GPU yet.", fix="Use --device cpu.", param="max_loras")
     if options.max_loras is not None:
         return at_least("max_loras", options.max_loras, 1), "given"
     return (max(num, _MIN_LORAS), "the adapters given, and some more") if num else (0, "no adapters")
@@ -225,9 +201,6 @@ def decide_batch_window(options: EngineOptions) -> Decision[float]:
     """In seconds."""
     window_ms = options.batch_window_ms
     if options.policy != "dynamic":
-        if window_ms is not None:
-            fix = "Leave --batch-window out, or use --policy dynamic."
-            raise ConfigError(f"batch_window_ms is given with the policy {options.policy}.", fix=fix, param="batch_window_ms")
         return 0.0, "no batch is waited for"
     if window_ms is not None and not 0 <= window_ms <= _MAX_WINDOW_MS:
         fix = f"It must be from 0 to {_MAX_WINDOW_MS}."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from tidemill.capabilities import HEADS, why_not
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.errors import ConfigError
-from tidemill.model_config import ModelConfig
 
-HEADS = ("medusa", "eagle", "eagle-tree", "exit", "exit-bandit")  # drafters of trained heads
 TREES = ("medusa", "eagle-tree")  # drafts of these may be trees
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "auto": ("forced", "ngram"),
@@ -17,45 +18,13 @@ SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
 ACCEPTANCE = ("exact", "rejection")
 
 
-def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tuple[str, ...]]:
-    if options.speculate not in SPECULATE:
-        raise ConfigError(
-            f"There is no drafter {options.speculate!r}.", fix=f"Choose one of {', '.join(SPECULATE)}.", param="speculate"
-        )
-    names = SPECULATE[options.speculate]
+def decide_speculate(options: EngineOptions, features: Collection[str]) -> Decision[tuple[str, ...]]:
+    names = SPECULATE[one_of("speculate", options.speculate, SPECULATE)]
     why = "drafts are verified where that saves time" if options.speculate == "auto" else "given"
     if options.draft_model is not None and options.speculate == "auto":
         names, why = SPECULATE["draft-model"], "a draft model was given"
-    if ("draft-model" in names) != (options.draft_model is not None):
-        raise ConfigError(
-            f"speculate is {options.speculate}, and a draft model was {'given' if options.draft_model else 'not given'}.",
-            fix="Give --draft-model PATH together with --speculate draft-model.",
-            param="draft_model",
-        )
-    if options.speculate in HEADS and not options.draft_heads:
-        kind = options.speculate.partition("-")[0]
-        raise ConfigError(
-            f"--speculate {options.speculate} needs trained heads.",
-            fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {kind} makes one.",
-            param="draft_heads",
-        )
-    if options.draft_heads and options.speculate not in HEADS:
-        raise ConfigError(
-            f"speculate is {options.speculate}, and draft heads were given, which it does not use.",
-            fix=f"Give --draft-heads together with --speculate {', '.join(HEADS[:-1])} or {HEADS[-1]}.",
-            param="draft_heads",
-        )
-    if model.pooler is not None:
-        return (), "the model generates nothing"
-    if names and model.has_states:
-        if options.speculate != "auto" or options.draft_model is not None:
-            raise ConfigError(
-                "This model keeps states of constant size, which cannot be taken back where a draft was wrong.",
-                fix="Use --speculate off.",
-                param="speculate",
-            )
-        return (), "states of constant size cannot be taken back where a draft was wrong"
-    return names, why
+    refusal = why_not("speculation", features)
+    return ((), refusal.why) if refusal else (names, why)
 
 
 def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[int]:
@@ -71,16 +40,8 @@ def decide_max_drafts(options: EngineOptions, device: str, speculate: tuple[str,
     return options.max_drafts, "given"
 
 
-def decide_acceptance(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[str]:
+def decide_acceptance(options: EngineOptions) -> Decision[str]:
     acceptance = one_of("acceptance", options.acceptance, ACCEPTANCE)
     if acceptance == "exact":
         return acceptance, "tokens are those without drafts"
-    if device == "cuda":
-        raise ConfigError("acceptance rejection is for the CPU only.", fix="Use --acceptance exact.", param="acceptance")
-    if not speculate:
-        raise ConfigError(
-            "acceptance is rejection, but no tokens are guessed.",
-            fix="Use --acceptance exact, or a model and --speculate with a drafter.",
-            param="acceptance",
-        )
     return acceptance, "sampled tokens are distributed as without drafts"

@@ -7,10 +7,8 @@ from typing import NamedTuple
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import MIB, fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
-RELUS = ("relu", "relu2")
 _UNIT = 64  # neurons: tiles of the kernels are whole
 
 
@@ -24,35 +22,12 @@ class HotNeurons(NamedTuple):
 
 
 def decide_hot_neurons(
-    options: EngineOptions, device: str, scheme: str, max_loras: int, total: int, weight_memory: int, model: ModelConfig,
-    machine: Machine,
-) -> Decision[HotNeurons | None]:  # fmt: skip
+    options: EngineOptions, total: int, weight_memory: int, model: ModelConfig
+) -> Decision[HotNeurons | None]:
     """`total`: bytes of all weights; `weight_memory`: of those on the GPU, 0: all."""
     folder = options.hot_neurons
     if folder is None:
         return None, "neurons are not divided between GPU and CPU"
-    wrong = {
-        f"the activation {model.act}, which is hardly ever zero": model.act not in RELUS,
-        "a feed-forward without a gate": not model.is_gated,
-        "experts": any(model.experts),
-        "a CPU": device != "cuda",
-        "quantized weights": scheme != "dense",
-        "adapters": max_loras > 0,
-    }
-    fixes = {
-        "a CPU": "Leave --hot-neurons out: --weight-memory alone reads the neurons that are not zero from disk.",
-        "quantized weights": "Leave --quantization out, or use the checkpoint it was made of.",
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            fix = fixes.get(what, "Leave --hot-neurons out: --weight-memory alone streams whole layers.")
-            raise ConfigError(f"hot_neurons cannot be combined with {what}.", fix=fix, param="hot_neurons")
-    if options.weight_memory_bytes is None:
-        fix = "Say how much of the GPU's memory weights may take with --weight-memory."
-        raise ConfigError("hot_neurons needs weight_memory.", fix=fix, param="hot_neurons")
-    if not machine.kernels:
-        fix = "Install again with a C compiler, or leave --hot-neurons out."
-        raise ConfigError("hot_neurons needs the compiled kernels, which are not there.", fix=fix, param="hot_neurons")
     if not weight_memory:
         return None, "all neurons are on the GPU: they fit"
     each = 2 * model.hidden_size * model.num_layers  # bytes of a row of one matrix, in all layers

@@ -92,35 +92,6 @@ class EngineOptions:
     def num_engines(self) -> int:
         return self.prefill_engines + self.decode_engines if self.has_roles else self.data_parallel
 
-    def check_roles(self) -> None:
-        if not self.has_roles:
-            if self.kv_transfer_bytes is not None:
-                fix = "Add --prefill and --decode, or leave it out."
-                raise ConfigError("kv_transfer_memory is of prefill engines.", fix=fix, param="kv_transfer_bytes")
-            return
-        if not (self.prefill_engines and self.decode_engines):
-            lacking = "decode" if self.prefill_engines else "prefill"
-            fix = "Give both, like --prefill 1 --decode 1, or neither."
-            raise ConfigError(f"There is no {lacking} engine.", fix=fix, param=f"{lacking}_engines")
-        if self.data_parallel > 1:
-            fix = "Leave out --data-parallel: --prefill and --decode say how many engines there are."
-            raise ConfigError("Engines are either alike or have roles.", fix=fix, param="data_parallel")
-        if self.remote_workers:
-            fix = "Start a server on each host, and put `tidemill route` before them."
-            raise ConfigError("Engines with roles cannot share workers of other hosts.", fix=fix, param="remote_workers")
-        obstacles = {
-            "prefix_caching": not self.prefix_caching,
-            "prefix_index": self.prefix_index != "hash",
-            "kv_layout": self.kv_layout != "paged",
-            "kv_export": self.kv_export is not None,
-            "kv_import": self.kv_import is not None,
-        }
-        for name, is_there in obstacles.items():
-            if is_there:
-                fix = "Leave it out, or --prefill and --decode."
-                what = f"With {name} = {getattr(self, name)}, KV pages cannot go from prefill engines to decode engines."
-                raise ConfigError(what, fix=fix, param=name)
-
     @property
     def lora_paths(self) -> dict[str, str]:
         """The adapters by name."""

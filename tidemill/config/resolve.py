@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.cache_layout import CacheLayout
+from tidemill.capabilities import Setup, check_setup, in_use, why_not
 from tidemill.config.cache import (
     bytes_of_page,
-    decide_kv_calibration,
     decide_kv_dtype,
     decide_layout,
     decide_max_pinned,
@@ -49,7 +49,6 @@ from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_collectives, decide_ranks, decide_tensor_layout
 from tidemill.config.policies import (
     beside_a_page,
-    check_kv_policy,
     decide_kv_policies,
     decide_kv_policy,
     decide_max_stream,
@@ -138,13 +137,13 @@ class EngineConfig:
     pipeline_layers: tuple[int, ...] = ()  # of each stage
     expert_parallel: bool = False
     nano_batching: str = "off"
+    features: tuple[str, ...] = ()  # of the capability table, that are in use
     reasons: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # for whoever starts it
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
-        """The request's KV policy, or the engine's where it has none. Raises unless the engine has it."""
+        """The request's KV policy, or the engine's where it has none."""
         if params.kv_policy is not None:
-            check_kv_policy(params.kv_policy, self.kv_policies, self.reasons.get("kv_policies", ""))
             return params.kv_policy
         return None if params.pooling is not None or params.beams is not None else self.kv_policy
 
@@ -213,27 +212,26 @@ def resolve(
         value, reasons[name] = decision
         return value
 
-    device = settle("device", decide_device(options, machine))
-    dtype = settle("dtype", decide_dtype(options, device, model, machine))
-    scheme = settle("scheme", decide_scheme(options, device, dtype, model))
-    kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
-    kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
+    setup = set_up(options, model, machine, reasons)
+    device, dtype, scheme, kv_dtype = setup.device, setup.dtype, setup.scheme, setup.kv_dtype
+    features = check_setup(setup)
+    kv_layout = settle("kv_layout", decide_kv_layout(options))
     tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
-    tensor_layout = settle("tensor_layout", decide_tensor_layout(options, device, model, machine))
+    tensor_layout = settle("tensor_layout", decide_tensor_layout(options))
     collectives = settle("collectives", decide_collectives(options, device))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))
     token_budget = settle("token_budget", decide_token_budget(options, device, max_requests, context, model))
-    speculate = settle("speculate", decide_speculate(options, model))
+    speculate = settle("speculate", decide_speculate(options, features))
     max_drafts = settle("max_drafts", decide_max_drafts(options, device, speculate))
-    acceptance = settle("acceptance", decide_acceptance(options, device, speculate))
+    acceptance = settle("acceptance", decide_acceptance(options))
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", decide_background_budget(device, token_budget, model))
     step_cost = settle("step_cost", decide_step_cost(device, bool(model.has_states)))
-    fast_math = settle("fast_math", decide_fast_math(options, device))
-    max_loras = settle("max_loras", decide_max_loras(options, device, model))
+    fast_math = settle("fast_math", decide_fast_math(options))
+    max_loras = settle("max_loras", decide_max_loras(options))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
     if kv_layout == "virtual":
@@ -246,20 +244,16 @@ def resolve(
         options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
     )
     num_ranks, all_bytes = tensor_parallel * pipeline_parallel, memory.weight_bytes
-    weight_memory = settle("weight_memory", decide_weight_memory(options, device, num_ranks, all_bytes, model, machine))
-    hot_neurons = settle(
-        "hot_neurons", decide_hot_neurons(options, device, scheme, max_loras, all_bytes, weight_memory, model, machine)
-    )
+    weight_memory = settle("weight_memory", decide_weight_memory(options, device, all_bytes, model, machine))
+    hot_neurons = settle("hot_neurons", decide_hot_neurons(options, all_bytes, weight_memory, model))
     weight_cache, weight_cache_bytes = settle("weight_cache", decide_weight_cache(options))
-    contextual_sparsity = settle(
-        "contextual_sparsity", decide_contextual_sparsity(options, device, scheme, num_ranks, max_loras, model, machine)
-    )
+    contextual_sparsity = settle("contextual_sparsity", decide_contextual_sparsity(options))
     if weight_memory:
         memory = replace(memory, weight_bytes=weight_memory)
+    else:
+        features -= {"weight-memory"}
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
-    kv_policies = settle("kv_policies", decide_kv_policies(options, device, kv_dtype, kv_layout, speculate, model))
-    if num_ranks > 1 and kv_policies and not (device == "cpu" and machine.kernels):
-        kv_policies = settle("kv_policies", ((), "several ranks compute them on CPUs only, with the compiled kernels"))
+    kv_policies = settle("kv_policies", decide_kv_policies(features))
     of_pages, of_rows = beside_a_page(kv_policies, device, page_size, layout.layers_per_page, model)
     memory = replace(
         memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft), beside_page_bytes=of_pages + of_rows
@@ -277,25 +271,23 @@ def resolve(
     reasons["policy"] = "scheduling policy"
     batch_window_s = settle("batch_window_s", decide_batch_window(options))
     reasons["evict"] = "running requests may be preempted" if options.evict else "only what can run to its end is admitted"
-    prefix_caching = settle("prefix_caching", decide_prefix_caching(options, model))
+    prefix_caching = settle("prefix_caching", decide_prefix_caching(options, features))
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
-    queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
+    queue_order = settle("queue_order", decide_queue_order(options))
     max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
     session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
     kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
     host_slots = export_slots = 0
     kv_export, kv_import = "", tuple[str, ...]()
-    if model.pooler is not None:
-        reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
+    if refusal := why_not("kv-host-memory", features) or why_not("kv-export", features):
+        reasons["host_slots"] = f"no tiers behind the KV cache: {refusal.why}"
     else:
         used = num_pages * of_rank.page_bytes
-        host_slots = settle("host_slots", decide_host_slots(options, of_rank, used, prefix_caching, prefix_index, machine))
+        host_slots = settle("host_slots", decide_host_slots(options, of_rank, used, machine))
         taken = host_slots * of_rank.page_bytes + (0 if of_rank.gpu else of_rank.weight_bytes + of_rank.activation_bytes + used)
-        kv_export, export_slots = settle(
-            "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine, num_ranks)
-        )
-        kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index, num_ranks))
-    kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
+        kv_export, export_slots = settle("kv_export", decide_export(options, of_rank, taken, machine, num_ranks))
+        kv_import = settle("kv_import", decide_import(options, num_ranks))
+    kv_policy = settle("kv_policy", decide_kv_policy(options, features, context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
         device=device,
@@ -341,7 +333,7 @@ def resolve(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
-        kv_calibration=settle("kv_calibration", decide_kv_calibration(options, kv_dtype)),
+        kv_calibration=options.kv_calibration,
         host_slots=host_slots,
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
@@ -355,14 +347,30 @@ def resolve(
         weight_cache_bytes=weight_cache_bytes,
         hot_neurons=hot_neurons,
         contextual_sparsity=contextual_sparsity,
-        nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
+        nano_batching=settle("nano_batching", decide_nano_batching(options, features)),
         tensor_parallel=tensor_parallel,
         tensor_layout=tensor_layout,
         collectives=collectives,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,
+        features=tuple(sorted(features)),
         reasons=reasons,
         notes=memory_notes(options, device, memory, num_pages * of_rank.page_bytes),
+    )
+
+
+def set_up(
+    options: EngineOptions, model: ModelConfig, machine: Machine, reasons: dict[str, str] | None = None
+) -> Setup:
+    """Decides the device and formats, which the capability table asks for."""
+    device, why_device = decide_device(options, machine)
+    dtype, why_dtype = decide_dtype(options, device, model, machine)
+    scheme, why_scheme = decide_scheme(options, device, dtype, model)
+    kv_dtype, why_kv_dtype = decide_kv_dtype(options, dtype, device, model)
+    if reasons is not None:
+        reasons.update(device=why_device, dtype=why_dtype, scheme=why_scheme, kv_dtype=why_kv_dtype)
+    return Setup(
+        options=options, model=model, machine=machine, device=device, dtype=dtype, scheme=scheme, kv_dtype=kv_dtype
     )
 
 
@@ -376,9 +384,9 @@ def _draft(
     if model is None:
         raise ConfigError("The draft model's shape is not known.", param="draft_model")
     name = options.draft_model
-    if model.pooler is not None or model.has_states:
-        why = "generates nothing" if model.pooler is not None else "keeps states of constant size, which cannot be taken back"
-        raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
+    if refusal := why_not("speculation", in_use(set_up(EngineOptions(device=device), model, machine))):
+        what = f"{name} cannot be a draft model: {refusal.why}."
+        raise ConfigError(what, fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))
     draft_options = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import GIB, MIB, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
@@ -18,29 +17,12 @@ _SURELY = 0.75  # of the least that is estimated: below it, nothing is read befo
 
 
 def decide_weight_memory(
-    options: EngineOptions, device: str, num_ranks: int, total: int, model: ModelConfig, machine: Machine
+    options: EngineOptions, device: str, total: int, model: ModelConfig, machine: Machine
 ) -> Decision[int]:
     """Bytes of weights in memory while the others are streamed; 0: all are in memory. `total`: bytes of all."""
     budget = options.weight_memory_bytes
     if budget is None:
         return 0, "all weights are in memory"
-    wrong = {
-        "--kv-layout virtual on a GPU": device == "cuda" and options.kv_layout == "virtual",
-        f"--speculate {options.speculate} on a GPU": device == "cuda" and options.speculate in HEADS,
-        "several ranks": num_ranks > 1,
-        "an encoder": model.pooler is not None,
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise ConfigError(
-                f"weight_memory cannot be combined with {what}.", fix="Leave --weight-memory out.", param="weight_memory_bytes"
-            )
-    if device == "cpu" and not machine.kernels:
-        raise ConfigError(
-            "weight_memory needs the compiled kernels, which are not there.",
-            fix="Install again with a C compiler, or leave --weight-memory out.",
-            param="weight_memory_bytes",
-        )
     if budget >= total:
         return 0, f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(budget)} of --weight-memory"
     least = least_weight_memory(model, total)

@@ -29,25 +29,13 @@ def decide_disk(options: EngineOptions) -> Decision[tuple[str, int]]:
 
 
 def decide_host_slots(
-    options: EngineOptions, memory: Memory, kv_bytes: int, prefix_caching: bool, prefix_index: str, machine: Machine
+    options: EngineOptions, memory: Memory, kv_bytes: int, machine: Machine
 ) -> Decision[int]:
     """Pages of host memory behind the KV cache."""
     num_bytes = options.kv_host_memory_bytes
     if not num_bytes and options.kv_disk is None:
         return 0, "no host memory behind the KV cache: --kv-host-memory is not given"
-    name, param = ("kv_host_memory", "kv_host_memory_bytes") if num_bytes else ("kv_disk", "kv_disk")
-    if not prefix_caching:
-        raise ConfigError(
-            f"{name} is given, but there is no prefix caching: no page could be found again.",
-            fix="Leave it out, or use a model and options with prefix caching.",
-            param=param,
-        )
-    if prefix_index != "hash":
-        raise ConfigError(
-            f"{name} needs the prefix index hash: by its keys pages are found in host memory and on disk.",
-            fix="Leave --prefix-index out.",
-            param=param,
-        )
+    param = "kv_host_memory_bytes" if num_bytes else "kv_disk"
     page_bytes, why = memory.page_bytes, "pages of host memory behind the KV cache"
     if not num_bytes:
         why = "pages of host memory on the way to disk; more with --kv-host-memory"

@@ -72,13 +72,13 @@ def rank_address(address: str, rank: int) -> str:
 
 
 def decide_export(
-    options: EngineOptions, memory: Memory, used: int, prefix_caching: bool, prefix_index: str, machine: Machine, num_ranks: int
+    options: EngineOptions, memory: Memory, used: int, machine: Machine, num_ranks: int
 ) -> Decision[tuple[str, int]]:
     """The address and how many pages it holds. `used`: host memory that is taken already."""
     if options.kv_export is None:
         return ("", 0), "KV pages are not exported: --kv-export is not given"
     address = parse_address(options.kv_export, "kv_export")
-    _check(options, "kv_export", [address], prefix_caching, prefix_index, num_ranks)
+    _check(options, "kv_export", [address], num_ranks)
     num_bytes, page_bytes = address.num_bytes or _DEFAULT_BYTES, memory.page_bytes
     num_slots = min(num_bytes // page_bytes, _MAX_SLOTS)
     has_roles = options.has_roles  # then the address is not the user's
@@ -99,7 +99,7 @@ def decide_export(
     return (str(address), num_slots), f"{num_slots} pages of {fmt_bytes(page_bytes)} are there for other engines to fetch"
 
 
-def decide_import(options: EngineOptions, prefix_caching: bool, prefix_index: str, num_ranks: int) -> Decision[tuple[str, ...]]:
+def decide_import(options: EngineOptions, num_ranks: int) -> Decision[tuple[str, ...]]:
     """Addresses of engines whose pages may be fetched."""
     if options.kv_import is None:
         return (), "no pages of other engines are fetched: --kv-import is not given"
@@ -110,28 +110,11 @@ def decide_import(options: EngineOptions, prefix_caching: bool, prefix_index: st
         raise ConfigError(f"kv_import names {len(names)} engines, {len(set(names))} different ones.", fix=fix, param="kv_import")
     if options.kv_export is not None and str(parse_address(options.kv_export, "kv_export")) in names:
         raise ConfigError("kv_import names the address of kv_export.", fix="Leave one of them out.", param="kv_import")
-    _check(options, "kv_import", addresses, prefix_caching, prefix_index, num_ranks)
+    _check(options, "kv_import", addresses, num_ranks)
     return tuple(names), "pages that other engines have computed are fetched where that is faster than computing them"
 
 
-def _check(
-    options: EngineOptions,
-    name: str,
-    addresses: list[TransferAddress],
-    prefix_caching: bool,
-    prefix_index: str,
-    num_ranks: int,
-) -> None:
-    if not prefix_caching:
-        raise ConfigError(
-            f"{name} is given, but there is no prefix caching: no page could be found by its content.",
-            fix="Leave it out, or use a model and options with prefix caching.",
-            param=name,
-        )
-    if prefix_index != "hash":
-        raise ConfigError(
-            f"{name} needs the prefix index hash: engines know pages by its keys.", fix="Leave --prefix-index out.", param=name
-        )
+def _check(options: EngineOptions, name: str, addresses: list[TransferAddress], num_ranks: int) -> None:
     if options.kv_key_file is None and any(address.kind != "shm" for address in addresses):
         raise ConfigError(
             f"{name} between hosts needs a key that both engines have.",

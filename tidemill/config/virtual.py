@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import sys
 
 from tidemill.cache_layout import CacheLayout, Group, Place
-from tidemill.config.drafts import HEADS
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
@@ -20,49 +18,10 @@ _MOST_MAPPINGS = 30_000  # Linux allows a process 65,530
 _EMPTY_LAYERS = 1 / 16  # at most, so that tokens fill granules
 
 
-def decide_kv_layout(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[str]:
+def decide_kv_layout(options: EngineOptions) -> Decision[str]:
     if one_of("kv_layout", options.kv_layout, LAYOUTS) == "paged":
         return "paged", "keys and values lie in pages that a page table names"
-    obstacle = _obstacle(options, device, model, kv_dtype)
-    if obstacle:
-        raise ConfigError(f"kv_layout is virtual, but {obstacle}.", fix="Use --kv-layout paged.", param="kv_layout")
     return "virtual", "given: each row has an address range of its own, in which memory is mapped as tokens come"
-
-
-def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> str:
-    """The obstacle to computing over a contiguous range, or empty."""
-    if model.pooler is not None:
-        return "an encoder keeps no keys and values"
-    if model.has_states:
-        return "this model keeps states of constant size, which lie in pages"
-    if any(spec.window for spec in model.layers):
-        return "this model has layers with windows, which give back pages in the middle of a row"
-    if kv_dtype not in ("float32", "bfloat16", "float16"):
-        return f"keys and values of {kv_dtype} have their scales in the page"
-    if options.kv_host_memory_bytes or options.kv_disk or options.kv_export or options.kv_import:
-        return "what is behind the cache (kv_host_memory, kv_disk, kv_export, kv_import) takes pages of one pool"
-    if options.speculate in ("exit", "exit-bandit"):
-        return f"drafts of the first layers (speculate {options.speculate}) read pages"
-    if options.fast_math:
-        return "fast_math is for kernels that read pages"
-    return _gpu_obstacle(options, model) if device == "cuda" else _cpu_obstacle()
-
-
-def _cpu_obstacle() -> str:
-    return "" if sys.platform == "linux" else "memory can be mapped at several addresses on Linux only"
-
-
-def _gpu_obstacle(options: EngineOptions, model: ModelConfig) -> str:
-    if options.speculate in HEADS:
-        return f"draft heads (speculate {options.speculate}) are in graphs of paged attention"
-    if options.loras or options.max_loras:
-        return "LoRA adapters of a GPU are in graphs of paged attention"
-    kinds = sorted({kind for spec in model.layers for kind in spec.kinds})
-    if kinds:
-        return f"the contiguous attention kernel has no {' and no '.join(kinds)}"
-    if model.head_dim not in (16, 32, 64, 128, 256):
-        return f"heads of {model.head_dim} are not entered into the cache by a kernel of ours"
-    return ""
 
 
 def decide_virtual(

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
+from tidemill.capabilities import asked, check
 from tidemill.engine.client import EngineClient
 from tidemill.engine.llm_inputs import PromptEncoder, located_options, params_list
 from tidemill.engine.llm_outputs import OutputBuilder, RequestOutput
@@ -220,7 +221,7 @@ class _Engine:
     @staticmethod
     async def started(model: str, keywords: dict[str, Any]) -> _Engine:
         path, options = await asyncio.to_thread(located_options, model, keywords)
-        options.check_roles()
+        check(asked(options))
         tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.chat_template, options.chat_template_kwargs)
         num, routing = options.num_engines, routing_of(options)
         metrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)

@@ -11,6 +11,7 @@ from weakref import proxy
 import msgspec
 
 from tidemill import events
+from tidemill.capabilities import check_request
 from tidemill.config import EngineConfig
 from tidemill.engine.host_times import HostTimes
 from tidemill.engine.moments import Engine, EngineComponents, KindOfPart, Moments, Part, Step, Submission
@@ -152,6 +153,7 @@ class EngineCore:
         if request.resumed is None:
             queued = [submission.request for submission in self.delayed.values()]
             check_room(self.config.max_waiting, request, queued, self.scheduler.waiting)
+        check_request(request.params, self.config.features)
         self.model_config.check_pooling(request.params.pooling)
         request.check(self.model_config.vocab_size, self.config.context_of(request.params))
         submission = Submission.of(request, compiled)

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 import torch
 
+from tidemill.capabilities import asked, check
 from tidemill.engine.bars import LoadingBar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.core import EngineCore
@@ -43,7 +44,7 @@ from tidemill.engine.llm_outputs import (
 from tidemill.engine.load import load_core
 from tidemill.engine.metrics import Metric, Metrics
 from tidemill.engine.parts.adapters import AdapterStore
-from tidemill.errors import ConfigError, EngineDead, InvalidRequest, TidemillError
+from tidemill.errors import EngineDead, InvalidRequest, TidemillError
 from tidemill.events import Event, ModelLoaded
 from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.scoring import check_scores, cosine, label_probs, pairs_of
@@ -71,9 +72,7 @@ class LLM:
         if seed is not None:
             SamplingParams(seed=seed)  # checked
         path, engine_options = located_options(model, options)
-        if engine_options.num_engines > 1:
-            fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
-            raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
+        check({*asked(engine_options), "LLM"})
         self.tokenizer = Tokenizer.load(path, engine_options.chat_template, engine_options.chat_template_kwargs)
         began = time.monotonic()
         with LoadingBar(enabled=progress) as bar:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tidemill import events
+from tidemill.capabilities import check_setup
 from tidemill.config import EngineConfig, EngineOptions, resolve
-from tidemill.config.compute import decide_device
 from tidemill.config.parallel import MAX_RANKS
+from tidemill.config.resolve import set_up
 from tidemill.config.streaming import streams_neurons
 from tidemill.engine.core import EngineCore
 from tidemill.engine.group import start_group
@@ -132,9 +133,11 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None, clock:
     checkpoint, architecture, model_config = inspect(options.model)
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
     shape, here, rank_options, why = model_config, machine.detect(), options, ""
+    setup = set_up(options, model_config, here)
+    check_setup(setup)
     layers, reason = decide_stages(options, model_config, here)
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
-        layout, why = settle_layout(options, decide_device(options, here)[0], model_config, here)
+        layout, why = settle_layout(setup)
         rank_options = replace(options, tensor_layout=layout)
         shape, here = largest_part(rank_options, shape), share_of(here, options.tensor_parallel)
     stages = [kv_layers(model_config, stage) for stage in stages_of(layers)] if len(layers) > 1 else []

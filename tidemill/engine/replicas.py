@@ -23,13 +23,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tidemill import events
+from tidemill.capabilities import asked, check
 from tidemill.config import EngineOptions, settled
 from tidemill.config.transfer import numbered
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
 from tidemill.engine.routing import Route, Routing
-from tidemill.errors import ConfigError, EngineDead, TidemillError
+from tidemill.errors import EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.kv.manager import FIRST_OWNER
 from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Submit
@@ -71,10 +72,9 @@ class Replicas:
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
-        if len(self.clients) > 1 and options.tensor_parallel * options.pipeline_parallel > 1 and self._gpus:
-            fix = "Start a server for each group of GPUs, and put `tidemill route` before them."
-            several = "prefill and decode engines" if options.has_roles else "data_parallel"
-            raise ConfigError(f"{several} cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel")
+        is_several = len(self.clients) > 1 and not options.has_roles
+        on_gpus = self._gpus and options.device != "cpu"
+        check(asked(options) | ({"data-parallel"} if is_several else set()) | ({"GPU"} if on_gpus else set()))
         options_of = [self._options(options, number) for number in range(len(self.clients))]
         try:
             ready = await self.clients[0].start(options_of[0], on_loading)

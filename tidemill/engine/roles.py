@@ -24,10 +24,10 @@ from itertools import count
 import msgspec
 
 from tidemill import events
+from tidemill.capabilities import check
 from tidemill.config import EngineOptions
 from tidemill.engine.client import PROBE, EngineClient
 from tidemill.engine.routing import BLOCK_LEN, Route, Routing, keys_of
-from tidemill.errors import ConfigError
 from tidemill.events import Event
 from tidemill.sched.placement import Choice, Placement
 from tidemill.sched.request import BACKGROUND, HANDED_OVER
@@ -87,9 +87,7 @@ class Roles(Routing):
         self.clients, self._emit = clients, emit
 
     def check(self, ready: Ready) -> None:
-        if ready.model.pooler is not None:
-            fix = "Serve it with --data-parallel."
-            raise ConfigError("An encoder does not decode: it has no use for roles.", fix=fix, param="decode_engines")
+        check({PREFILL, DECODE} | ({"encoder"} & {*ready.config.features}))
 
     def options(self, options: EngineOptions, number: int) -> EngineOptions:
         """Prefill engines export pages, which decode engines fetch."""

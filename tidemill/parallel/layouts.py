@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tidemill.config.parallel import grid_of
+from tidemill.capabilities.features import grid_of
 from tidemill.model_config import ModelConfig
 
 _MOST_TOKENS = 2**16  # of a step

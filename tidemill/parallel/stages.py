@@ -119,9 +119,6 @@ def _unusable(what: str) -> ConfigError:
 def decide_stages(options: EngineOptions, model: ModelConfig, machine: Machine) -> Decision[tuple[int, ...]]:
     """Decides how many layers each stage has."""
     num, layers = options.pipeline_parallel, options.pipeline_layers
-    if layers is not None and num == 1:
-        fix = "Give --pipeline-parallel as well."
-        raise ConfigError("pipeline_layers needs several stages.", fix=fix, param="pipeline_layers")
     if not 1 < num <= model.num_layers:  # where it cannot be, that is said elsewhere
         return (model.num_layers,), "one stage"
     if layers is None:

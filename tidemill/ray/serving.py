@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any
 
 from tidemill import events
+from tidemill.capabilities import asked, check, require
 from tidemill.config import EngineOptions, settled
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S
 from tidemill.engine.replicas import ReplicaAdapters, Replicas, all_started
 from tidemill.engine.roles import PREFILL, Roles, routing_of
 from tidemill.engine.routing import Routing
-from tidemill.errors import ConfigError, InvalidRequest, TidemillError
+from tidemill.errors import ConfigError, TidemillError
 from tidemill.events import Event
 from tidemill.ray.actor import EngineActor
 from tidemill.ray.cluster import Cluster, Needs, NoRoom
@@ -54,11 +55,8 @@ class RayFleet:
     """Makes the client of a server whose engines run on a cluster (`server.run.Fleet`)."""
 
     def __init__(self, cluster: Cluster, options: RayOptions, engine: EngineOptions) -> None:
-        engine.check_roles()
+        check(asked(engine) | ({"replicas"} if options != RayOptions() else set()))
         if engine.has_roles:
-            if options != RayOptions():
-                fix = "Leave out --replicas and --autoscale: --prefill and --decode say how many engines there are."
-                raise ConfigError("Engines on the cluster are either alike or have roles.", fix=fix, param="replicas")
             options = RayOptions(engine.num_engines)
         self._cluster, self._options = cluster, options
         self._needs = cluster.needs_of(engine, options.num_at_most)
@@ -263,4 +261,5 @@ class _FixedAdapters(ReplicaAdapters):
     """A replica that is started later would not have them."""
 
     async def load(self, name: str, path: str, in_place: bool = False) -> AdapterInfo:
-        raise InvalidRequest("With --autoscale, adapters cannot be loaded while the server runs.", fix="Serve with --lora.")
+        require("loading adapters", {"lora", "autoscale"})
+        raise AssertionError

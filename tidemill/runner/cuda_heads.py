@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
+from tidemill.capabilities import why_not
 from tidemill.config import TREES, EngineConfig
-from tidemill.errors import ConfigError
 from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.cuda.records import HEADER
@@ -57,15 +56,8 @@ class HeadsCudaRunner(CudaRunner):
         self._trees: CudaTrees | None = None
         self._branches = False  # the step that is run has trees
         self._parents: Mapping[int, Sequence[int]] = {}  # of the step that is launched
-        reads_paths = self._flex is None and self._kv.scales is None and not config.max_loras
-        if reads_paths and not set(TREES).isdisjoint(config.speculate):
+        if why_not("draft trees", config.features) is None and not set(TREES).isdisjoint(config.speculate):
             self._trees = CudaTrees(config.token_budget, config.max_drafts, self._device)
-
-    def _make_halves(self, config: EngineConfig, pool: object) -> None:
-        if config.nano_batching == "on":
-            why = "Steps cannot be cut in two: draft heads look at their hidden states."
-            raise ConfigError(why, fix="Leave --nano-batching out.", param="nano_batching")
-        super()._make_halves(replace(config, nano_batching="off"), pool)
 
     def _more_steps(self) -> list[Step]:
         if self._trees is None:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention_lists import (
     SPLIT,
@@ -51,7 +50,7 @@ from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_step import CudaStep, Launched, Through, find_missing, new_copies, new_pool, new_states, pinned
 from tidemill.runner.cuda_work import Work, chains, make_halves, make_work, padded, parts
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, refused_flash, run_trial
-from tidemill.runner.nano import NanoTrial, Rivals, refused, run_trials
+from tidemill.runner.nano import NanoTrial, Rivals, run_trials
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.reports import Report, look_at_prompt
 from tidemill.runner.state import RowState, upload
@@ -96,7 +95,7 @@ class CudaRunner:
         values, scales = self._kv_memory(config)
         self._kv = PagedKV(values, self.state.kv_tables, attention_specs(shape.layers), own, config.layout.places, biases, scales)
         self._biases = self._kv.by_distance()
-        missing = find_missing(config, shape, scales is not None)
+        missing = find_missing(shape)
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._is_streamed = model.streaming is not None and model.streaming.is_in_use
@@ -145,7 +144,7 @@ class CudaRunner:
             for size in reversed(self._mixed_sizes)
             for some, lora in self._kinds
         }
-        why_not = refused_flash(config, shape, scales is not None, self._is_streamed)
+        why_not = refused_flash(config, shape)
         self.flash = FlashTrial(False, why_not) if why_not else self._try_flash(pool)
         if self.flash.is_taken:
             for size in self._mixed_sizes[bisect_left(self._mixed_sizes, FROM_TOKENS) :]:
@@ -175,10 +174,6 @@ class CudaRunner:
         self.cuts: dict[tuple[bool, int], int] = {}  # by (decodes, size): how many tokens are in the first half
         self._halved: dict[tuple[bool, int, bool], Graph] = {}
         if config.nano_batching == "off":
-            return
-        if why := refused(config, self.model.config, self._flex is not None):
-            if config.nano_batching == "on":
-                raise ConfigError(f"Steps cannot be cut in two: {why}.", fix="Leave --nano-batching out.", param="nano_batching")
             return
         self._second_words = torch.zeros_like(self._words)
         self._second_staging = [pinned(one.numel(), torch.int32) for one in self._staging]

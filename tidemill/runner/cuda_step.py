@@ -11,7 +11,6 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.coverage import uncovered
-from tidemill.errors import ConfigError
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.attention_lists import Lists
 from tidemill.kernels.cuda.kv_write import enter_heads
@@ -82,16 +81,10 @@ class Launched:
     hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
 
 
-def find_missing(config: EngineConfig, shape: ModelConfig, has_scales: bool) -> str:
+def find_missing(shape: ModelConfig) -> str:
     """The features of the model's attention that our kernels do not compute, and torch's FlexAttention does; empty if there is
     nothing."""
-    missing = uncovered("Triton", shape.token_layers)
-    if missing and shape.has_states:
-        raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
-    if missing and has_scales:
-        why = f"{missing}, and torch's FlexAttention does not read {config.kv_dtype} keys and values."
-        raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
-    return missing
+    return uncovered("Triton", shape.token_layers)
 
 
 def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:

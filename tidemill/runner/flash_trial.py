@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.capabilities import why_not
 from tidemill.config import EngineConfig
 from tidemill.kernels.cuda import flash
 from tidemill.model_config import ModelConfig
@@ -42,15 +43,13 @@ class Contest:
     hidden: torch.Tensor  # where a replay leaves its result: of large steps, what goes into the last layer
 
 
-def refused_flash(config: EngineConfig, model: ModelConfig, has_scales: bool, is_streamed: bool) -> str:
-    """Why it is not even tried, or empty. `has_scales`: of keys and values."""
+def refused_flash(config: EngineConfig, model: ModelConfig) -> str:
+    """Why it is not even tried, or empty."""
     if not config.fast_math:
         return "batch-invariant"
-    if has_scales:
-        return f"it does not read {config.kv_dtype} keys and values"
-    if is_streamed:
-        return "weights are streamed"
-    return "" if flash.covers(model.token_layers) and not model.has_states else "not for this model's layers"
+    if refusal := why_not("flash-attn-4", config.features):
+        return refusal.why
+    return "" if flash.covers(model.token_layers) else "it is not for this model's layers"
 
 
 def run_trial(contest: Contest) -> FlashTrial:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.config import EngineConfig
-from tidemill.model_config import ModelConfig
 from tidemill.parallel.group import Group
 from tidemill.runner.cuda_graphs import Graph, time_replay
 from tidemill.runner.cuda_work import Work, make_halves, make_work
@@ -57,19 +55,6 @@ class Rivals:
     cuts: dict[tuple[bool, int], int]
     how: tuple[int, int, int]  # of `make_work`
     group: Group
-
-
-def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
-    """Why steps cannot be cut, or empty."""
-    if config.kv_layout == "virtual" or by_flex:
-        return "attention is not by our kernels"
-    if config.weight_memory:
-        return "weights are streamed"
-    if model.experts or model.has_states:
-        return "experts and states are counted and kept for a whole step"
-    if config.layout.num_kv_groups != 1:
-        return "layers keep different tokens"
-    return ""
 
 
 def run_trials(rivals: Rivals) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:

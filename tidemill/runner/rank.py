@@ -7,14 +7,15 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import cast
 
+from tidemill.capabilities import Setup, in_use, why_not
+from tidemill.capabilities.features import grid_of
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
 from tidemill.config.options import Decision
-from tidemill.config.parallel import decide_tensor_layout, grid_of, unfit
+from tidemill.config.parallel import decide_tensor_layout
 from tidemill.errors import ConfigError
 from tidemill.layers.gathered import GatheredStreaming
 from tidemill.layers.phased import PhasedWeights
 from tidemill.layers.streamed import Streaming
-from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM, Model, ProgressFn
 from tidemill.parallel.channel import Channel
@@ -43,27 +44,20 @@ def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     return max(parts, key=lambda part: part.num_kv_heads)
 
 
-def settle_layout(
-    options: EngineOptions, device: str, model: ModelConfig, machine: Machine
-) -> Decision[str]:
+def settle_layout(setup: Setup) -> Decision[str]:
     """Decides how ranks share layers. `auto`: by the cost of a prompt and an output, of the layouts that every model has; phased,
     which only a load finds out to be for a model, is asked for by name. It alone computes some steps in another way than others:
     a token's bits must not depend on what else is in its step, and the other layouts sum in different orders. By rates that are
     written down, not measured, so that every start chooses the same."""
+    options, model, features = setup.options, setup.model, in_use(setup)
     if options.tensor_layout != "auto" or options.tensor_parallel == 1:
-        return decide_tensor_layout(options, device, model, machine)
-    size, rates, seconds = (
-        options.tensor_parallel,
-        DEVICES["h200" if device == "cuda" else "cpu"],
-        dict[str, float](),
-    )
-    prefill, decode = (
-        Phase("prefill", _PROMPT, 1, _PROMPT),
-        Phase("decode", _BATCH, _BATCH, _PROMPT),
-    )
+        return decide_tensor_layout(options)
+    rates = DEVICES["h200" if setup.device == "cuda" else "cpu"]
+    size, seconds = options.tensor_parallel, dict[str, float]()
+    prefill, decode = Phase("prefill", _PROMPT, 1, _PROMPT), Phase("decode", _BATCH, _BATCH, _PROMPT)
     of_prompt, of_step = (engine_seconds(model, size, phase, rates) for phase in (prefill, decode))
     for name, spent in of_prompt.items():
-        if name != "phased" and not unfit(name, options, device, model, machine):
+        if name != "phased" and not why_not(f"tensor-layout {name}", features):
             seconds[name] = spent + of_step[name] * _OUTPUT / _BATCH
     best, *_ = order = sorted(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {1000 * seconds[name]:.0f} ms" for name in order)

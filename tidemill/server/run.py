@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tidemill import events
+from tidemill.capabilities import asked, check
 from tidemill.config import settled
 from tidemill.engine.budget import share
 from tidemill.engine.client import STALL_S, EngineClient
@@ -27,7 +28,7 @@ from tidemill.engine.metrics import AnyMetrics, Metrics, MetricsOfReplicas
 from tidemill.engine.pool import EnginePool, Pooled
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.engine.roles import routing_of
-from tidemill.errors import ConfigError, EngineDead
+from tidemill.errors import EngineDead
 from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, read_source, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ class ModelEngine:
         there are none."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
-        served.engine.check_roles()
+        check(asked(served.engine))
         read_source(served.engine.sampling_defaults)  # what is wrong with them is told at start
         num = served.engine.num_engines if fleet is None else fleet.num_at_most
         routing = routing_of(served.engine)
@@ -239,29 +240,17 @@ async def serve(
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
-    if (len(served) > 1 or sharing.is_asked) and (
-        fleet is not None or any(model.engine.num_engines > 1 for model in served)
-    ):
-        fix = (
-            "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start "
-            "a server for each model."
-        )
-        has_roles = served[0].engine.has_roles
-        option = "--ray" if fleet else "--prefill" if has_roles else "--data-parallel"
-        raise ConfigError(
-            f"{option} is for a single model that stays loaded.",
-            fix=fix,
-            param="data_parallel",
-        )
-    if (len(served) > 1 or sharing.is_asked) and any(
-        model.engine.remote_workers for model in served
-    ):
-        raise ConfigError(
-            "Workers of other hosts are for a single model that stays loaded: they end when it "
-            "is unloaded.",
-            fix="Leave --idle-unload, --max-loaded and --memory-budget out, or --remote-workers.",
-            param="remote_workers",
-        )
+    features = {
+        name
+        for name, is_used in {
+            "several models": len(served) > 1,
+            "unloading": sharing.is_asked,
+            "ray": fleet is not None,
+        }.items()
+        if is_used
+    }
+    for model in served:
+        check(features | asked(model.engine))
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
     engine_options = (

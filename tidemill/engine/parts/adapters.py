@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill import events
+from tidemill.capabilities import require
 from tidemill.engine.moments import Engine, EngineComponents, Part, Submission
 from tidemill.engine.outputs import LiveRequest
 from tidemill.engine.refusals import refusal
@@ -209,10 +210,9 @@ class AdapterStore(Part):
         return self.engine.runner.loras
 
     def _begin(self, adapter: Adapter) -> None:
+        require("loading adapters", self.engine.config.features)
         slots = self.engine.runner.loras
-        if slots is None:
-            fix = "Start it with --max-loras, or with --lora NAME=PATH."
-            raise InvalidRequest("This engine has no memory for adapters.", fix=fix)
+        assert slots is not None
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1)
         adapter.reading = self._reader.submit(_read, adapter.path, slots.shapes, self._max_rank)

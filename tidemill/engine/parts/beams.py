@@ -187,12 +187,6 @@ class BeamSearches(Part):
                 fix="Use fewer beams or fewer stop_token_ids, or set ignore_eos.",
                 param="beam_width",
             )
-        if not self.engine.config.evict:
-            raise InvalidRequest(
-                "Beams preempt each other, which this server does not do.",
-                fix="Sample with n instead, or serve without --no-evict.",
-                param="use_beam_search",
-            )
 
     def queued(self, submission: Submission, live: LiveRequest) -> None:
         request, params, beams = submission.request, submission.request.params, submission.request.params.beams

@@ -40,10 +40,6 @@ class OptionsCodec(Codec):
         if body.logit_bias:
             values["logit_bias"] = await asyncio.to_thread(body.biases, service.tokenizer)
         if body.post_sampling_probs and body.n_probs:
-            if service.ready.config.device != "cpu":
-                what = "post_sampling_probs is not supported on a GPU."
-                fix = "Leave it out: probabilities are the model's own."
-                raise InvalidRequest(what, fix=fix, param="post_sampling_probs")
             values["post_sampling_logprobs"] = True
         params = SamplingParams(**values, stop_token_ids=stops)
         self._entry = llamacpp_logprobs(service.tokenizer, params.post_sampling_logprobs)

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, field_validator
 
+from tidemill.capabilities import require
 from tidemill.errors import InvalidRequest
 from tidemill.kv_policy import KVPolicy
 from tidemill.sampling import SamplingParams
@@ -209,9 +210,7 @@ class PromptCacheRoutes:
     ) -> dict[str, Any]:
         """Compute it by a request, whose prefix is pinned."""
         config = service.ready.config
-        if not config.max_pinned:
-            fix = "Serve with --max-pinned above 0 and with prefix caching."
-            raise InvalidRequest("This server pins no prompt caches.", fix=fix, param="name")
+        require("prompt caches", config.features)
         if len(ids) < config.page_size:
             what = f"It has {len(ids)} tokens, fewer than a page of the KV cache."
             raise InvalidRequest(

@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             for request in self.scheduler.running:
                 num = (request.row + len(request.tokens)) % 6
-                request.drafts = drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ()
+                request.guess(drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ())
             plan = self.scheduler.plan()
             if plan is None and not self.in_flight:
                 held = all(request.is_held for request in self.live.values())

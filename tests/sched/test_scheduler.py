@@ -540,7 +540,7 @@ def test_drafts_leave_draws_to_requests_that_start_in_the_same_step():
         add(scheduler, f"old{i}", [1, 2, 3, 4 + i], max_tokens=100)
     step(scheduler)
     for request in scheduler.running:
-        request.drafts = [7] * 8
+        request.guess([7] * 8)
     for i in range(6):
         add(scheduler, f"new{i}", [9, 9, 20 + i])
     plan = scheduler.plan()
@@ -553,7 +553,7 @@ def test_pages_of_a_step_that_follows_drafts_are_cleared_if_they_are_given_up():
     scheduler, _ = make()
     add(scheduler, "x", [1, 2, 3, 4], max_tokens=100)
     step(scheduler)
-    scheduler.running[0].drafts = [0, 0]
+    scheduler.running[0].guess([0, 0])
     first = scheduler.plan()
     second = scheduler.plan()
     assert first.drafts
@@ -570,7 +570,7 @@ def test_nobody_is_preempted_or_kept_waiting_for_a_guess():
     for i in range(2):
         add(scheduler, f"r{i}", [1 + i, 2, 3, 4])
     step(scheduler)
-    scheduler.running[0].drafts = [5] * 5
+    scheduler.running[0].guess([5] * 5)
     for _ in range(3):
         step(scheduler)
     assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
@@ -581,7 +581,7 @@ def test_nobody_is_preempted_or_kept_waiting_for_a_guess():
     add(scheduler, "new", 20)
     for _ in range(5):
         for request in scheduler.running:
-            request.drafts = [7] * 8
+            request.guess([7] * 8)
         step(scheduler)
     assert all(request.num_computed >= request.num_prompt for request in scheduler.running)
     assert len(scheduler.running) == 3

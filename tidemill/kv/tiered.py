@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from tidemill.inputs import Segment
@@ -109,11 +109,11 @@ class TieredPages(ABC):
             if page := self.behind.unused_page(key):
                 self._forget(page)
 
-    def fetch_announced(self, num_promised: int = 0) -> None:
+    def fetch_announced(self, num_promised: Callable[[], int] = int) -> None:
         """Fetches announced content of other engines into free pages before it is needed, while there are many. `num_promised`:
         free pages that are left to others."""
         if self.behind is not None:
-            self.behind.fetch(self._take, max((self.pool.num_pages - 1) // 2, num_promised), self.page_size)
+            self.behind.fetch(self._take, max((self.pool.num_pages - 1) // 2, num_promised()), self.page_size)
 
     def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
         """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""

@@ -138,6 +138,23 @@ class Pages:
 
     # ---- before a step writes
 
+    def writable_end(self, request: Request, end: int) -> int:
+        """The end up to which tokens can be written once those before `end` can be."""
+        size = self._kv.page_size
+        return end if request.cache is not None else -(-end // size) * size
+
+    def planned(self, request: Request, start: int) -> None:
+        """Its tokens from this one on are in a plan. A page can be cached once it is full of tokens that
+        are known here; between two page ends there is nothing to record. What is computed beside drafts
+        waits for them: if they are NaN, it may be, too."""
+        end = request.num_computed
+        if request.cache is not None and (num := request.cache.num_given_up(start, end)):
+            why = f"kv_policy {request.cache.kind}"
+            self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
+        may_end_a_page = end - start > 1 or end % self._kv.page_size <= request.num_in_flight
+        if may_end_a_page and not request.num_drafts_in_flight:
+            self._kv.record(request.seq, request.tokens, end)
+
     def make_writable(self, request: Request, count: int) -> bool:
         """Private pages for its next `count` tokens. False: there are not enough free pages."""
         end = request.num_computed + count
@@ -174,9 +191,11 @@ class Pages:
         if changes:
             request.writable_end = 0
 
-    def take_back_drafts(self, request: Request, num_wrong: int) -> None:
+    def take_back_drafts(self, request: Request, num_drafts: int, num_wrong: int) -> None:
         """Takes back wrong drafts: so many of the tokens computed last were wrong guesses: their place is written again. A step
         in flight that went on from them counts for nothing, and until it is over the pages that it writes stay the request's."""
+        if not num_drafts:
+            return
         if num_wrong and request.num_in_flight:
             num_lost = request.num_in_flight
             request.num_computed, request.num_in_flight, request.num_drafts_in_flight = len(request.tokens) - 1, 0, 0

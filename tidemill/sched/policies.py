@@ -20,6 +20,7 @@ class StepState:
     num_running_before: int  # when the step began
     num_background_left: int = 0  # of the budget, what the background may have
     num_prefill_tokens: int = 0  # given out in this step so far
+    num_prefilling: int = 0  # requests that got them
     num_drafts_left: int | None = None  # of the budget, what no request needs for its next token; None: nobody asked so far
     num_waiting: int = 0  # when the step began
     num_queued: int = 0  # of these, not in the background

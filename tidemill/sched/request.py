@@ -67,7 +67,7 @@ class Request:
     num_computed: int = 0
     num_in_flight: int = 0  # sampled on the device, not yet known to the host: so many, if drafts under way are right
     num_drafts_in_flight: int = 0  # of them, drafts
-    drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step
+    drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step; see `guess`
     had_drafts: bool = False  # or a drafter wrote to its pages
     takes_drafts: bool = True
     drafted_step: int = -1  # the last that was planned with drafts of it, or behind some
@@ -90,6 +90,8 @@ class Request:
     cache: CachePolicy | None = field(init=False)
     in_background: bool = field(init=False)
     waits_for_tokens: bool = field(init=False)
+    extra_bytes: int = field(init=False)  # that it keeps beside its pages while it has a row
+    is_plain: bool = field(init=False)  # while it decodes, a line in the plan is all it needs
     ends: frozenset[int] = field(init=False)  # tokens that end it, once it has enough
 
     def __post_init__(self) -> None:
@@ -98,6 +100,8 @@ class Request:
         self.num_prompt, self.cache = spec.num_prompt, spec.cache
         self.in_background = self.priority >= BACKGROUND
         self.waits_for_tokens = params.waits_for_tokens
+        self.extra_bytes = 0 if spec.cache is None else spec.cache.beside_bytes
+        self.guess(self.drafts)
         eos = frozenset[int]() if params.ignore_eos else spec.eos_token_ids
         self.ends = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
 
@@ -109,6 +113,12 @@ class Request:
     def priority(self) -> int:
         """Lower runs first."""
         return self.spec.priority
+
+    def guess(self, drafts: Sequence[int]) -> None:
+        """Its drafts for the next step; they replace those that it had."""
+        self.drafts = drafts
+        has_more = drafts or self.num_drafts_in_flight or self.cache is not None
+        self.is_plain = not (has_more or self.in_background)
 
     def fork(self, request_id: str, seq: int, params: SamplingParams) -> Request:
         """Another request with the same tokens, of which nothing is computed yet."""

@@ -16,12 +16,12 @@ from tidemill.kv.manager import KVManager
 from tidemill.sched import preemption
 from tidemill.sched.background import Background
 from tidemill.sched.clock import Clock
+from tidemill.sched.draft_capacity import DraftCapacity
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.progress import Progress, append
 from tidemill.sched.request import Request, Status
 from tidemill.sched.table import RequestTable
-from tidemill.sched.tree import Tree
 
 
 class Scheduler(RequestTable):
@@ -54,22 +54,22 @@ class Scheduler(RequestTable):
         super().__init__(kv, num_rows=num_rows, max_context=max_context, clock=clock, emit=emit, evict=evict)
         self.policy = policy
         self.token_budget = token_budget
-        self.max_draws = max_draws or token_budget
+        self.draft_capacity = DraftCapacity(
+            kv,
+            self._pages,
+            self.requests,
+            self.running,
+            self.waiting,
+            num_rows=num_rows,
+            token_budget=token_budget,
+            max_draws=max_draws or token_budget,
+        )
         most_saved = token_budget if whole_prompts else max(background_tokens, 1.0)
         self._background = Background(background_tokens, background_budget or token_budget, most_saved)
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
         self._policy_bytes = policy_bytes
         self._step = 0
-
-    @property
-    def room_for_drafts(self) -> int:
-        """Draws that no request needs for a token of its own, those that may start in this step included; while prompts are to be
-        computed, half of the budget stays theirs."""
-        room = self.max_draws - min(self.num_rows, len(self.requests))
-        left = self.token_budget - len(self.running)
-        has_prompts = bool(self.waiting) or any(request.num_needed > 1 for request in self.running)
-        return max(min(room, left // 2 if has_prompts else left), 0)
 
     # ---- a step
 
@@ -115,7 +115,7 @@ class Scheduler(RequestTable):
             return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
-        self._emit(self._planned(plan))
+        self._emit(self._planned(plan, state.num_prefilling))
         return plan
 
     def skip(self, num_steps: int) -> None:
@@ -140,13 +140,11 @@ class Scheduler(RequestTable):
     def _fetch_announced(self) -> None:
         """Fetches announced pages of other engines. Where no request is preempted, they do not go
         into pages that are promised to those that run."""
-        if self.kv.tiers is not None:
-            self.kv.fetch_announced(0 if self._evict else self._pages.num_to_the_end(self.running))
+        self.kv.fetch_announced(lambda: 0 if self._evict else self._pages.num_to_the_end(self.running))
 
-    def _planned(self, plan: StepPlan) -> events.StepPlanned:
+    def _planned(self, plan: StepPlan, num_prefilling: int) -> events.StepPlanned:
         requests, items = self.requests, plan.items
         names, counts = [requests[item.seq].request_id for item in items], [item.count for item in items]
-        num_prefilling = len([item for item in items if item.count > item.num_drafts + 1 or not item.samples])
         num_tokens = dict(zip(names, counts, strict=True))
         if len(num_tokens) < len(names):  # beams have the same name
             num_tokens = dict.fromkeys(names, 0)
@@ -163,7 +161,7 @@ class Scheduler(RequestTable):
             num_waiting=len(self.waiting.requests),
             num_free_pages=self.kv.num_free_pages,
             tokens_of=tuple(num_tokens.items()),
-            drafts_of=tuple((requests[i.seq].request_id, i.num_drafts) for i in items if i.num_drafts) if plan.drafts else (),
+            drafts_of=self.draft_capacity.drafts_of(plan),
         )
 
     def _fill(self, plan: StepPlan, state: StepState) -> None:
@@ -202,10 +200,11 @@ class Scheduler(RequestTable):
                     self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue
-            own, kept, num_drafts = request.tokens, sampled[item.row], item.num_drafts
-            request.num_in_flight -= num_drafts + 1
-            if num_drafts:
-                request.num_drafts_in_flight -= num_drafts
+            own, kept, has_several = request.tokens, sampled[item.row], item.count > 1
+            request.num_in_flight -= 1
+            if has_several:
+                request.num_in_flight -= item.num_drafts
+                request.num_drafts_in_flight -= item.num_drafts
             if request.waits_for_tokens:
                 request.is_held = request.params.beams is not None
             reason = None
@@ -219,9 +218,9 @@ class Scheduler(RequestTable):
             if reason:
                 has_finished = True
                 self._finish(request, reason, now)
-            elif num_drafts:
-                self._pages.take_back_drafts(request, num_drafts + 1 - len(kept))
-            progress.append(Progress(request, kept, reason, num_drafts))
+            elif has_several:
+                self._pages.take_back_drafts(request, item.num_drafts, item.num_drafts + 1 - len(kept))
+            progress.append(Progress(request, kept, reason, item.num_drafts))
         if has_finished:
             self._emit_what_is_left(now)
         return progress
@@ -250,46 +249,31 @@ class Scheduler(RequestTable):
                 continue  # what comes next depends on the one under way
             if is_loading and self.kv.is_loading(request.seq):
                 continue
-            drafts: Sequence[int] = ()
-            if request.drafts:
-                drafts = self._drafts_of(request, state)
-                end += len(drafts)
+            if not request.is_plain:
+                self._decode_further(request, plan, state)
+                continue
             if end > request.writable_end:
                 # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
-                if not self._make_writable(request, 1 + len(drafts)):
+                if not self._make_writable(request, 1):
                     continue
-                request.writable_end = -(-end // page_size) * page_size if request.cache is None else end
-            if drafts or request.in_background or request.cache is not None:
-                self._schedule(request, 1, plan, state, drafts)
-                continue
+                request.writable_end = -(-end // page_size) * page_size
             request.account.num_served += 1
             items.append(StepItem(request.seq, request.row, start, 1, True, request.epoch))
-            if request.num_drafts_in_flight:
-                request.drafted_step = plan.step
             state.num_left -= 1
             request.num_computed = end
             request.num_in_flight = num_in_flight = num_in_flight + 1
-            if end % page_size <= num_in_flight and not request.num_drafts_in_flight:
+            if end % page_size <= num_in_flight:
                 self.kv.record(request.seq, request.tokens, end)
 
-    def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
-        """The drafts of the request that fit: nobody else's token, page or output limit is touched for a guess."""
-        drafts, request.drafts = request.drafts, ()
-        if state.num_drafts_left is None:
-            state.num_drafts_left = self.room_for_drafts
-        num_to_come = request.max_tokens - (request.num_known - request.num_prompt)
-        drafts = drafts[: max(min(num_to_come - 1, state.num_drafts_left), 0)]
+    def _decode_further(self, request: Request, plan: StepPlan, state: StepState) -> None:
+        """One more token of a request that needs more than a line in the plan, and its drafts."""
+        drafts = self.draft_capacity.take(request, state)
         end = request.num_computed + 1 + len(drafts)
         if end > request.writable_end:
-            num_pages = (len(self.running) + len(drafts) // self.kv.page_size + 1) * len(self.kv.groups)
-            if self.kv.num_free_pages < num_pages:  # others need theirs in this step
-                return ()
-            if not self._pages.make_writable(request, 1 + len(drafts)):
-                self._pages.shrink(request, request.num_computed + 1)
-                return ()
-            request.writable_end = -(-end // self.kv.page_size) * self.kv.page_size
-        state.num_drafts_left -= len(drafts)
-        return drafts
+            if not self._make_writable(request, 1 + len(drafts)):
+                return
+            request.writable_end = self._pages.writable_end(request, end)
+        self._schedule(request, 1, plan, state, drafts)
 
     def _make_writable(self, request: Request, count: int, planned: Collection[int] = ()) -> bool:
         """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself, or
@@ -404,14 +388,12 @@ class Scheduler(RequestTable):
         return ""
 
     def _lacks_bytes(self, request: Request, leaving: Collection[Request] = ()) -> bool:
-        """Tells if the bytes that its KV policy keeps beside its pages do not fit, also without those that leave."""
-        if request.cache is None or not request.cache.beside_bytes:
+        """Tells if the bytes that it keeps beside its pages do not fit, also without those that leave."""
+        if not request.extra_bytes:
             return False
-        gone = {request.seq for request in leaving}
-        taken = sum(
-            request.cache.beside_bytes for request in self.running if request.cache is not None and request.seq not in gone
-        )
-        return taken + request.cache.beside_bytes > self._policy_bytes
+        gone = {other.seq for other in leaving}
+        taken = sum(other.extra_bytes for other in self.running if other.seq not in gone)
+        return taken + request.extra_bytes > self._policy_bytes
 
     def _chunk(self, request: Request, num_needed: int, state: StepState) -> int:
         """The number of a prompt's tokens in this step. With a KV policy, a request that starts would not find the pages that
@@ -455,30 +437,18 @@ class Scheduler(RequestTable):
         samples = count == num_needed
         if num_needed > 1:
             state.num_prefill_tokens += count
-        if drafts or request.num_drafts_in_flight:
-            request.drafted_step = plan.step
-        if drafts:
-            request.had_drafts = True
-            plan.drafts[request.row] = list(drafts)
-            if isinstance(drafts, Tree):
-                plan.trees[request.row] = list(drafts.parents)
-            count += len(drafts)
+            state.num_prefilling += 1
+        count += self.draft_capacity.put(request, drafts, plan)
         request.account.num_served += count
         if request.in_background:
             state.num_background_left -= count
             self._background.spend(count)
         plan.items.append(StepItem(request.seq, request.row, start, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
-        end = request.num_computed = start + count
+        request.num_computed = start + count
         request.num_in_flight += samples + len(drafts)
         request.num_drafts_in_flight += len(drafts)
-        if request.cache is not None and (num := request.cache.num_given_up(start, end)):
-            why = f"kv_policy {request.cache.kind}"
-            self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
-        # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
-        # What is computed beside drafts waits for them: if they are NaN, it may be, too.
-        if not request.num_drafts_in_flight and (count > 1 or end % self.kv.page_size <= request.num_in_flight):
-            self.kv.record(request.seq, request.tokens, end)
+        self._pages.planned(request, start)
 
     # ---- making room
 

@@ -92,7 +92,8 @@ class Drafting(Part):
         scheduler = self.engine.scheduler
         running = []
         for request in scheduler.running:
-            request.drafts = ()
+            if not request.is_plain:
+                request.guess(())
             if _can_have_drafts(request):
                 running.append(request)
         self._guess(running)
@@ -108,7 +109,7 @@ class Drafting(Part):
         for request in ready:
             num, first, guess = nums_allotted.get(request.seq, 0), request.num_in_flight, self._guesses[request.seq]
             if num and guess.tokens:
-                request.drafts = guess.tokens[first : first + num] if first else guess.tokens[:num]
+                request.guess(guess.tokens[first : first + num] if first else guess.tokens[:num])
                 drafted_by[request.seq] = guess.drafter
         self._proposed = Drafted(drafted_by, num_expected)
 
@@ -215,7 +216,7 @@ class Drafting(Part):
         if not rates:
             return {}, 0.0
         scheduler = self.engine.scheduler
-        num_running, room = len(scheduler.running), scheduler.room_for_drafts
+        num_running, room = len(scheduler.running), scheduler.draft_capacity.most
         if not self._adaptive:
             return most, 0.0  # the scheduler takes what fits
         return allot(rates, most, num_running, room, self._times, self._trust.value)

@@ -33,7 +33,17 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.link import EngineLink
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.attention import attend
-from tidemill.kernels.cuda.gemm import BY_ROLES, CHOICES, LIBRARY, MANY, Tile, choose_tile, gemm, keep_library_in_order, matmul
+from tidemill.kernels.cuda.gemm import (
+    CHOICES,
+    LIBRARY,
+    MANY,
+    WARP_SPECIALIZED,
+    Tile,
+    choose_tile,
+    gemm,
+    keep_library_in_order,
+    matmul,
+)
 from tidemill.kernels.cuda.launch import capturing
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.runner.cuda_runner import CudaRunner
@@ -86,7 +96,7 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
 
 def candidates(num_rows: int) -> list[Tile]:
     if num_rows > 256:
-        return [Tile(128, 128, 64, 4, 4, 1), MANY, BY_ROLES]
+        return [Tile(128, 128, 64, 4, 4, 1), MANY, WARP_SPECIALIZED]
     small = max(16, 1 << (num_rows - 1).bit_length())
     return [tile for rows in {small, small // 2} & set(TILES) for tile in TILES[rows]]
 
@@ -100,7 +110,7 @@ def time_at_full_power(num_rows: int = 2048) -> list[dict[str, Any]]:
             continue
         weights = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(4)]
         x, act = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16), "silu" if name == "gate_up" else ""
-        for label, tile in (("library", LIBRARY), ("many", MANY), ("by roles", BY_ROLES)):
+        for label, tile in (("library", LIBRARY), ("many", MANY), ("warp-specialized", WARP_SPECIALIZED)):
             calls = [partial(matmul, x, weight, None, act, True, tile) for weight in weights]
             num = int(5e5 / time_us(calls, 2) / len(calls))
             graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -418,7 +418,7 @@ def roles_cases(kind: str, name: str, rows: int) -> list[Case]:
     floor = floor_us(weights[0].num_bytes, rows, num_out, num_in, "bf16")
     made = [
         Case(f"{kind} by roles", name, rows, tile, weights,
-             lambda w, t=tile: hopper_packed.gemm_by_roles(x, w, hopper_packed.RolesTile(*t), act=act_of(name)), floor)
+             lambda w, t=tile: hopper_packed.gemm_warp_specialized(x, w, hopper_packed.HopperTile(*t), act=act_of(name)), floor)
         for tile in nearest(ROLES_32 if weights[0].plane == 32 else ROLES, rows)
     ]  # fmt: skip
     if rows <= 512:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tests.gpu.scenes import TILES, Scene, has_flash
 from tidemill.kernels.cuda import attention, glu, kv_write, launch, norm, sampling, tuning
 from tidemill.kernels.cuda.attention_lists import BLOCK, Lists
-from tidemill.kernels.cuda.gemm import BY_ROLES, MANY, gemm, library_agrees, matmul
+from tidemill.kernels.cuda.gemm import MANY, WARP_SPECIALIZED, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
@@ -101,7 +101,7 @@ def test_the_librarys_matmul_is_taken_only_where_it_has_our_bits(num_in: int) ->
                 assert torch.equal(F.linear(x[:rows].clone(), weight), whole[:rows]), (num_out, rows)
 
 
-def test_gemm_by_roles() -> None:
+def test_gemm_warp_specialized() -> None:
     """The kernel for many rows: the bits of the other one."""
     torch.manual_seed(0)
     for num_out, num_in in ((6144, 4096), (28672, 4096), (4096, 14336), (1008, 1024), (1040, 1032), (272, 72)):
@@ -111,7 +111,7 @@ def test_gemm_by_roles() -> None:
         for act, added in (("", None), ("", bias), ("silu", None)):
             expected = gemm(x, weight, MANY, bias_N=added, act=act)
             for rows in (1, 128, 513, 600, 1000, 1537, 2048):
-                out = gemm(x[:rows].contiguous(), weight, BY_ROLES, bias_N=added, act=act)
+                out = gemm(x[:rows].contiguous(), weight, WARP_SPECIALIZED, bias_N=added, act=act)
                 assert torch.equal(out, expected[:rows]), (num_out, num_in, rows, act)
 
 

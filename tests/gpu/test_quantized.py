@@ -140,19 +140,19 @@ def test_warp_specialized() -> None:
             x = torch.empty(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
             for rows in (64, 256, 600):
                 gemm_packed(x[:rows], weight, act=act)
-                hopper_packed.gemm_by_roles(x[:rows], weight, act=act)
+                hopper_packed.gemm_warp_specialized(x[:rows], weight, act=act)
     for name, weight, act in checks:
         x = torch.randn(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
         expected = gemm_packed(x, weight, act=act)
         off: dict[Any, float] = {
             rows: round(error(made, expected[:rows].float()), 5)
             for rows in rows_to_check
-            if not torch.equal(made := hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act), expected[:rows])
+            if not torch.equal(made := hopper_packed.gemm_warp_specialized(x[:rows].clone(), weight, act=act), expected[:rows])
         }
         for rows in () if act else rows_to_check:  # the norm behind it adds up
             made, given = (torch.ones(rows, weight.num_out, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             learned = torch.ones(weight.num_out, device="cuda")
-            one = add_rms_norm(hopper_packed.gemm_by_roles(x[:rows].clone(), weight, leave=True), made, learned, 1e-5)
+            one = add_rms_norm(hopper_packed.gemm_warp_specialized(x[:rows].clone(), weight, leave=True), made, learned, 1e-5)
             other = add_rms_norm(expected[:rows].contiguous(), given, learned, 1e-5)
             off |= {} if torch.equal(made, given) and torch.equal(one, other) else {f"{rows} left": error(made, given.float())}
         assert not off, f"{name} {weight.num_out}x{weight.num_in} {act}: other bits, {off}"

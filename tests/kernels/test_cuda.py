@@ -138,7 +138,7 @@ def test_heads_are_rotated_in_part(rotated):
 
 
 @pytest.mark.parametrize(
-    "tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1), gemm.BY_ROLES]
+    "tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1), gemm.WARP_SPECIALIZED]
 )
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 40, 64), (50, 72, 96), (33, 16, 104)])
 def test_gemm(tile, rows, outs, ins):
@@ -152,7 +152,7 @@ def test_gemm(tile, rows, outs, ins):
     assert_close(gated, glu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
 
 
-def test_the_kernel_by_roles_takes_what_it_can(monkeypatch):
+def test_the_warp_specialized_kernel_takes_what_it_can(monkeypatch):
     """And the one for many rows the rest, whatever the tile says."""
     launched = []
     monkeypatch.setattr(hopper_gemm, "is_hopper", lambda: True)
@@ -161,14 +161,14 @@ def test_the_kernel_by_roles_takes_what_it_can(monkeypatch):
         monkeypatch.setattr(module, "launch", lambda kernel, *given, **more: launched.append(kernel))
     x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((600, 64), (272, 64), (272,)))
     for more in ({}, {"act": "silu"}, {"bias_N": bias}):
-        gemm.gemm(x, weight, gemm.BY_ROLES, **more)
-    assert launched == [hopper_gemm._gemm_by_roles] * 3
+        gemm.gemm(x, weight, gemm.WARP_SPECIALIZED, **more)
+    assert launched == [hopper_gemm._gemm_warp_specialized] * 3
     launched.clear()
     for more in ({"act": "gelu_tanh"}, {"out": torch.zeros(600, 272)}):
-        gemm.gemm(x, weight, gemm.BY_ROLES, **more)
-    gemm.gemm(x.float(), weight.float(), gemm.BY_ROLES)
-    gemm.gemm(x[:, :60].contiguous(), weight[:, :60].contiguous(), gemm.BY_ROLES)
-    gemm.gemm(x, weight[:8].contiguous(), gemm.BY_ROLES, act="silu")
+        gemm.gemm(x, weight, gemm.WARP_SPECIALIZED, **more)
+    gemm.gemm(x.float(), weight.float(), gemm.WARP_SPECIALIZED)
+    gemm.gemm(x[:, :60].contiguous(), weight[:, :60].contiguous(), gemm.WARP_SPECIALIZED)
+    gemm.gemm(x, weight[:8].contiguous(), gemm.WARP_SPECIALIZED, act="silu")
     assert launched == [gemm._gemm_bulk] * 3 + [gemm._gemm] * 2
 
 
@@ -179,7 +179,7 @@ def test_every_measured_tile_is_one():
             for tile in filter(None, by_rows.values()):
                 made = gemm.Tile(*tile)
                 assert min(made.rows, made.outs, made.ins) >= 16
-                assert made.bulk < 2 or made == gemm.BY_ROLES
+                assert made.bulk < 2 or made == gemm.WARP_SPECIALIZED
 
 
 def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
@@ -642,12 +642,13 @@ def build_gluon(kernel, types, constants, num_warps=4, maxnreg=168):
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
 types = dict(qkv_ptr=B, cache_desc=f"tensordesc<bf16[64, 128],{layout!r}>", table_ptr=I, out_ptr=B, lists_ptr=I, scale="fp32")
-build_gluon(hopper_attention._attend_prompts_by_roles, types, shape | dict(WORD=2, BUFFERS=3))
+build_gluon(hopper_attention._attend_prompts_warp_specialized, types, shape | dict(WORD=2, BUFFERS=3))
 types |= dict(cache_ptr=B, partial_ptr=F, done_ptr=I, singles_ptr=I)
 build_gluon(hopper_single._attend_single_at_once, types, shape | dict(TOGETHER=8), 8, 224)
 layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
 types |= dict(copies_desc=types["cache_desc"], qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
-build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types | dict(out_ptr=I), shape | dict(WORD=2, BUFFERS=3, FP8=True))
+build_gluon(hopper_attention._attend_prompts_scaled_warp_specialized, types | dict(out_ptr=I),
+            shape | dict(WORD=2, BUFFERS=3, FP8=True))
 for ring in hopper_fp8.RINGS:
     layout = gl.NVMMASharedLayout.get_default_for([64 // ring.parts, 64], gl.int16)
     types |= dict(cache_desc=f"tensordesc<i16[{64 // ring.parts}, 64],{layout!r}>", scales_ptr=I)
@@ -658,15 +659,15 @@ types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tens
              bias_ptr=B, out_ptr=B)
 how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4)
 types |= dict(partial_ptr=F)
-build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
+build_gluon(hopper_packed._gemm_packed_warp_specialized, types, how | dict(KIND="offsets", SPLIT=False, HAS_BIAS=True, ACT=True))
 how |= dict(CHUNKS=4, BLOCKS=8)
-build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
+build_gluon(hopper_packed._gemm_packed_warp_specialized, types, how | dict(KIND="small", SPLIT=True, HAS_BIAS=True, ACT=False))
 for kind, name, ins in ((gl.bfloat16, "bf16", 64), (gl.float8e4nv, "fp8e4nv", 128)):
     layouts = [gl.NVMMASharedLayout.get_default_for([64, width], of) for width, of in ((ins, kind), (64, gl.bfloat16))]
     own = dict(x_desc=f"tensordesc<{name}[128, {ins}],{layouts[0]!r}>", w_desc=f"tensordesc<{name}[256, {ins}],{layouts[0]!r}>",
                out_desc=f"tensordesc<bf16[64, 64],{layouts[1]!r}>", x_scales_ptr=F, w_scales_ptr=F, bias_ptr=B)
     how = dict(ROWS=128, OUTS=256, INS=ins, BUFFERS=3, GROUP=16, SCALED=ins == 128, HAS_BIAS=True, ACT=ins == 64)
-    build_gluon(hopper_gemm._gemm_by_roles, own, how)
+    build_gluon(hopper_gemm._gemm_warp_specialized, own, how)
 build(hopper_packed._add_chunks, types, CHUNKS=4, ROWS=16, OUTS=128, HAS_BIAS=True, ACT="silu")
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
@@ -692,12 +693,13 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     kernels = {
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
-        "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_at_once", "_attend_single_scaled",
-        "_attend_shared_scaled", "_attend_prompts_scaled", "_attend_prompts_scaled_by_roles", "_attend_single_fp8", "_copy_pages",
+        "_attend_prompts", "_attend_prompts_warp_specialized", "_attend_single_at_once", "_attend_single_scaled",
+        "_attend_shared_scaled", "_attend_prompts_scaled",
+        "_attend_prompts_scaled_warp_specialized", "_attend_single_fp8", "_copy_pages",
         "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_all_reduce", "_all_gather", "_add_parts", "_weigh_slots", "_add_to_slots", "_bound_pages",
         "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
-        "_gemm_packed_by_roles", "_gemm_by_roles", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
+        "_gemm_packed_warp_specialized", "_gemm_warp_specialized", "_add_chunks", "_split_rows", "_add_outliers", "_add_sparse",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -94,7 +94,7 @@ def test_split_k_partials_are_left_to_norms_alone(monkeypatch):
     """Neither where an adapter adds to the result, nor where a stage of a pipeline ends."""
     given = []
     monkeypatch.setattr(hopper_packed, "covers", lambda weight, num_rows: True)
-    monkeypatch.setattr(hopper_packed, "gemm_by_roles", lambda x, weight, leave=False, **_: given.append(leave) or x)
+    monkeypatch.setattr(hopper_packed, "gemm_warp_specialized", lambda x, weight, leave=False, **_: given.append(leave) or x)
     linear = Linear(256, {"out": 32})
     linear._weight = joined(new_codes(zeros_NG=torch.full((32, 2), 8.0)))
     x = torch.randn(3, 256)

@@ -107,14 +107,14 @@ OPS = (
         c="attention",
         triton="paged_attention._attend_prompts paged_attention._attend_shared"
         " paged_attention._attend_single",
-        hopper="hopper_attention._attend_prompts_by_roles hopper_single._attend_single_at_once",
+        hopper="hopper_attention._attend_prompts_warp_specialized hopper_single._attend_single_at_once",
     ),
     Op(
         "attention over 8-bit and 4-bit keys and values", "attention.attention_reference",
         "kernels/test_cuda_kv_formats.py::test_attention_reads_the_format", "gpu_kv",
         triton="scaled_attention._attend_prompts_scaled scaled_attention._attend_shared_scaled"
         " scaled_attention._attend_single_scaled",
-        hopper="hopper_attention._attend_prompts_scaled_by_roles hopper_fp8._attend_single_fp8",
+        hopper="hopper_attention._attend_prompts_scaled_warp_specialized hopper_fp8._attend_single_fp8",
     ),
     Op(
         "copies of 8-bit and 4-bit pages", "kv_cache.dequantize",
@@ -138,8 +138,8 @@ OPS = (
     Op(
         "matmul", "linear.linear_reference",
         f"{_CUDA}::test_gemm kernels/test_linear.py::test_every_backend_multiplies_and_looks_up"
-        " gpu/test_kernels.py::test_gemm_by_roles", "gpu quantized",
-        c="linear", triton="gemm._gemm gemm._gemm_bulk", hopper="hopper_gemm._gemm_by_roles",
+        " gpu/test_kernels.py::test_gemm_warp_specialized", "gpu quantized",
+        c="linear", triton="gemm._gemm gemm._gemm_bulk", hopper="hopper_gemm._gemm_warp_specialized",
     ),
     Op(
         "matmul in 8 bits", "linear.linear_reference", "kernels/test_cuda_quantized.py::test_scaled",
@@ -155,7 +155,7 @@ OPS = (
         "kernels/test_cuda_quantized.py::test_packed"
         " kernels/test_quantized_linear.py::test_it_multiplies_and_looks_up", "gpu_quant quantized",
         triton="packed_gemm._gemm_packed hopper_packed._add_chunks",
-        hopper="hopper_packed._gemm_packed_by_roles",
+        hopper="hopper_packed._gemm_packed_warp_specialized",
     ),
     Op(
         "matmul in chunks", "linear.linear_reference",

@@ -68,7 +68,7 @@ class CudaPackedWeight(CudaMatrix):
         if self._sparse is not None or not hopper_packed.covers(self._weight, x_TK.shape[0]):
             return self(x_TK)
         x_TK = x_TK if self._order is None else x_TK.index_select(1, self._order)
-        return hopper_packed.gemm_by_roles(
+        return hopper_packed.gemm_warp_specialized(
             x_TK, self._weight, bias_N=self._bias, act=self._act, leave=True
         )
 
@@ -85,7 +85,7 @@ class CudaPackedWeight(CudaMatrix):
         if self._order is not None:
             x_TK = x_TK.index_select(1, self._order)
         if out is None and hopper_packed.covers(weight, x_TK.shape[0]):
-            product = hopper_packed.gemm_by_roles(x_TK, weight, bias_N=self._bias, act=act)
+            product = hopper_packed.gemm_warp_specialized(x_TK, weight, bias_N=self._bias, act=act)
             assert isinstance(product, torch.Tensor)
             return product
         if x_TK.shape[0] <= _MOST_ROWS or out is not None:

@@ -118,7 +118,7 @@ def _gemm_bulk(
 
 LIBRARY = Tile(0, 0, 0, 0, 0)
 MANY = Tile(256, 128, 64, 4, 8, 1)  # of many rows
-BY_ROLES = Tile(hopper_gemm.ROWS, hopper_gemm.OUTS, 64, hopper_gemm.BUFFERS, 12, 2)
+WARP_SPECIALIZED = Tile(hopper_gemm.ROWS, hopper_gemm.OUTS, 64, hopper_gemm.BUFFERS, 12, 2)
 # A choice changes at these numbers of rows only, in the table as in the rule.
 CHOICES = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1536, 1920, 2048)
 
@@ -240,9 +240,9 @@ def gemm(
         tile = own_tile(num_rows, num_out)
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
-    if tile.bulk == BY_ROLES.bulk:
+    if tile.bulk == WARP_SPECIALIZED.bulk:
         if hopper_gemm.covers(x_TK, weight_NK, act, out):
-            return hopper_gemm.gemm_by_roles(x_TK, weight_NK, out, act, bias_N)
+            return hopper_gemm.gemm_warp_specialized(x_TK, weight_NK, out, act, bias_N)
         tile = MANY
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N

@@ -427,7 +427,7 @@ def _compute(
 
 
 @gluon.jit(do_not_specialize=["layer_run"])
-def _attend_prompts_by_roles(
+def _attend_prompts_warp_specialized(
     qkv_ptr, cache_desc, table_ptr, out_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
     WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr,
@@ -478,7 +478,7 @@ def _attend_prompts_by_roles(
 
 
 @gluon.jit(do_not_specialize=["layer_run"])
-def _attend_prompts_scaled_by_roles(
+def _attend_prompts_scaled_warp_specialized(
     qkv_ptr, cache_desc, copies_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales,
     table_width, scale,
     WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
@@ -543,7 +543,7 @@ def attend_prompts(
     num_kv_heads, block, dim = cache.shape[3:]
     layout = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
     launch(
-        _attend_prompts_by_roles, (num_programs,),
+        _attend_prompts_warp_specialized, (num_programs,),
         qkv_TC, TensorDescriptor.from_tensor(cache.view(-1, dim), [block, dim], layout), table, out_TC, words, *where,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         num_warps=4, maxnreg=168,
@@ -562,7 +562,7 @@ def attend_prompts_scaled(
     layout = gl.NVMMASharedLayout.get_default_for([block, dim // 2], gl.int16)
     plain = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
     launch(
-        _attend_prompts_scaled_by_roles, (num_programs,),
+        _attend_prompts_scaled_warp_specialized, (num_programs,),
         qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout),
         TensorDescriptor.from_tensor(copies.view(-1, dim), [block, dim], plain), scales, table, out_TC.view(torch.int32),
         words, layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,

@@ -187,7 +187,7 @@ def _store(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _gemm_by_roles(
+def _gemm_warp_specialized(
     x_desc, w_desc, out_desc, x_scales_ptr, w_scales_ptr, bias_ptr, num_rows, num_out, num_in,
     ROWS: gl.constexpr, OUTS: gl.constexpr, INS: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
@@ -240,7 +240,7 @@ def covers(x_TK: torch.Tensor, weight_NK: torch.Tensor, act: str, out: torch.Ten
     return x_TK.dtype == weight_NK.dtype == kind and is_aligned
 
 
-def gemm_by_roles(
+def gemm_warp_specialized(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     out: torch.Tensor,
@@ -254,7 +254,8 @@ def gemm_by_roles(
     tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_out, OUTS)
     programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     launch(
-        _gemm_by_roles, (min(tiles, programs),), descriptor(x_TK, ROWS, ins, kind), descriptor(weight_NK, OUTS, ins, kind),
+        _gemm_warp_specialized, (min(tiles, programs),), descriptor(x_TK, ROWS, ins, kind),
+        descriptor(weight_NK, OUTS, ins, kind),
         descriptor(out, ROWS // 2, 64, gl.bfloat16), *(scales or (out, out)), out if bias_N is None else bias_N, num_rows,
         num_out, num_in, ROWS=ROWS, OUTS=OUTS, INS=ins, BUFFERS=BUFFERS, GROUP=GROUP, SCALED=scales is not None,
         HAS_BIAS=bias_N is not None, ACT=bool(act), num_warps=4, maxnreg=168, launch_pdl=True,

@@ -28,7 +28,7 @@ MANY_INS = 8192  # from there on a program has one chunk, up to 256 rows
 
 
 @dataclass(frozen=True, slots=True)
-class RolesTile:
+class HopperTile:
     rows: int
     outs: int  # 128: each group has 64 of them; 64: each has half of the rows
     buffers: int  # of rows
@@ -175,7 +175,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _gemm_packed_by_roles(
+def _gemm_packed_warp_specialized(
     x_desc, words_desc, scales_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_out, num_blocks,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
     CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr, WORD_BUFFERS: gl.constexpr,
@@ -249,19 +249,19 @@ def _add_chunks(
     _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
-def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False) -> RolesTile:
+def own_tile(num_rows: int, num_out: int, num_in: int, num_chunks: int, plane: int, leave: bool = False) -> HopperTile:
     """The tile that was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only. Sums of chunks take
     registers that more rows would need. `leave`: they need not be added up."""
     more = 2 if plane == 32 else 1  # its buffers are half as large
     if num_chunks > 1 and num_rows <= (256 if num_in > MANY_INS else 192 if leave else 0):
-        return RolesTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else RolesTile(256, 128, 4 * more, 3 * more, 1)
+        return HopperTile(128, 128, 6, 4 * more, 1) if num_rows <= 128 else HopperTile(256, 128, 4 * more, 3 * more, 1)
     if num_rows <= 64:
-        return RolesTile(64, 64, 8, 4) if num_chunks > 1 else RolesTile(64, 128, 6 * more, 3 * more)
+        return HopperTile(64, 64, 8, 4) if num_chunks > 1 else HopperTile(64, 128, 6 * more, 3 * more)
     if num_chunks > 1 and num_rows <= (256 if num_out <= 4096 else 128):
-        return RolesTile(128, 64, 6, 4)
+        return HopperTile(128, 64, 6, 4)
     if num_chunks > 1 or num_rows <= 128:
-        return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
-    return RolesTile(256, 128, 3 * more, 2 * more)
+        return HopperTile(128, 128, 6 if plane == 64 else 8, 3)
+    return HopperTile(256, 128, 3 * more, 2 * more)
 
 
 def covers(weight: Packed, num_rows: int) -> bool:
@@ -270,10 +270,10 @@ def covers(weight: Packed, num_rows: int) -> bool:
     return is_hopper() and weight.kind != "table" and num_rows > few and is_aligned
 
 
-def gemm_by_roles(
+def gemm_warp_specialized(
     x_TK: torch.Tensor,
     weight: Packed,
-    tile: RolesTile | None = None,
+    tile: HopperTile | None = None,
     *,
     bias_N: torch.Tensor | None = None,
     act: str = "",
@@ -292,7 +292,7 @@ def gemm_by_roles(
     out = sums if split and leave else x_TK.new_empty(shape)
     bias = weight.scales_GN if bias_N is None else bias_N
     launch(
-        _gemm_packed_by_roles, (tiles_m * tiles_n, chunks if split else 1),
+        _gemm_packed_warp_specialized, (tiles_m * tiles_n, chunks if split else 1),
         descriptor(x_TK, tile.rows, plane, gl.bfloat16), descriptor(weight.words_NW, tile.outs, plane, gl.int16),
         weight.scales_GN, bias, sums if split else out, sums, num_rows, num_out, num_blocks, PLANE=plane, BITS=weight.bits,
         KIND=weight.kind, SIZE=weight.group, ROWS=tile.rows, OUTS=tile.outs, CHUNKS=chunks, BLOCKS=weight.chunk // weight.block,

@@ -195,7 +195,7 @@ def gemm_scaled(
         out = torch.empty(num_rows, num_out // 2 if act else num_out, dtype=dtype, device=x.values_NK.device)
     many = tile is None and num_rows > 512 and bias_N is None and not weight.has_blocks  # 512: one of `gemm.CHOICES`
     if many and hopper_gemm.covers(x.values_NK, weight.values_NK, act, out):
-        return hopper_gemm.gemm_by_roles(x.values_NK, weight.values_NK, out, act, scales=(x.scales, weight.scales))
+        return hopper_gemm.gemm_warp_specialized(x.values_NK, weight.values_NK, out, act, scales=(x.scales, weight.scales))
     tile = tile or choose_tile(num_rows, num_out, num_in, weight.has_blocks)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     options: dict[str, Any] = {

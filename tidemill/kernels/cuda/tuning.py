@@ -20,9 +20,9 @@ import torch
 import triton
 
 from tidemill.kernels.cuda.gemm import (
-    BY_ROLES,
     LIBRARY,
     MANY,
+    WARP_SPECIALIZED,
     Tile,
     choose_tile,
     gemm,
@@ -43,7 +43,7 @@ _CANDIDATES = {
     128: (Tile(128, 64, 64, 6, 4, 1), Tile(128, 256, 64, 4, 8, 1)),
     256: (Tile(128, 64, 64, 6, 4, 1), MANY),
     1536: (MANY,),
-    2048: (MANY, BY_ROLES),
+    2048: (MANY, WARP_SPECIALIZED),
 }
 _UNCACHED = 2**28  # bytes of weight in turn: more than a GPU's cache holds
 

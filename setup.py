@@ -23,6 +23,7 @@ NAMES = (
     "attention_tiles",
     "kvquant",
     "policy_attention",
+    "routing",
     "moe",
     "scan",
     "lora",

@@ -293,8 +293,33 @@ else:
     TaggedSpec.register(LayerSpec)
 
 
-SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
+# Softmax over all experts, or over the chosen ones, or by scores (`Routing`).
+SCORINGS = ("softmax_then_topk", "topk_then_softmax", "scores")
+SCORES = ("sigmoid", "softmax")
 _MAX_EXPERTS = 2**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How scores choose experts, where weights are not a plain softmax: experts are chosen by their
+    scores plus a bias, among the best groups; their scores without it are the weights."""
+
+    score: str  # of SCORES
+    has_bias: bool = False
+    num_groups: int = 1  # neighbouring experts, of each as many
+    top_groups: int = 1  # the experts of so many groups can be chosen
+    best_of_group: int = 2  # a group's score is the sum of so many of its experts'
+    scale: float = 1.0  # of the weights
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            known = f"Known: {', '.join(SCORES)}."
+            raise ConfigError(f"Experts are scored by {self.score!r}.", fix=known)
+        _check_size("n_group", self.num_groups, _MAX_EXPERTS)
+        _check_size("topk_group", self.top_groups, self.num_groups)
+        if not 1e-6 < self.scale < 1e6:
+            what = f"The model's configuration has routed_scaling_factor = {self.scale}."
+            raise ConfigError(what, fix="It must be a positive number.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,25 +333,42 @@ class MoESpec:
     scoring: str = "softmax_then_topk"
     act: str = "silu"  # a name in kernels/glu.py
     has_bias: bool = False  # of the router and of every expert's matrices
-    shared_size: int = 0  # of an expert that every token goes through, by the weight sigmoid(its own row of the router)
+    # Of an expert that every token goes through, by the weight sigmoid(its own row of the router),
+    # or 1 with `routing`.
+    shared_size: int = 0
     num_held: int = 0  # of a rank that has some of the experts; 0: all
+    routing: Routing | None = None  # with the scoring "scores"
 
     def __post_init__(self) -> None:
         _check_size("num_experts", self.num_experts, _MAX_EXPERTS)
         _check_size("num_experts_per_tok", self.top_k, self.num_experts)
+        assert (self.routing is None) == (self.scoring != "scores")
+        if self.routing is not None:
+            groups, per_group = self.routing.num_groups, self.num_experts // self.routing.num_groups
+            if self.num_experts % groups or self.routing.top_groups * per_group < self.top_k:
+                raise ConfigError(
+                    f"The model's configuration has {self.num_experts} experts in {groups} groups, "
+                    f"{self.top_k} a token from {self.routing.top_groups} of them.",
+                    fix="Groups must divide the experts and have enough of them.",
+                )
         _check_size("expert size", self.expert_size)
         if self.scoring not in SCORINGS:
             raise ConfigError(f"Experts are chosen by {self.scoring!r}.", fix=f"Known: {', '.join(SCORINGS)}.")
 
     @property
     def num_logits(self) -> int:
-        """Rows of the router: one for each expert, and one for the shared one."""
-        return self.num_experts + (1 if self.shared_size else 0)
+        """Rows of the router: one for each expert, and one for a shared one that is gated."""
+        return self.num_experts + self.gates_shared
+
+    @property
+    def gates_shared(self) -> bool:
+        return bool(self.shared_size) and self.routing is None
 
     def num_parameters(self, hidden_size: int) -> int:
         num = self.num_held or self.num_experts
         matrices = 3 * hidden_size * (num * self.expert_size + self.shared_size)
         biases = num * (2 * self.expert_size + hidden_size + 1) if self.has_bias else 0
+        biases += self.num_experts if self.routing is not None and self.routing.has_bias else 0
         return matrices + self.num_logits * hidden_size + biases
 
     def activations(self, hidden_size: int) -> int:

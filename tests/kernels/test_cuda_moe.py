@@ -223,7 +223,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import moe, moe_direct
+from tidemill.kernels.cuda import moe, moe_direct, routing
 
 B, F, I = "*bf16", "*fp32", "*i32"
 types = dict(x_ptr=B, weight=B, bias_ptr=B, out_ptr=B, order_ptr=I, list_ptr=I, logits_ptr=F, experts_ptr=I, weights_ptr=F,
@@ -241,10 +241,15 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     print(kernel.__name__)
     return done
 
-shape = dict(TOP_K=8, NUM_EXPERTS=60, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True,
+shape = dict(TOP_K=8, NUM_EXPERTS=60, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, WEIGHING=0, EVEN=True,
              HAS_BIAS=False, ACT="silu", HALVES=True, FETCH=True, COUNT=True, FIRST=32, NUM_OWN=32)
 if __name__ == "__main__":
     build(moe._route, **shape)
+    build(moe._route, **shape | {"WEIGHING": 2})
+    scored = dict(TOP_K=8, IS_SOFTMAX=False, RENORMALISE=True, NUM_GROUPS=8, GROUPS=8, TOP_GROUPS=4, BEST_OF_GROUP=2,
+                  EXPERTS=256, HAS_BIAS=True, HAS_SHARED=True)
+    build(routing._score_experts, 1, descs=dict(bias_ptr=F, out_ptr=F, scale="fp32"), **scored)
+    build(routing._score_experts, 1, descs=dict(bias_ptr=F, out_ptr=F, scale="fp32"), **scored | {"IS_SOFTMAX": True})
     build(moe._place, **shape)
     build(moe._combine, **shape, HAS_SHARED=True, BLOCK=1024)
     few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False, RANKS=8)
@@ -265,4 +270,5 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=LONG_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert set(done.stdout.split()) == {"_route", "_place", "_combine", "_up_direct", "_down_direct", "_up", "_down"}
+    of_products = {"_combine", "_up_direct", "_down_direct", "_up", "_down"}
+    assert set(done.stdout.split()) == {"_score_experts", "_route", "_place"} | of_products

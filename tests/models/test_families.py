@@ -71,6 +71,7 @@ FAMILIES = {
     "Exaone4 without windows": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "SeedOss": {"head_dim": 24, "attention_out_bias": True},
     "Starcoder2": {"sliding_window": 40},
+    "Ernie4_5": {"head_dim": 16},
     "Arcee": {},
     "Nemotron": {"hidden_act": "relu2"},
     "Helium": {"head_dim": 16},

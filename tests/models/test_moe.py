@@ -42,6 +42,23 @@ FAMILIES = {
         "num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.4, "logits_scaling": 3.0,
     },
+    "Glm4Moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
+    },
+    "Dots1": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 0.6, "norm_topk_prob": False, "sliding_window": 40,
+        "max_window_layers": 1,
+    },
+    "SolarOpen": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
+    },
+    "MiniMaxM2": {"num_local_experts": 7, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8},
+    "Ernie4_5_Moe": {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1, "moe_layer_start_index": 1,
+        "use_bias": False,
+    },
     "GptOss": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 40, "max_position_embeddings": 512,
         "rope_parameters": {
@@ -65,6 +82,9 @@ def make(family: str, **more):
             weight.data.normal_(1.0, 0.2)
         elif any(part in weight_name for part in ("bias", "sinks", ".gate.weight", "router", "shared_expert_gate")):
             weight.data.normal_(0.0, 0.3)
+    for buffer_name, buffer in [*reference.named_buffers(), *reference.named_parameters()]:
+        if "e_score_correction_bias" in buffer_name:
+            buffer.data.normal_(0.0, 0.3)
     return reference
 
 
@@ -216,7 +236,7 @@ IN_GGUF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_gguf_is_the_same_model(family, tmp_path):
     reference = make(family, **IN_GGUF.get(family, {}), num_hidden_layers=2)
     model = load_model(write_gguf(tmp_path / "m.gguf", reference, family))

@@ -29,7 +29,8 @@ CONFIGS = {
     "Qwen3Moe": "Qwen3MoeConfig", "Qwen3Next": "Qwen3NextConfig", "SmolLM3": "SmolLM3Config",
     **{
         name: f"{name}Config"
-        for name in ("Arcee", "Cohere", "Cohere2", "Exaone4", "GPTNeoX", "Gemma", "Glm", "Glm4", "Helium", "Nemotron", "SeedOss",
+        for name in ("Dots1", "Ernie4_5", "Ernie4_5_Moe", "Glm4Moe", "MiniMaxM2", "SolarOpen",
+                     "Arcee", "Cohere", "Cohere2", "Exaone4", "GPTNeoX", "Gemma", "Glm", "Glm4", "Helium", "Nemotron", "SeedOss",
                      "StableLm", "Starcoder2")
     },
     "Albert": "AlbertConfig", "Bert": "BertConfig", "Camembert": "CamembertConfig", "DistilBert": "DistilBertConfig",
@@ -44,7 +45,7 @@ WITHOUT_EFFECT = {
     "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor", "use_mambapy", "use_associative_scan",
     "chunk_size", "reorder_and_upcast_attn", "slow_but_exact", "sinusoidal_pos_embds", "cross_attention_hidden_size",
     "add_cross_attention",  # refused with is_decoder
-    "residual_dropout", "embedding_dropout", "is_decoder",
+    "residual_dropout", "embedding_dropout", "is_decoder", "num_mtp_layers",
     "expand",  # of Mamba-2, where it must agree with the heads
 }  # fmt: skip
 OF_OTHERS = {  # of heads that we do not compute
@@ -56,13 +57,13 @@ LEFT_OVER = {
     "rope_theta", "rope_scaling", "original_max_position_embeddings", "head_dim", "partial_rotary_factor",
     "matryoshka_dimensions", "position_embedding_type", "sliding_window_pattern", "rope_local_base_freq", "is_decoder",
     "full_attention_interval", "intermediate_size", "seq_length", "max_position_embeddings",
-    "rotary_emb_base", "rotary_pct",
+    "rotary_emb_base", "rotary_pct", "rotary_dim",
 }  # fmt: skip
 ENCODERS = ("Albert", "Bert", "Camembert", "DistilBert", "Electra", "MPNet", "Roberta", "XLMRoberta")
 DECODERS = [family for family in CONFIGS if family not in ENCODERS]
 ROTATED = [family for family in DECODERS if family not in ("Bloom", "GPT2", "Mamba", "Mamba2")]
 # Windows by kinds of layers.
-BY_TYPES = ("Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss", "Olmo3", "Qwen2", "Qwen2Moe", "Qwen3", "SmolLM3")
+BY_TYPES = ("Dots1", "Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss", "Olmo3", "Qwen2", "Qwen2Moe", "Qwen3", "SmolLM3")
 IN_ALL = ("Starcoder2", "Mistral", "Mixtral", "Phi3", "Qwen3Moe")
 
 
@@ -181,8 +182,9 @@ VARIANTS = {
 }
 
 
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
 NOT_NULL = (
-    "Gemma", "Glm4", "Helium", "StableLm", "Starcoder2", "Exaone4", "Gemma2", "Gemma3Text",
+    "Glm4Moe", "MiniMaxM2", "SolarOpen", "Gemma", "Glm4", "Helium", "StableLm", "Starcoder2", "Exaone4", "Gemma2", "Gemma3Text",
     "Qwen3Next", "Mistral", "Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss",
 )
 EXCEPTIONS = [
@@ -209,7 +211,7 @@ def test_layers_are_those_of_transformers(family, tmp_path):
         scaling = variant.get("rope_scaling") or variant.get("rope_parameters") or {}
         if family == "Phi3" and scaling.get("rope_type", scaling.get("type", "default")) != "default":
             continue  # which has longrope only
-        data = SIZES | variant
+        data = SIZES | variant | (ROUTED if family == "Dots1" else {})
         theirs = config_class(family)(**json.loads(json.dumps(data)))
         ours = read(tmp_path, family, **data)
         full = getattr(theirs, "layer_types", None) or [""] * 4
@@ -259,6 +261,8 @@ def test_tensors_without_a_configuration_are_those_of_transformers(family, tmp_p
     data = {layers: 4, "vocab_size": 96, "pad_token_id": 0}
     data |= {"num_experts": 16} if any(part in family for part in ("Moe", "moe", "Next")) else {}
     data |= {"num_key_value_heads": 8} if family == "Nemotron" else {}
+    data |= {"head_dim": 128} if family == "Glm4Moe" else {}
+    data |= ROUTED if family == "Dots1" else {}
     data |= {"num_local_experts": 16} if family in ("Mixtral", "GptOss", "GraniteMoe") else {}
     _, ours = shapes_of(tmp_path, family, **data)
     with torch.device("meta"):
@@ -266,7 +270,7 @@ def test_tensors_without_a_configuration_are_those_of_transformers(family, tmp_p
     unused = ("pooler.dense", "pooler.weight", "pooler.bias")
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     stored = {name: one for name, one in model.named_parameters(remove_duplicate=False) if name not in tied}
-    if family in ("Mixtral", "GraniteMoe"):  # whose experts are stored by other names
+    if family in ("Mixtral", "GraniteMoe", "Ernie4_5_Moe", "MiniMaxM2"):  # whose experts are stored by other names
         stored = {name: one for name, one in stored.items() if "mlp" not in name and "block_sparse_moe" not in name}
     missing = [name for name in stored if name not in ours and not name.startswith(unused)]
     assert not missing
@@ -297,7 +301,7 @@ def test_keys_that_the_family_does_not_know_have_no_effect(family, tmp_path):
     cls = config_class(family)
     known = {one.name for one in dataclasses.fields(cls)} | set(getattr(cls, "attribute_map", {}))
     keys = model_class(checkpoint_of(tmp_path, family)).KEYS
-    data = {key: value for key, value in SMALL.items() if key in known}
+    data = {key: value for key, value in (SMALL | ROUTED).items() if key in known}
     plain = read(tmp_path, family, **data)
     for key, value in STRAYS.items():
         if key not in keys:
@@ -319,6 +323,7 @@ def tiny(path, family, **more):
     known = {one.name for one in dataclasses.fields(cls)} | set(getattr(cls, "attribute_map", {})) | {"head_dim"}
     moe = {
         "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_routed_experts": 4, "n_shared_experts": 1,
         "shared_expert_intermediate_size": 40, "num_heads": 8, "n_groups": 2, "state_size": 16,
     }  # fmt: skip
     sizes = {key: value for key, value in (SMALL | moe | more).items() if key in known or key in more}

@@ -179,6 +179,12 @@ OPS = (
     ),
     # ---- feed-forwards of which some is computed
     Op(
+        "scores of experts", "routing.score_experts_reference",
+        "kernels/test_routing.py::test_compiled_scores_are_the_references"
+        " kernels/test_routing.py::test_the_gpus_kernel_is_the_reference",
+        "gpu_moe", c="score_experts", triton="routing._score_experts",
+    ),
+    Op(
         "choice of experts", "moe.route_reference",
         f"{_MOE}::test_routing kernels/test_moe.py::test_switch_routing_is_transformers_own",
         "gpu_moe", triton="moe._route moe._place",

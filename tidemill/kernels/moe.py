@@ -30,10 +30,13 @@ from tidemill.model_config import MoESpec
 def route_reference(
     logits_TE: torch.Tensor, top_k: int, renormalise: bool, scoring: str = "softmax_then_topk"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and numbers of the chosen experts, [T, K], the highest logit first; of equal ones, the lowest number."""
+    """Weights (float32) and numbers of the chosen experts, [T, K], the highest logit first; of equal
+    ones, the lowest number. With scores, logits are the weights (`routing.score_experts`)."""
     logits = logits_TE.float()
     best, chosen = logits.sort(dim=-1, descending=True, stable=True)
     best, chosen = best[:, :top_k], chosen[:, :top_k]
+    if scoring == "scores":
+        return best, chosen
     if scoring == "topk_then_softmax":
         return best.softmax(-1), chosen
     assert scoring == "softmax_then_topk", scoring
@@ -208,6 +211,7 @@ class NativeExperts(ExpertWeights):
             top_k=spec.top_k,
             renormalise=spec.renormalise,
             topk_first=spec.scoring == "topk_then_softmax",
+            is_scored=spec.scoring == "scores",
             act=ACTIVATIONS[spec.act],
             counts=self.counts.ctypes.data,
             **dict(zip(("gate_up", "down", "shared_gate_up", "shared_down"), matrices, strict=False)),

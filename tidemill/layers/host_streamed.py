@@ -156,7 +156,7 @@ class HostStreaming(Streaming):
             stacks = weights.stacks
             assert isinstance(stacks, HostStacks)
             number = len(layers)
-            layers.append(Layer(first, module.experts.spec, stacks, weights.biases, module.router))
+            layers.append(Layer(first, module.experts.spec, stacks, weights.biases, module.choose))
             weights.read_from(partial(self._find, number))
             first += module.experts.num_experts
         self.fixed_bytes = resident_bytes(model)

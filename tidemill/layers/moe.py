@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
+from tidemill.kernels.routing import ExpertScores
 from tidemill.layers.base import Layer, columns_of, read_values, rows_of
 from tidemill.layers.expert_parallel import ParallelExperts
 from tidemill.layers.linear import Linear
@@ -26,10 +28,10 @@ _SIDES = ("gate", "up", "down")
 
 
 class Router(Linear):
-    """Logits of the experts in float32; the last is the shared expert's, where there is one."""
+    """Logits of the experts in float32; the last is the shared expert's, where it is gated."""
 
     def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
-        outs = {"router": spec.num_experts} | ({"shared": 1} if spec.shared_size else {})
+        outs = {"router": spec.num_experts} | ({"shared": 1} if spec.gates_shared else {})
         super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights.of_tables)
 
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
@@ -41,6 +43,33 @@ class Router(Linear):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.weight.logits(x_TH)
+
+
+class Scores(Layer):
+    """Weights of the experts by their scores, in the place of logits."""
+
+    def __init__(self, spec: MoESpec) -> None:
+        assert spec.routing is not None
+        has_bias = spec.routing.has_bias
+        super().__init__({"bias": (spec.num_experts,)} if has_bias else {})
+        empty = torch.empty(spec.num_experts) if has_bias else None
+        self.bias = None if empty is None else nn.Parameter(empty, requires_grad=False)
+        self._spec = spec
+        self._score: ExpertScores | None = None
+
+    def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+        value = torch.empty(self.parts[part], dtype=torch.float32, device="cpu")
+        tensor.read_into(value)
+        self.bias = nn.Parameter(value, requires_grad=False)
+
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
+        """Some files have a row."""
+        return math.prod(shape) == self._spec.num_experts
+
+    def forward(self, logits_TE: torch.Tensor) -> torch.Tensor:
+        if self._score is None:
+            self._score = ExpertScores(self._spec, self.bias)
+        return self._score(logits_TE)
 
 
 class Experts(Layer):
@@ -165,7 +194,8 @@ class Experts(Layer):
         if not self._by_number:
             return self._cut
         return replace(
-            self.spec, num_experts=len(self._own), top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0
+            self.spec, num_experts=len(self._own), top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0,
+            routing=None,
         )
 
     @property
@@ -237,10 +267,16 @@ class MoE(nn.Module):
         spec = config.moe(layer)
         assert spec is not None
         self.router = Router(config.hidden_size, spec, weights)
+        self.scores = None if spec.routing is None else Scores(spec)
         self.experts = self.experts_class(config, layer, weights)
 
+    def choose(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Logits of the experts, as `ExpertWeights` take them."""
+        logits_TL = self.router(x_TH)
+        return logits_TL if self.scores is None else self.scores(logits_TL)
+
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self.experts(x_TH, self.router(x_TH))
+        return self.experts(x_TH, self.choose(x_TH))
 
 
 def feed_forward(config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:

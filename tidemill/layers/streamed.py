@@ -297,7 +297,7 @@ class DiskStreaming(Streaming):
         for one, following in pairwise(modules):
             assert isinstance(one.experts.weights, NativeExperts)
             assert isinstance(following.experts.weights, NativeExperts)
-            one.experts.weights.foresee(following.experts.weights, following.router)
+            one.experts.weights.foresee(following.experts.weights, following.choose)
         self.held_bytes = self.fixed_bytes + self.stream.num_bytes
 
     # ---- neurons

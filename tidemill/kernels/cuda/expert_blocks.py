@@ -45,11 +45,14 @@ def log2(n: int) -> int:
 
 
 @triton.jit
-def weigh(logits, chosen, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr):
-    """The softmax of each row, among all experts or the chosen ones. The sum is a tree of additions that is written out: a
+def weigh(logits, chosen, WEIGHING: tl.constexpr, EXPERTS: tl.constexpr):
+    """The softmax of each row, among the chosen experts (0) or all (1), or the logits, which are
+    weights (2). The sum is a tree of additions that is written out: a
     reduction across threads adds in an order that depends on the number of rows."""
+    if WEIGHING == 2:
+        return tl.where(chosen, logits, 0.0)
     values = tl.exp(logits - tl.max(logits, 1)[:, None])
-    parts = values if OF_ALL else tl.where(chosen, values, 0.0)
+    parts = values if WEIGHING == 1 else tl.where(chosen, values, 0.0)
     for step in tl.static_range(log2(EXPERTS)):
         parts = tl.sum(tl.reshape(parts, (logits.shape[0], 2, EXPERTS >> (step + 1))), 1)
     return values / parts

@@ -48,8 +48,8 @@ from tidemill.kernels.cuda.expert_blocks import (
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
 from tidemill.kernels.cuda.launch import IS_INTERPRETED, begin, how, is_compiling, launch
 from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_directly, multiply_gated_directly
+from tidemill.model_config import SCORINGS
 
-SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
 _SOME = 256  # tokens up to which the kernels between matmuls trigger the next one early (measured)
 _ENTRY = tl.constexpr(4)  # words of a block in a list: expert, first place, rows, unused
@@ -59,7 +59,7 @@ _LISTED = tl.constexpr(32)  # blocks that a program lists
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _route(
     logits_ptr, experts_ptr, weights_ptr, counts_ptr, fetched_ptr, totals_ptr, live_ptr, num_tokens, num_chunks, num_experts,
-    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, FETCH: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHING: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, FETCH: tl.constexpr,
     COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has. Programs past the chunks
@@ -82,7 +82,7 @@ def _route(
         ranks = tl.where(best, rank, ranks)
         keys = tl.where(best, -0x8000000000000000, keys)
     chosen = ranks < TOP_K
-    weights = weigh(logits, chosen, OF_ALL, EXPERTS)
+    weights = weigh(logits, chosen, WEIGHING, EXPERTS)
     chosen = chosen & there[:, None]
     pairs = tokens[:, None] * TOP_K + ranks
     tl.store(experts_ptr + pairs, tl.broadcast_to(experts, (CHUNK, EXPERTS)), mask=chosen)
@@ -312,11 +312,17 @@ def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
     return min(FETCHED, weight.nbytes) // (PIECE.value * PIECES.value)
 
 
+def weighing_of(scoring: str, renormalise: bool) -> int:
+    """How `weigh` weighs the chosen experts."""
+    assert scoring in SCORINGS
+    return 2 if scoring == "scores" else int(scoring == "softmax_then_topk" and not renormalise)
+
+
 def route(
-    logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_rows: int, next_weight: torch.Tensor | None = None,
+    logits_TE: torch.Tensor, top_k: int, weighing: int, up_rows: int, down_rows: int, next_weight: torch.Tensor | None = None,
     tally: Tally | None = None, own: tuple[int, int] = (0, 0),
 ) -> Routing:  # fmt: skip
-    """`of_all`: weights are the softmax among all experts, else among the chosen ones. Then: rows of the products' blocks, and
+    """`weighing`: as `weigh` has it. Then: rows of the products' blocks, and
     what is multiplied next. `own`: as `Routing` has it."""
     num_tokens, num_experts = logits_TE.shape
     num_pairs, chunk = num_tokens * top_k, 16 if num_tokens <= 512 else 64
@@ -331,7 +337,7 @@ def route(
         _route, (num_chunks + num_fetched,),
         logits_TE, experts, weights, counts, logits_TE if next_weight is None else next_weight, *Tally.of(tally, counts),
         num_tokens, num_chunks, num_experts,
-        OF_ALL=of_all, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **how(num_tokens, _SOME),
+        WEIGHING=weighing, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **how(num_tokens, _SOME),
     )  # fmt: skip
     launch(
         _place, (num_chunks + triton.cdiv(max(len(up_blocks), len(down_blocks)), _LISTED.value),),
@@ -403,18 +409,17 @@ def moe(
     """`gate_up`: an expert's rows of gate, then those of up. `renormalise`: a token's weights add up to 1, as they always do with
     `topk_then_softmax`. `shared`: what is added to the experts' sum, such as the output of an expert that every token has.
     `first`: the number of the first expert, if there are fewer matrices than logits; what the others would give is left out."""
-    assert scoring in SCORINGS
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, gate_up_E2IH.shape[1:]
-    of_all = scoring == "softmax_then_topk" and not renormalise
+    weighing = weighing_of(scoring, renormalise)
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
     own = (first, len(gate_up_E2IH)) if len(gate_up_E2IH) < num_experts else (0, 0)
     direct = not own[1] and is_direct(num_tokens, top_k, num_experts)
     down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
     if direct:
         logits = router_logits_TE
-        rows, shares = multiply_gated_directly(x_TH, logits, gate_up_E2IH, up_tile, top_k, of_all, act, gate_up_bias_E2I, tally)
+        rows, shares = multiply_gated_directly(x_TH, logits, gate_up_E2IH, up_tile, top_k, weighing, act, gate_up_bias_E2I, tally)
         return multiply_directly(rows, logits, shares, down_EHI, down_tile, top_k, down_bias_EH, shared_TH)
-    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own)
+    routing = route(router_logits_TE, top_k, weighing, up_tile.rows, down_tile.rows, gate_up_E2IH, tally, own)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
     return combine(multiply(rows, down_EHI, routing, down_tile, top_k, down_bias_EH), routing, top_k, shared_TH)
 
@@ -445,10 +450,10 @@ def moe_in_slots(
     """The same as `moe`, bit for bit. `find` takes the chosen experts, by token and rank, and says where they are. `sizes`: 2 I
     and H."""
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, sizes
-    of_all = scoring == "softmax_then_topk" and not renormalise
+    weighing = weighing_of(scoring, renormalise)
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
     down_tile = choose_tile(num_tokens, top_k, num_experts, num_in, num_gate_up // 2)
-    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, tally=tally)
+    routing = route(router_logits_TE, top_k, weighing, up_tile.rows, down_tile.rows, tally=tally)
     there = find(routing.experts_P)
     for blocks in {id(one): one for one in (routing.up_blocks, routing.down_blocks)}.values():
         if not is_compiling():  # else the list has not been written

@@ -42,7 +42,7 @@ def _chosen(logits_ptr, num_experts: tl.constexpr, TOP_K: tl.constexpr, EXPERTS:
 @triton.jit(do_not_specialize=["num_tokens"])
 def _up_direct(
     x_ptr, logits_ptr, weight, bias_ptr, out_ptr, shares_ptr, totals_ptr, live_ptr, num_tokens, num_in, num_out,
-    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHING: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _up_direct(
     if tl.program_id(0) < num_tokens:
         token = tl.program_id(0)
         logits, ranks = _ranks(logits_ptr + token * NUM_EXPERTS, NUM_EXPERTS, EXPERTS)
-        shares = weigh(logits, ranks < TOP_K, OF_ALL, EXPERTS)
+        shares = weigh(logits, ranks < TOP_K, WEIGHING, EXPERTS)
         tl.store(shares_ptr + token * TOP_K + ranks, shares, mask=ranks < TOP_K)
         return
     tile, tiles = tl.program_id(0) - num_tokens, tl.cdiv(num_out, OUTS)
@@ -135,7 +135,7 @@ def is_direct(num_tokens: int, top_k: int, num_experts: int) -> bool:
 
 
 def multiply_gated_directly(
-    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, of_all: bool, act: str,
+    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, weighing: int, act: str,
     bias_E2I: torch.Tensor | None = None, tally: Tally | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """act(gate) * up of each pair of token and rank, and by what weights a token's pairs are added."""
@@ -145,7 +145,7 @@ def multiply_gated_directly(
     launch(
         _up_direct, (num_tokens + len(out) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, logits_TE, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out, shares,
-        *Tally.of(tally, out), num_tokens, num_in, num_out, TOP_K=top_k, OF_ALL=of_all, NUM_EXPERTS=num_experts,
+        *Tally.of(tally, out), num_tokens, num_in, num_out, TOP_K=top_k, WEIGHING=weighing, NUM_EXPERTS=num_experts,
         EXPERTS=triton.next_power_of_2(num_experts), COUNT=tally is not None, BULK=bool(tile.bulk),
         **options_of(num_tokens, tile, num_in, bias_E2I, act),
     )  # fmt: skip

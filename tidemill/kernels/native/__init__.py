@@ -35,6 +35,7 @@ from tidemill.kernels.native.structs import (
     MoE,
     Policy,
     Round,
+    Routing,
     Segment,
     StateLayer,
     States,
@@ -93,6 +94,7 @@ class _Field(ctypes.Structure):
 
 _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
+    ("tm_routing", Routing),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
     ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
     ("tm_group", GroupSpec), ("tm_exchange", ExchangeSpec), ("tm_neurons", Neurons), ("tm_host_neurons", HostNeurons),
@@ -175,6 +177,9 @@ class Library:
         self._gate = lib.tm_gate
         self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 2
         self._gate.restype = None
+        self._score_experts = lib.tm_score_experts
+        self._score_experts.argtypes = [_POINTER, _POINTER, _POINTER, _LONG]
+        self._score_experts.restype = None
         self._moe = lib.tm_run_moe
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._neurons = lib.tm_run_neurons
@@ -448,6 +453,15 @@ class Library:
         self._gate(x_TH.data_ptr(), gate_TH.data_ptr(), out.data_ptr(), *x_TH.shape)
         if self._recording:
             self._recording.note("gate", out, x_TH, in_2=gate_TH, width=x_TH.shape[1])
+        return out
+
+    def score_experts(self, routing: int, logits_TE: torch.Tensor, num_out: int) -> torch.Tensor:
+        """`routing`: the address of a `Routing`."""
+        _check(logits_TE)
+        out = logits_TE.new_empty(logits_TE.shape[0], num_out)
+        self._score_experts(routing, logits_TE.data_ptr(), out.data_ptr(), logits_TE.shape[0])
+        if self._recording:
+            self._recording.note("score_experts", out, logits_TE, a=routing)
         return out
 
     def moe(

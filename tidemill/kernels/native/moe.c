@@ -102,12 +102,6 @@ static rows further(rows r, long values) {
 
 /* ---- which experts, and by what weight */
 
-static float exp1(float x) {
-    float lanes[8] = {x};
-    f32x8_store(lanes, f32x8_exp(f32x8_load(lanes)));
-    return lanes[0];
-}
-
 /* The sum of e^(x - top), in order. */
 static float sum_exp(const float *x, long num, float top) {
     float total = 0;
@@ -137,12 +131,16 @@ static void choose(const tm_moe *m, const float *logits, long *chosen) {
 
 static void route(const tm_moe *m, const float *logits, long *chosen, float *weights) {
     choose(m, logits, chosen);
+    if (has_shared(m)) weights[m->top_k] = 1 / (1 + exp1(-logits[m->num_experts]));
+    if (m->is_scored) {
+        for (long rank = 0; rank < m->top_k; rank++) weights[rank] = logits[chosen[rank]];
+        return;
+    }
     int among_chosen = m->topk_first || m->renormalise; /* which is the same: the softmax's own sum is divided out again */
     float top = logits[chosen[0]], total = among_chosen ? 0 : sum_exp(logits, m->num_experts, top);
     for (long rank = 0; rank < m->top_k; rank++) weights[rank] = exp1(logits[chosen[rank]] - top);
     for (long rank = 0; among_chosen && rank < m->top_k; rank++) total += weights[rank];
     for (long rank = 0; rank < m->top_k; rank++) weights[rank] /= total;
-    if (has_shared(m)) weights[m->top_k] = 1 / (1 + exp1(-logits[m->num_experts]));
 }
 
 static void start_row(void *arg, long row, int thread) {

@@ -27,6 +27,7 @@ typedef struct {
 #define LORA_STEP(f) {"tm_lora_step." #f, offsetof(tm_lora_step, f)}
 #define LORA(f) {"tm_lora." #f, offsetof(tm_lora, f)}
 #define MOE(f) {"tm_moe." #f, offsetof(tm_moe, f)}
+#define ROUTING(f) {"tm_routing." #f, offsetof(tm_routing, f)}
 #define POLICY(f) {"tm_policy." #f, offsetof(tm_policy, f)}
 #define SEGMENT(f) {"tm_segment." #f, offsetof(tm_segment, f)}
 #define ROUND(f) {"tm_round." #f, offsetof(tm_round, f)}
@@ -56,8 +57,10 @@ TM_API const field *tm_layout(void) {
         STEP(table_width), STEP(kv_format), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
         STEP(tile_end), STEP(path_width), STEP(tile_base), STEP(tile_path), STEP(tables), STEP(positions), STEP(slots), STEP(states), STEP(num_rounds), STEP(rounds),
         OP(op), OP(in), OP(in_out), OP(out), OP(in_2), OP(in_3), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        {"tm_routing", sizeof(tm_routing)}, ROUTING(num_experts), ROUTING(top_k), ROUTING(is_softmax), ROUTING(renormalise),
+        ROUTING(num_groups), ROUTING(top_groups), ROUTING(best_of_group), ROUTING(has_shared), ROUTING(scale), ROUTING(bias),
         {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
-        MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
+        MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(is_scored), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
         MOE(shared_down), MOE(counts), MATRICES(kind), MATRICES(num_in), MATRICES(num_out), MATRICES(codes), MATRICES(scales),
         MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales), MATRICES(code_place), MATRICES(scale_place),
         MOE(stream), MOE(first_unit),
@@ -147,6 +150,12 @@ static int run_gate(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, o->b, at->in_2, at->num_rows, at->out); }
+
+static int run_score_experts(const tm_op *o, const tm_buffers *at) {
+    score_experts_op(o->a, at->in, at->out, at->num_rows);
+    return 0;
+}
+
 static int run_all_reduce(const tm_op *o, const tm_buffers *at) { return all_reduce_op(o->a, at->in_out, at->num_rows, o->width); }
 
 static int run_all_gather(const tm_op *o, const tm_buffers *at) {
@@ -213,6 +222,7 @@ static const struct {
     {"conv", run_conv, NULL},
     {"scan", run_scan, NULL},
     {"gate", run_gate, NULL},
+    {"score_experts", run_score_experts, NULL},
     {"moe", run_moe, NULL},
     {"lora", run_lora, NULL},
     {"add", run_add, NULL},

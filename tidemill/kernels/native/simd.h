@@ -540,4 +540,10 @@ TM_EXP2_NEGATIVE(f32x8)
 TM_EXP2_NEGATIVE(f32x16)
 #endif
 
+static inline float exp1(float x) {
+    float lanes[8] = {x};
+    f32x8_store(lanes, f32x8_exp(f32x8_load(lanes)));
+    return lanes[0];
+}
+
 #endif

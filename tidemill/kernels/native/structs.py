@@ -106,11 +106,22 @@ class MoE(ctypes.Structure):
     """tm_moe of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "act")),
+        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "is_scored", "act")),
         *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
         ("counts", _POINTER),
         ("stream", _POINTER),
         ("first_unit", _LONG),
+    ]
+
+
+class Routing(ctypes.Structure):
+    """tm_routing of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_experts", "top_k", "is_softmax", "renormalise", "num_groups")),
+        *((name, _LONG) for name in ("top_groups", "best_of_group", "has_shared")),
+        ("scale", _FLOAT),
+        ("bias", _POINTER),
     ]
 
 

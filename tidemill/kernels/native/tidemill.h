@@ -218,8 +218,16 @@ typedef struct {
 } tm_matrices;
 
 /* A mixture of experts. Field by field as in __init__.py. */
+/* How scores choose experts: by score plus bias, among the best groups. */
 typedef struct {
-    long num_experts, top_k, renormalise, topk_first, act; /* topk_first: the softmax is over the chosen experts */
+    long num_experts, top_k, is_softmax, renormalise, num_groups, top_groups, best_of_group, has_shared;
+    float scale;
+    const float *bias; /* NULL: none */
+} tm_routing;
+
+typedef struct {
+    /* topk_first: the softmax is over the chosen experts; is_scored: logits are weights already, negative where not chosen */
+    long num_experts, top_k, renormalise, topk_first, is_scored, act;
     tm_matrices gate_up, down;
     tm_matrices shared_gate_up, shared_down; /* of an expert that all rows go through; codes NULL: none */
     int64_t *counts;                         /* [expert]: rows that it got, added to */
@@ -342,6 +350,8 @@ int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learn
 /* x * sigmoid(gate) */
 void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
 void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
+/* out: [row][num_experts, and one for the shared expert]: weights of the chosen experts, -infinity for the others, as moe_op takes them. */
+void score_experts_op(const tm_routing *routing, const float *logits, float *out, long num_rows);
 /* logits: [row][num_experts, and one for the shared expert]. */
 /* `ahead`: the next layer's, whose experts are read by guess, or NULL; `ahead_logits`: by its router. */
 int moe_op(const tm_moe *moe, const float *x, const float *logits, const tm_moe *ahead, const float *ahead_logits, long num_rows, float *out);

@@ -85,9 +85,11 @@ def content_ids(token_ids: Sequence[int], segments: Sequence[Segment]) -> array[
     return ids
 
 
-def check_segments(segments: Sequence[Segment], contents: dict[bytes, bytes], num_prompt: int, row_bytes: int, most: int) -> None:
+def check_segments(
+    segments: Sequence[Segment], contents: dict[bytes, bytes], num_prompt: int, row_bytes: int, most: int, most_rows: int
+) -> None:
     """Raises what is wrong with the segments of a prompt. `row_bytes`: of the content of a token; 0: the model takes token ids
-    only. `most`: tokens that a step can compute."""
+    only. `most`: tokens of a prompt that any step can compute; `most_rows`: of which there can be rows at once."""
     before = 0
     for segment in segments:
         where = f"The segment of tokens {segment.start} to {segment.end - 1}"
@@ -105,8 +107,8 @@ def check_segments(segments: Sequence[Segment], contents: dict[bytes, bytes], nu
             raise InvalidRequest("This model takes token ids only.", fix="Leave segments out.", param="segments")
         if segment.end == num_prompt:
             raise InvalidRequest(f"{where} ends the prompt.", fix="Give at least one token after it.", param="segments")
-        if segment.length > most:
-            what = f"{where} is too long: a step computes {most} tokens."
+        if segment.length > (limit := most if segment.is_whole else most_rows):
+            what = f"{where} is too long: at most {max(limit, 0)} tokens are computed together."
             raise InvalidRequest(what, fix="Serve with more --token-budget.", param="segments")
         content = contents.get(segment.key)
         if content is None or len(content) != segment.length * row_bytes or key_of(content) != segment.key:

@@ -440,6 +440,7 @@ class ModelConfig:
     labels: LabelHead | None = None  # of a cross-encoder or classifier
     num_own_layers: int = 0  # the first so many have weights, which the others share; 0: all have their own
     embedding_size: int = 0  # of tables that a projection follows; 0: hidden_size
+    takes_embeddings: bool = False  # a prompt may have rows of embeddings in the place of tokens
     has_head: bool = True  # False: of a decoder that makes embeddings alone
     embeds_by: str | None = None  # a decoder's embeddings, if its folder says: mean or last
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
@@ -598,6 +599,15 @@ class ModelConfig:
         """The bytes that a token takes in the caches of all layers. An encoder's use the same memory."""
         sizes = [spec.token_bytes(kv_dtype) for spec in self.layers]
         return sum(sizes) if self.pooler is None else max(sizes)
+
+    @property
+    def input_row_bytes(self) -> int:
+        """The content of a row of embeddings that a request brings: float32; 0: there can be none."""
+        return 4 * self.hidden_size if self.takes_embeddings else 0
+
+    def num_input_rows(self, token_budget: int) -> int:
+        """The rows of embeddings that a runner holds for prompts: those of two steps."""
+        return 2 * token_budget if self.takes_embeddings else 0
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""

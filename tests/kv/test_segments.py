@@ -87,8 +87,8 @@ def test_pages_of_other_engines_and_routes_are_named_by_content_too():
 def test_what_is_wrong_with_segments_is_said():
     content = b"\0" * 32
     good = Segment(2, 4, EMBEDDINGS, key_of(content))
-    check_segments([good], {good.key: content}, 8, 8, 4)
-    check_segments([Segment(2, 6, TOKEN_TYPE, b"\1")], {}, 8, 0, 4)
+    check_segments([good], {good.key: content}, 8, 8, 4, 4)
+    check_segments([Segment(2, 6, TOKEN_TYPE, b"\1")], {}, 8, 0, 4, 4)
     for segments, num_prompt, row_bytes, most, what in [
         ([good, good], 8, 8, 4, "not after the one before it"),
         ([Segment(2, 4, "sound", CAT)], 8, 8, 4, "no kind"),
@@ -100,4 +100,4 @@ def test_what_is_wrong_with_segments_is_said():
         ([Segment(2, 4, EMBEDDINGS, CAT)], 8, 8, 4, "bytes of content"),
     ]:
         with pytest.raises(InvalidRequest, match=what):
-            check_segments(segments, {good.key: content}, num_prompt, row_bytes, most)
+            check_segments(segments, {good.key: content}, num_prompt, row_bytes, most, most)

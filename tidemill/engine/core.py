@@ -73,6 +73,7 @@ class EngineCore:
             evict=config.evict,
             max_draws=config.max_draws,
             policy_bytes=config.policy_bytes,
+            input_rows=components.model_config.num_input_rows(config.token_budget),
         )
         self.in_flight: deque[Step] = deque()  # launched and not collected
         self.delayed: dict[str, Submission] = {}  # by request id, in their order

@@ -28,6 +28,7 @@ class Batch:
     positions_T: torch.Tensor
     slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
     types_T: torch.Tensor | None = None  # if any has segments
+    has_inputs: bool = False  # ids less than zero are numbers of rows of embeddings
     entries: tuple[np.ndarray, np.ndarray, np.ndarray] | None = (
         None  # rows, starts and counts for attention, if other than above
     )
@@ -80,15 +81,20 @@ def gather_batch(
     slots += offsets
     if rounds:
         slots[:, places < 0] = -1
+    ids, has_inputs = state.tokens_cpu[row_of, positions].astype(np.int64), False
+    if state.inputs is not None:
+        inputs = state.inputs.numpy()[row_of, positions]
+        ids, has_inputs = np.where(inputs > 0, -inputs, ids), bool(inputs.any())
     return Batch(
         rows=rows,
         starts=starts,
         counts=counts,
         last_token=ends - 1,
-        ids_T=torch.from_numpy(state.tokens_cpu[row_of, positions].astype(np.int64)),
+        ids_T=torch.from_numpy(ids),
         positions_T=torch.from_numpy(seen_at),
         slots_GT=torch.from_numpy(slots),
         types_T=_types(state, items, positions.size),
+        has_inputs=has_inputs,
         entries=entries,
         paths=paths,
         rounds=rounds,

@@ -17,6 +17,7 @@ from tidemill.parallel.channel import Channel
 from tidemill.parallel.world import Stage
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch
+from tidemill.runner.inputs import InputRows, embed
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
@@ -59,6 +60,7 @@ class OnlyStage:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.inputs: InputRows | None = None  # if prompts may have embeddings in the place of tokens
 
     def parts(self, plan: StepPlan, state: RowState) -> list[StepPlan]:
         """The micro-batches of a step."""
@@ -66,7 +68,7 @@ class OnlyStage:
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """The hidden states that the first layer here starts from."""
-        return self._model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
+        return embed(self._model, batch, self.inputs)
 
     def results(
         self, sample: SampleFn, plan: StepPlan, batch: Batch, hidden_TH: torch.Tensor

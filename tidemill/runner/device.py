@@ -14,6 +14,7 @@ from tidemill.kernels.kv_cache import copy_pages
 from tidemill.kernels.policies import Policies
 from tidemill.models.base import Model
 from tidemill.runner.base import StepResult
+from tidemill.runner.inputs import InputRows
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepPlan
@@ -61,6 +62,7 @@ class DeviceRunner:
         self.mover: PageMover | None = None  # if there are tiers
         self._groups, self._tables, self._policies = groups, tables, policies
         self.readers = list[Reader]()
+        self.inputs: InputRows | None = None  # if prompts may have embeddings in the place of tokens
 
     @property
     def cache(self) -> torch.Tensor:
@@ -71,6 +73,8 @@ class DeviceRunner:
         """Applies the plan's changes of rows and pages before anything is computed."""
         self.state.stage(plan)
         self.state.apply()
+        if self.inputs is not None:
+            self.inputs.take(plan)
         for row in (
             *plan.left_rows,
             *(copy.target for copy in plan.row_copies),

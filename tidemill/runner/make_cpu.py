@@ -28,6 +28,7 @@ from tidemill.runner.cpu_kinds import (
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.cpu_stage import OnlyStage
 from tidemill.runner.graphs import check_phases, record_forward
+from tidemill.runner.inputs import InputRows
 from tidemill.runner.paged import PagedLayout, new_pool
 from tidemill.runner.state import RowState
 from tidemill.runner.virtual import VirtualLayout
@@ -46,6 +47,7 @@ def make_cpu_runner(
         config.page_size,
         groups=config.layout.groups,
         max_tokens=longest,
+        has_inputs=shape.takes_embeddings,
     )
     kv_layout: PagedLayout | VirtualLayout
     if config.kv_layout == "virtual":
@@ -79,9 +81,13 @@ def make_cpu_runner(
         if config.gather_tokens > 0:
             kinds.insert(0, ManyTokens(*slots, by_rows, config.gather_tokens))
     fallback = find_fallback(mixers, passes)
-    return CpuRunner(
+    runner = CpuRunner(
         model, config, state, kv_layout, mixers, loras, stage, kinds, all_layers, fallback
     )
+    if shape.takes_embeddings:
+        num_rows = shape.num_input_rows(config.token_budget)
+        runner.inputs = stage.inputs = InputRows(num_rows, shape.hidden_size, torch.float32)
+    return runner
 
 
 def make_mixers(

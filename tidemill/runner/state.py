@@ -62,21 +62,26 @@ class RowState:
         device: torch.device | None = None,
         groups: Sequence[Group] = (),
         max_tokens: int = 0,
+        has_inputs: bool = False,
     ) -> None:
         """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all, if not given. `max_tokens`: of
-        a row, if that may be more than the context, which is what its pages hold."""
+        a row, if that may be more than the context, which is what its pages hold. `has_inputs`: tokens may be rows of
+        embeddings."""
         self.page_size = page_size
         longest = block_bounds(max_context)[-1][1]  # attention reads whole blocks
         groups = tuple(groups) or (Group(page_size),)
         nums = [_aligned(group.num_pages_for(longest)) for group in groups]
         self.columns = np.cumsum([0, *nums]).tolist()  # where each group's begin, and where the last ends
-        widths = (max(max_context, max_tokens) + 1, self.columns[-1], 3)
+        most = max(max_context, max_tokens) + 1
+        widths = (most, self.columns[-1], 3, *[most] * has_inputs)
         *self._offsets, num_words = np.cumsum([0, *(_aligned(num_rows * width) for width in widths)]).tolist()
         flat = torch.zeros(num_words, dtype=torch.int32, device=device)
         parts = zip(self._offsets, widths, strict=True)
-        self.tokens, self.pages, self.draws = (  # a draw: temperature's bits, seed
+        self.tokens, self.pages, self.draws, *inputs = (  # a draw: temperature's bits, seed
             flat[start : start + num_rows * width].view(num_rows, width) for start, width in parts
         )
+        self.inputs = inputs[0] if inputs else None  # by position: the number of its row of embeddings; 0: it has none
+        self._inputs_end = [0] * num_rows
         self._widths = widths
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
@@ -98,6 +103,8 @@ class RowState:
     def stage(self, plan: StepPlan) -> None:
         self._writes.clear()  # of a step that failed before it applied them
         self._stage_copies(plan.row_copies)
+        if self.inputs is not None:
+            self._stage_inputs(plan)
         for new in plan.new_rows:
             self._keep(new.row, new.spec)
             self._add(0, new.row, 0, new.token_ids)
@@ -127,6 +134,23 @@ class RowState:
         for copy, num_pages in zip(copies, [list(self._num_pages[row]) for row in sources], strict=True):
             self._num_pages[copy.target] = num_pages
             self._keep(copy.target, copy.spec)
+
+    def _stage_inputs(self, plan: StepPlan) -> None:
+        """A row that is taken has no inputs but its own."""
+        taken = [new.row for new in plan.new_rows] + [copy.target for copy in plan.row_copies]
+        lines = {row: [0] * self._inputs_end[row] for row in taken}
+        for row in taken:
+            self._inputs_end[row] = 0
+        for each in plan.row_inputs:
+            end = each.start + len(each.rows)
+            self._inputs_end[each.row] = max(self._inputs_end[each.row], end)
+            if (line := lines.get(each.row)) is None:
+                self._add(3, each.row, each.start, each.rows)
+            else:
+                line += [0] * (end - len(line))
+                line[each.start : end] = each.rows
+        for row, line in lines.items():
+            self._add(3, row, 0, line)
 
     def _keep(self, row: int, spec: RowSpec) -> None:
         """The row is of this request from now on."""

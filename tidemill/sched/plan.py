@@ -20,6 +20,22 @@ class NewRow(msgspec.Struct, frozen=True):
     spec: RowSpec
 
 
+class Encode(msgspec.Struct, frozen=True):
+    """A segment of which rows of embeddings are made before anything is computed."""
+
+    kind: str
+    content: bytes
+    rows: list[int]  # where they go
+
+
+class RowInput(msgspec.Struct, frozen=True):
+    """Rows of embeddings stand in the place of a row's tokens from one on."""
+
+    row: int
+    start: int
+    rows: list[int]
+
+
 class RowPages(msgspec.Struct, frozen=True):
     """Entries of a row's page table that changed."""
 
@@ -74,6 +90,8 @@ class StepPlan(msgspec.Struct, eq=False):
     row_copies: list[RowCopy] = []  # read all, write all, before any other change of rows
     token_writes: list[TokenWrite] = []  # never of a row in `new_rows`
     page_updates: list[RowPages] = []  # never of a row in `new_rows`, which has all its pages
+    encodes: list[Encode] = []  # in this order: a later one may have rows of one before
+    row_inputs: list[RowInput] = []
     page_copies: list[tuple[int, int]] = []  # (source, target): read all, write all, then compute
     page_zeroes: list[int] = []  # pages that held NaN, cleared before another sequence reads them
     page_moves: list[PageMove] = []  # between the device, host memory and disk
@@ -103,6 +121,8 @@ class Unsent(msgspec.Struct):
     page_updates: dict[int, list[RowPages]] = {}  # by row, as are the copies
     page_copies: dict[int, list[tuple[int, int]]] = {}
     page_zeroes: list[int] = []
+    encodes: list[Encode] = []
+    row_inputs: dict[int, list[RowInput]] = {}  # by row
 
     def update_pages(self, row: int, changes: list[PageChange]) -> None:
         if changes:
@@ -127,12 +147,12 @@ class Unsent(msgspec.Struct):
 
     def forget(self, row: int) -> None:
         """The row's request has left it. What is copied from it is still there when the next plan is carried out."""
-        for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates, self.page_copies):
+        for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates, self.page_copies, self.row_inputs):
             changes.pop(row, None)
 
     @property
     def is_empty(self) -> bool:
-        if self.rows or self.page_updates or self.page_copies or self.page_zeroes:
+        if self.rows or self.page_updates or self.page_copies or self.page_zeroes or self.encodes or self.row_inputs:
             return False
         return not (self.left_rows or self.row_copies or self.token_writes)
 
@@ -157,6 +177,8 @@ class Unsent(msgspec.Struct):
             if row not in self.rows
             for each in (of_row if len(of_row) == 1 else _merged(row, of_row))
         ]
+        plan.encodes = self.encodes
+        plan.row_inputs = [each for of_row in self.row_inputs.values() for each in of_row]
         self.send_pages_with(plan)
 
     def send_pages_with(self, plan: StepPlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,6 +94,7 @@ class Request:
     extra_bytes: int = field(init=False)  # that it keeps beside its pages while it has a row
     is_plain: bool = field(init=False)  # while it decodes, a line in the plan is all it needs
     ends: frozenset[int] = field(init=False)  # tokens that end it, once it has enough
+    placeholders: frozenset[int] = field(init=False)  # ids in its prompt for which rows of embeddings stand
 
     def __post_init__(self) -> None:
         spec, params = self.row_spec, self.row_spec.params
@@ -102,6 +104,8 @@ class Request:
         self.waits_for_tokens = params.waits_for_tokens
         self.extra_bytes = 0 if spec.cache is None else spec.cache.beside_bytes
         self.guess(self.drafts)
+        filled = [self.tokens[each.start : each.end] for each in self.spec.segments if each.has_rows]
+        self.placeholders = frozenset(chain.from_iterable(filled))
         eos = frozenset[int]() if params.ignore_eos else spec.eos_token_ids
         self.ends = eos.union(params.stop_token_ids) if params.stop_token_ids else eos
 

@@ -44,14 +44,24 @@ class Scheduler(RequestTable):
         order: str = "arrival",
         evict: bool = True,
         policy_bytes: int = 0,
+        input_rows: int = 0,
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
         `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
         the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`. `evict`: False: only
         what can run to its end is admitted, and none is preempted. `policy_bytes`: what rows may keep beside their pages, where
-        that is counted."""
-        super().__init__(kv, num_rows=num_rows, max_context=max_context, clock=clock, emit=emit, evict=evict)
+        that is counted. `input_rows`: rows of embeddings that the runner holds."""
+        super().__init__(
+            kv,
+            num_rows=num_rows,
+            max_context=max_context,
+            clock=clock,
+            emit=emit,
+            evict=evict,
+            input_rows=input_rows,
+            input_budget=token_budget,
+        )
         self.policy = policy
         self.token_budget = token_budget
         self.draft_capacity = DraftCapacity(
@@ -88,6 +98,7 @@ class Scheduler(RequestTable):
     def begin_plan(self) -> tuple[StepPlan, StepState]:
         """A step without items, once queued requests have preempted what they may."""
         self.kv.begin_step(self._step)
+        self.inputs.begin_step()
         if self.kv.held.next_end_s < math.inf:
             self.retention.expire()
         plan = StepPlan(self._step)
@@ -322,8 +333,8 @@ class Scheduler(RequestTable):
                 state.num_left += kept
                 if count == 0:
                     return
-                count = self.kv.until_stop(started.seq, started.num_computed, count)
-                if self._make_room_for_chunk(started, count, plan):
+                count = self._until_cut(started, count)
+                if count and self._make_room_for_chunk(started, count, plan):
                     self._schedule(started, count, plan, state)
 
     def _kept_for_others(self, started: Request, state: StepState) -> int:
@@ -361,11 +372,17 @@ class Scheduler(RequestTable):
             state.num_running += 1
             count = self._chunk(request, request.num_needed, state) if state.num_left > 0 else 0
             if count and not self.kv.is_loading(request.seq):
-                count = self.kv.until_stop(request.seq, request.num_computed, count)
+                count = self._until_cut(request, count)
                 if not self._make_room_for_chunk(request, count, plan):
                     return False
-                self._schedule(request, count, plan, state)
+                if count:
+                    self._schedule(request, count, plan, state)
         return True
+
+    def _until_cut(self, request: Request, count: int) -> int:
+        """The number of a prompt's next tokens, of so many, after which it may be cut; 0: it waits for rows of embeddings."""
+        count = self.kv.until_stop(request.seq, request.num_computed, count)
+        return self.inputs.until(request, count) if request.spec.segments else count
 
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what

@@ -12,6 +12,7 @@ from tidemill.kv.tiers import Moved
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
+from tidemill.sched.encoding import EncoderOutputs
 from tidemill.sched.pages import Pages
 from tidemill.sched.plan import StepPlan, TokenWrite
 from tidemill.sched.queue import WaitingQueue
@@ -32,8 +33,11 @@ class RequestTable:
         clock: Clock,
         emit: EventSink,
         evict: bool = True,
+        input_rows: int = 0,
+        input_budget: int = 0,
     ) -> None:
-        """`evict`: False: only what can run to its end is admitted, and none is preempted."""
+        """`evict`: False: only what can run to its end is admitted, and none is preempted. `input_rows`: rows of embeddings that
+        the runner holds, of which a step makes `input_budget`."""
         self.kv = kv
         self.num_rows = num_rows
         self.max_context = max_context
@@ -44,6 +48,7 @@ class RequestTable:
         self.requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._pages = Pages(kv, clock, emit)
+        self.inputs = EncoderOutputs(input_rows, input_budget, self._pages)
         self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
         self._evict = evict
         self.retention = Retention(kv, clock, emit, evict)
@@ -208,6 +213,7 @@ class RequestTable:
         self._pages.unsent.forget(request.row)
         if request.cache is not None:
             self._pages.unsent.left_rows.append(request.row)
+        self.inputs.release(request.seq)
         request.row = -1
 
     def preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
@@ -252,6 +258,7 @@ class RequestTable:
         self.retention.clear(reason)
         self.kv.clear_prefixes()
         self.kv.fail_moves()
+        self.inputs.clear()
 
     def moved(self, done: Sequence[Moved]) -> None:
         """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
@@ -291,6 +298,7 @@ class RequestTable:
     def check_integrity(self) -> None:
         """Rows, queues and pages agree."""
         self.kv.check_integrity()
+        self.inputs.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         self.waiting.check_integrity()
         assert self._forked == [r for r in self.waiting if self.kv.holds(r.seq)]

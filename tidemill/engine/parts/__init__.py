@@ -7,6 +7,7 @@ from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.engine.parts.beams import BeamSearches
 from tidemill.engine.parts.deferred import DeferredFinishes
 from tidemill.engine.parts.drafting import Drafting
+from tidemill.engine.parts.inputs import RequestInputs
 from tidemill.engine.parts.kv_policies import KVPolicies
 from tidemill.engine.parts.ranks import RankProcesses
 from tidemill.engine.parts.structured import StructuredOutput
@@ -14,6 +15,7 @@ from tidemill.engine.parts.tiers import PageMoves
 from tidemill.engine.parts.usage import UsageCounts
 
 PARTS: tuple[type[Part], ...] = (  # in the order in which each moment reaches them
+    RequestInputs,
     KVPolicies,
     AdapterStore,
     PageMoves,  # before the finishes that wait for moves; it closes while the ranks are there

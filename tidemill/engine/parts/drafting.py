@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from tidemill import events
@@ -198,6 +199,8 @@ class Drafting(Part):
             return ()
         if self._num_failures:
             self._num_failures.pop(drafter.name, None)
+        if any(ask.placeholders for ask in asks):
+            return [_until_placeholder(tokens, ask) for tokens, ask in zip(proposals, asks, strict=True)]
         return proposals
 
     def _allot(self, requests: Sequence[Request]) -> tuple[dict[int, int], float]:
@@ -288,7 +291,14 @@ class Drafting(Part):
 
 
 def _ask_for(request: Request, most: int) -> Ask:
-    return Ask(request.seq, request.row, request.tokens, request.num_prompt, request.params, most, request.spec.salt)
+    of_prompt = request.num_prompt, request.params, most, request.spec.salt, request.placeholders
+    return Ask(request.seq, request.row, request.tokens, *of_prompt)
+
+
+def _until_placeholder(tokens: Sequence[int], ask: Ask) -> Sequence[int]:
+    """Drafts up to one that was copied from where the prompt has no text."""
+    copied = not isinstance(tokens, Drawn | Tree) and not ask.placeholders.isdisjoint(tokens)
+    return list(takewhile(lambda token: token not in ask.placeholders, tokens)) if copied else tokens
 
 
 def _drafts_in(plan: StepPlan, row: int) -> Sequence[int]:

@@ -29,6 +29,7 @@ class Ask(NamedTuple):
     params: SamplingParams
     most: int  # drafts that can be used
     salt: str = ""  # what is learned from a request serves others with the same salt only
+    placeholders: frozenset[int] = frozenset()  # ids of the prompt that stand for no text, which are no drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from tidemill.config import EngineOptions
-from tidemill.config.parallel import TENSOR_LAYOUTS
+from tidemill.config.choices import TENSOR_LAYOUTS
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import inspect, load_core
 from tidemill.kernels import machine

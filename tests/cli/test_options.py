@@ -10,11 +10,15 @@ from typer.testing import CliRunner
 
 from tidemill.cli import options_doc
 from tidemill.cli.main import app
-from tidemill.cli.options import ADAPTERS, BY_NAME, ENGINE_NAMES, OPTIONS
+from tidemill.cli.options import BY_NAME, ENGINE_NAMES, OPTIONS
 from tidemill.cli.settings import Settings, misspelled
 from tidemill.config import EngineOptions
+from tidemill.config.options import ADAPTERS
 from tidemill.errors import ConfigError
 from tidemill.frontend.structured import BACKENDS
+from tidemill.kv.manager import INDEXES
+from tidemill.sched.policies import POLICIES
+from tidemill.sched.queue import ORDERS
 
 KEY = "a-key-that-nobody-may-see"
 
@@ -41,6 +45,9 @@ def invoke(*arguments: str, **environ: str):
 def test_the_table_covers_the_engine_and_nothing_is_there_twice():
     assert {option.field for option in OPTIONS if option.field} == {field.name for field in fields(EngineOptions)}
     assert len(BY_NAME) == len(OPTIONS)
+    assert BY_NAME["policy"].choices == tuple(POLICIES)
+    assert BY_NAME["prefix-index"].choices == tuple(INDEXES)
+    assert BY_NAME["queue-order"].choices == ORDERS
     assert read().engine_options() == EngineOptions()
     assert BY_NAME["structured-backend"].choices == tuple(BACKENDS)
 

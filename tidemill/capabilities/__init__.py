@@ -1,8 +1,8 @@
 """The capability table: which features can be used together, and why others cannot.
 
-A feature is a row of `FEATURES`: its name, its words in messages, and a test that tells if it is in use. Whatever cannot be used
-with it is an entry of `REFUSALS`, with a reason and a fix. Options, admin routes and requests are checked by it, and nothing else
-refuses a pair of features.
+A feature is a row of `FEATURES`: its name, its words in messages, and a test that tells if it is in
+use. Whatever cannot be used with it is an entry of `REFUSALS`, with a reason and a fix. Options,
+admin routes and requests are checked by it, and nothing else refuses a pair of features.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from tidemill.capabilities.features import DEVICE, ENGINES, FEATURES, HEADS, POLICIES, Feature, Setup
+from tidemill.capabilities.features import (
+    DEVICE,
+    ENGINES,
+    FEATURES,
+    HEADS,
+    POLICIES,
+    Feature,
+    Setup,
+)
 from tidemill.capabilities.refusals import REFUSALS, Refusal
 from tidemill.errors import ConfigError, InvalidRequest
 
@@ -67,7 +75,7 @@ def requested(params: SamplingParams) -> frozenset[str]:
 
 
 def why_not(feature: str, names: Collection[str]) -> Refusal | None:
-    """The reason why the feature cannot be used with these, or with what they lack; None: it can be."""
+    """The reason why the feature cannot be used with these or needs others; None: it can be."""
     names = frozenset(names)
     return next(
         (refusal for refusal in REFUSALS if refusal.feature == feature and refusal.holds(names)),
@@ -82,7 +90,8 @@ def require(feature: str, names: Collection[str]) -> None:
 
 
 def check(names: Collection[str], notes: Mapping[str, str] | None = None) -> None:
-    """Raises if two of the features that options ask for cannot be used together. `notes`: on some of them, for messages."""
+    """Raises if two of the features that options ask for cannot be used together. `notes`: on some
+    of them, for messages."""
     _check(frozenset(names), frozenset(names), ConfigError, notes or {})
 
 
@@ -94,7 +103,7 @@ def check_setup(setup: Setup) -> frozenset[str]:
 
 
 def check_request(params: SamplingParams, names: Collection[str] = ()) -> None:
-    """Raises if two of the request's features cannot be used together, or one of them with the engine's."""
+    """Raises if two of the request's features cannot be used together, or one with the engine's."""
     if own := requested(params):
         _check(own, own.union(names), InvalidRequest, {})
 

@@ -63,7 +63,7 @@ class Setup:
 
     @property
     def num_kept(self) -> int:
-        """How many different parts of a sequence layers keep: by their windows that are shorter than the context."""
+        """The number of different windows that are shorter than the context, or none."""
         context = self.options.max_context or self.model.max_context
         windows = (spec.window for spec in self.model.token_layers)
         return len({window if window < context else 0 for window in windows})
@@ -461,5 +461,5 @@ FEATURES = {
 
 
 def grid_of(size: int) -> int:
-    """The rows of the 2D layout of so many ranks, as near to a square as can be; 1: there is no grid."""
+    """The rows of a grid of so many ranks, as near to a square as can be; 1: there is none."""
     return max((num for num in range(1, size) if size % num == 0 and num * num <= size), default=1)

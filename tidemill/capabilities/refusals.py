@@ -1,4 +1,4 @@
-"""The cells of the capability table that are not yes: which features cannot be used together, why, and what to do instead."""
+"""The cells of the capability table that are not yes: what cannot be used together, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 
-from tidemill.capabilities.features import CALIBRATED, FEATURES, HEADS, KINDS_OF_LAYERS, POLICIES, SCALED
+from tidemill.capabilities.features import (
+    CALIBRATED,
+    FEATURES,
+    HEADS,
+    KINDS_OF_LAYERS,
+    POLICIES,
+    SCALED,
+)
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_format import FORMATS, ON_DEVICE
 
@@ -43,7 +50,9 @@ class Refusal:
         return f"{words} cannot be combined with {' and '.join(others)}: {self.why}."
 
     def error(
-        self, kind: type[ConfigError | InvalidRequest], notes: Mapping[str, str] = MappingProxyType({})
+        self,
+        kind: type[ConfigError | InvalidRequest],
+        notes: Mapping[str, str] = MappingProxyType({}),
     ) -> ConfigError | InvalidRequest:
         return kind(self.message(notes), fix=self.fix, param=FEATURES[self.feature].param or None)
 
@@ -51,7 +60,7 @@ class Refusal:
 def _no(
     features: Names, others: Names, why: str, fix: str = "", *, on: str = "", left_out: bool = False
 ) -> Iterator[Refusal]:
-    """The features cannot be used with any of the others. `on`: where that is so, a further feature."""
+    """The features cannot be used with any of the others. `on`: a device, if only there."""
     for feature, other in product(_several(features), _several(others)):
         yield Refusal(
             feature=feature,
@@ -176,7 +185,8 @@ _WEIGHTS = (
         "hot-neurons",
         "CPU",
         "nothing is divided there",
-        "Leave --hot-neurons out: --weight-memory alone reads the neurons that are not zero from disk.",
+        "Leave --hot-neurons out: --weight-memory alone reads the neurons that are not zero from "
+        "disk.",
     ),
     *_no(
         "hot-neurons",
@@ -293,7 +303,8 @@ _CACHE = (
             f"kv-dtype {kind}",
             "kv-calibration",
             "it is fitted to a model",
-            f"Make a calibration with: tidemill calibrate-kv MODEL --bits {FORMATS[kind].bits} -o FILE, and give it with "
+            f"Make a calibration with: tidemill calibrate-kv MODEL --bits {FORMATS[kind].bits} -o "
+            f"FILE, and give it with "
             "--kv-calibration FILE.",
         )
     ),
@@ -406,13 +417,15 @@ _CACHE = (
     *_no(
         _KV_POLICIES,
         "no-evict",
-        "what a policy's copies of shared pages take is not reserved, and nothing is preempted (--no-evict)",
+        "what a policy's copies of shared pages take is not reserved, and nothing is preempted "
+        "(--no-evict)",
         "Leave kv_policy out.",
     ),
     *_no(
         _KV_POLICIES,
         "no kv-policy",
-        "on a GPU they take memory of their own and are there if the server has --kv-policy (full: requests choose)",
+        "on a GPU they take memory of their own and are there if the server has --kv-policy "
+        "(full: requests choose)",
         "Leave kv_policy out.",
         on="GPU",
     ),
@@ -551,7 +564,8 @@ _STEPS = (
             f"speculate {name}",
             "draft-heads",
             "it drafts by trained heads",
-            f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {name.partition('-')[0]} makes one.",
+            f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind "
+            f"{name.partition('-')[0]} makes one.",
         )
     ),
     *_needs(
@@ -654,7 +668,8 @@ _RANKS = (
         "remote-workers",
         "ranks",
         "the others come from there",
-        "At least rank 0 is on this host: give fewer, or raise --tensor-parallel or --pipeline-parallel.",
+        "At least rank 0 is on this host: give fewer, or raise --tensor-parallel or "
+        "--pipeline-parallel.",
     ),
     *_needs(
         "remote-workers", "workers-address", "other hosts come to it", "Give --workers-address."
@@ -697,7 +712,8 @@ _ENGINES = (
         _ROLES,
         "replicas",
         "engines on the cluster are either alike or have roles",
-        "Leave out --replicas and --autoscale: --prefill and --decode say how many engines there are.",
+        "Leave out --replicas and --autoscale: --prefill and --decode say how many engines there "
+        "are.",
     ),
     *_no(
         _ROLES,
@@ -728,18 +744,21 @@ _ENGINES = (
         "LLM",
         (*_ROLES, "data-parallel"),
         "it has no others",
-        "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes.",
+        "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each "
+        "of several processes.",
     ),
     *_no(
         (*_ROLES, "data-parallel", "ray"),
         ("several models", "unloading"),
         "several engines are for a single model that stays loaded",
-        "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a server for each model.",
+        "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a "
+        "server for each model.",
     ),
     *_no(
         "remote-workers",
         ("several models", "unloading"),
-        "workers of other hosts are for a single model that stays loaded: they end when it is unloaded",
+        "workers of other hosts are for a single model that stays loaded: they end when it is "
+        "unloaded",
         "Leave --idle-unload, --max-loaded and --memory-budget out, or --remote-workers.",
     ),
     *_no(

@@ -23,7 +23,8 @@ def capabilities(
         str | None,
         typer.Option(
             "--with",
-            help="A feature, or the first word of several, like kv-policy: all others, and whether they go with it.",
+            help="A feature, or the first word of several, like kv-policy: all others, and "
+            "whether they go with it.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole table as JSON.")] = False,
@@ -77,8 +78,8 @@ def cell(name: str, other: str) -> list[str]:
 
 
 def sections() -> list[tuple[str, list[tuple[str, str, str, str]]]]:
-    """The refusals by groups of features: a feature, what it cannot be used with, why, and what to do instead. Features with
-    the same reason share a row."""
+    """The refusals by groups of features: a feature, what it cannot be used with, why, and what to
+    do instead. Features with the same reason share a row."""
     merged: dict[tuple[str, str, str, bool], list[Refusal]] = {}
     for refusal in REFUSALS:
         group = FEATURES[refusal.feature].group

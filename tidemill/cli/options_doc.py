@@ -8,7 +8,8 @@ from pathlib import Path
 from tidemill.capabilities import FEATURES
 from tidemill.cli.capabilities import sections
 from tidemill.cli.foreign import table
-from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTIONS, RAY, SERVING, STORAGE, Option
+from tidemill.cli.options import ACCESS, CONFIG, LOGGING, OPTIONS, RAY, STORAGE, Option
+from tidemill.config.options import ADAPTERS, ENGINE, SERVING
 
 _INTRO = f"""# Options
 

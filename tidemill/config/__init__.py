@@ -2,13 +2,21 @@
 
 from tidemill.capabilities import HEADS
 from tidemill.config.cache import decide_kv_dtype, decide_layout, sequence_bytes
-from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, STORED_FORMATS, decide_device, decide_dtype
-from tidemill.config.drafts import ACCEPTANCE, SPECULATE, TREES
+from tidemill.config.choices import (
+    ACCEPTANCE,
+    DTYPES,
+    LAYOUTS,
+    MAX_LORA_RANK,
+    QUANTIZATIONS,
+    SPECULATE,
+    STORED_FORMATS,
+    TREES,
+)
+from tidemill.config.compute import decide_device, decide_dtype
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve, settled
 from tidemill.config.sizes import fmt_bytes, parse_bytes
 from tidemill.config.tiers import decide_disk
-from tidemill.config.virtual import LAYOUTS
 
 __all__ = [
     "ACCEPTANCE",

@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tidemill.capabilities import why_not
+from tidemill.config.choices import DTYPES, MAX_LORA_RANK, QUANTIZATIONS
 from tidemill.config.options import Decision, EngineOptions, at_least, one_of
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
-DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
-STORED_FORMATS = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4")  # a checkpoint says so by itself
-QUANTIZATIONS = {  # of weights as they are read
-    "fp8": "in 8-bit floats, rounded as they are read",
-    "int8": "in 8 bits, rounded as they are read",
-    "int4": "in 4 bits, rounded as they are read",
-    "sparse24": "with two zeros among four values on sparse tensor cores",
-}
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _SMALL = 4 * 10**9  # parameters of a model of which a GPU's step has more tokens
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
 WINDOW_MS, _MAX_WINDOW_MS = 50.0, 10_000  # in which a batch forms
-MAX_LORA_RANK = 256
 
 
 def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:

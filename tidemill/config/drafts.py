@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tidemill.capabilities import HEADS, why_not
+from tidemill.config.choices import ACCEPTANCE, SPECULATE
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.errors import ConfigError
-
-TREES = ("medusa", "eagle-tree")  # drafts of these may be trees
-SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
-    "auto": ("forced", "ngram"),
-    "off": (),
-    **{name: (name,) for name in ("forced", "ngram", "suffix", *HEADS)},
-    "draft-model": ("forced", "draft-model"),
-}
-ACCEPTANCE = ("exact", "rejection")
 
 
 def decide_speculate(options: EngineOptions, features: Collection[str]) -> Decision[tuple[str, ...]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from tidemill.config.choices import COLLECTIVES, MAX_RANKS, TENSOR_LAYOUTS
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
-
-MAX_RANKS = 64
-TENSOR_LAYOUTS = ("1d", "2d", "gathered", "phased", "auto")
-COLLECTIVES = ("auto", "ipc", "nccl")
 
 
 def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:

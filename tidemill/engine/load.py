@@ -8,7 +8,7 @@ from pathlib import Path
 from tidemill import events
 from tidemill.capabilities import check_setup
 from tidemill.config import EngineConfig, EngineOptions, resolve
-from tidemill.config.parallel import MAX_RANKS
+from tidemill.config.choices import MAX_RANKS
 from tidemill.config.resolve import set_up
 from tidemill.config.streaming import streams_neurons
 from tidemill.engine.core import EngineCore

@@ -241,7 +241,7 @@ def check_logits(engines: dict[str, EngineCore], vocab: int) -> None:
             for name, core in engines.items():
                 core.scheduler.kv.clear_prefixes()
                 ask(core, {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))})
-                logprobs[name] = core.runner._logits[0].clone().log_softmax(-1)  # type: ignore[attr-defined]
+                logprobs[name] = core.runner.slots.buffers.logits[0].clone().log_softmax(-1)  # type: ignore[attr-defined]
             plain = logprobs["bfloat16"]
             for name in NAMES:
                 kl[name] += float((plain.exp() * (plain - logprobs[name])).sum()) / num

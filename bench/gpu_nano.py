@@ -28,7 +28,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels.cuda import lanes
-from tidemill.runner import cuda_runner, nano
+from tidemill.runner import cuda_microbatches, cuda_step, nano
 
 CONTEXTS = (384, 2048)
 
@@ -61,33 +61,33 @@ def trial(model: str, quantization: str) -> None:
     """Every point of a start's trials, in each way of putting halves beside each other."""
     ways: dict[str, Any] = {"in order": lanes.in_order, "free": free}
 
-    def run(rivals: Any) -> tuple[list[Any], set[Any]]:
-        make = rivals.capture
+    def run(candidates: Any) -> tuple[list[Any], set[Any]]:
+        make = candidates.capture
 
         def capture(decodes: bool, size: int) -> Any:
             torch.cuda.synchronize()  # what was wrong before is not the step's fault
             return make(decodes, size)
 
-        rivals.capture = capture
+        candidates.capture = capture
         begin = time.perf_counter()
-        kept, taken = nano.run_trials(rivals)
+        kept, taken = nano.run_trials(candidates)
         torch.cuda.synchronize()
         print(f"trials of a start: {time.perf_counter() - begin:.2f} s", flush=True)
         for one in kept:
             print(f"  start: {one}", flush=True)
         for name, way in ways.items():
             for context in CONTEXTS:
-                with mock.patch.object(nano, "_CONTEXT", context), mock.patch.object(cuda_runner, "in_order", way):
+                with mock.patch.object(nano, "_CONTEXT", context), mock.patch.object(cuda_step, "in_order", way):
                     for decodes, size in ((True, 64), (True, 128), (True, 256), (False, 512), (False, 2048)):
                         if name == "free" and not decodes:  # a prompt's second half needs the first's keys
                             continue
-                        made = nano._try(rivals, decodes, size)
+                        made = nano._try(candidates, decodes, size)
                         if made is not None:
                             gain = made.whole_ms / made.halves_ms
                             print(f"  {name}, context {context}: {made} ({gain:.3f}x)", flush=True)
         return kept, taken
 
-    with mock.patch.object(cuda_runner, "run_trials", run):
+    with mock.patch.object(cuda_microbatches, "run_trials", run):
         begin = time.perf_counter()
         core = new_core(model, quantization, "auto")
         print(f"{model} {quantization}: started in {time.perf_counter() - begin:.1f} s with all of it", flush=True)

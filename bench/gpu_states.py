@@ -30,7 +30,7 @@ from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates
 from tidemill.model_config import StateSpec
 from tidemill.models.registry import model_class
-from tidemill.runner.cuda_work import chains, make_work, padded
+from tidemill.runner.cuda_work import make_work, padded, state_sequences
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
@@ -99,7 +99,7 @@ class Layer:
         table = np.array(items, np.int32)
         num, words = int(table[:, 2].sum()), np.zeros(8 * (table[:, 2].sum() + 1000), np.int32)
         work = make_work(table, np.ones(len(items), bool), [], 1, 1 << 30)
-        work.chains = chains(table)
+        work.state_sequences = state_sequences(table)
         work.write(words, num, 0, (0, 0, 0, num_programs))
         there = torch.from_numpy(words).cuda()
         rows, positions = (there[HEADER + i * padded(num) :][:num] for i in range(2))

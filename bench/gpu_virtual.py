@@ -29,8 +29,9 @@ from tidemill.engine.load import load_core
 from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
-from tidemill.runner.cuda_step import Launched
-from tidemill.runner.virtual_cuda import VirtualCudaRunner
+from tidemill.runner.cuda_runner import CudaRunner
+from tidemill.runner.cuda_slots import Launched
+from tidemill.runner.virtual_cuda import VirtualCudaLayout
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
 from tidemill.wire import Submit
@@ -155,9 +156,14 @@ def engine(shape: Line, **options: Any) -> EngineCore:
     return core
 
 
-def runner_of(core: EngineCore) -> VirtualCudaRunner:
-    assert isinstance(core.runner, VirtualCudaRunner)
+def runner_of(core: EngineCore) -> CudaRunner:
+    assert isinstance(core.runner, CudaRunner)
     return core.runner
+
+
+def memory_of(runner: CudaRunner) -> CudaMemory:
+    assert isinstance(runner.kv_layout, VirtualCudaLayout)
+    return runner.kv_layout.memory
 
 
 def ids(num: int, seed: int) -> list[int]:
@@ -224,7 +230,7 @@ def time_engines() -> list[Line]:
 def watch_memory(core: EngineCore, token_bytes: int) -> Line:
     """Physical memory beside the tokens of running requests, at every launch, of requests that come and go."""
     runner = runner_of(core)
-    memory, launch, over, most = runner.memory, runner.launch, list[float](), 0
+    memory, launch, over, most = memory_of(runner), runner.launch, list[float](), 0
     requests = {
         str(i): (ids(50 + 61 * i % 900, i), SamplingParams(max_tokens=20 + 13 * i % 100, ignore_eos=True, temperature=0.0))
         for i in range(150)

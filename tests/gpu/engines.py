@@ -15,6 +15,8 @@ import triton
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.runner.cuda_kinds import Decode, Mixed
+from tidemill.runner.cuda_last import LastLayerApart
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -77,11 +79,10 @@ def without_graphs(core: EngineCore) -> EngineCore:
         graph.graph = Eager(torch.inference_mode()(replay))
         return graph
 
-    kinds = [(runner._mixed_graphs, runner._mixed_step), (runner._decode_graphs, runner._decode_step)]
-    kinds += [] if runner._last is None else [(runner._last.graphs, runner._last.step)]
-    for graphs, step in kinds:
-        for key in graphs:
-            graphs[key] = eager(graphs[key], step(*key))
+    for kind in runner.captured:
+        if isinstance(kind, Mixed | Decode | LastLayerApart):
+            for key in kind.graphs:
+                kind.graphs[key] = eager(kind.graphs[key], kind.step(key))
     return core
 
 

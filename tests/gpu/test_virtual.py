@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bench.gpu_virtual import GRANULE, Line, engine, free, ids, run, runner_of
+from bench.gpu_virtual import GRANULE, Line, engine, free, ids, memory_of, run, runner_of
 from bench.gpu_workloads import MODELS
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
@@ -59,7 +59,7 @@ def test_answers() -> None:
     among = run(core, own | others)["answers"]
     for how, found in (("again", again), ("cached", cached), ("among 30 others", among)):
         assert {name: found[name] for name in own} == alone, how
-    assert runner_of(core).memory.num_ahead
+    assert memory_of(runner_of(core)).num_ahead
     del core
     free()
     core = engine(shape, kv_layout="virtual", **options | {"token_budget": 64, "kv_memory_bytes": 32 * GRANULE})

@@ -29,7 +29,7 @@ def texts(*lens):
 @pytest.fixture
 def encoder(on_gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_encoder.CudaEncoder, "compile", lambda self: None)
-    monkeypatch.setattr(cuda_encoder, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs))
+    monkeypatch.setattr(cuda_encoder, "capture", lambda step, pool, run_first: Again(step))
     monkeypatch.setattr(cuda_encoder, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2)
 
     def make(path, **options):

@@ -10,7 +10,6 @@ from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fi
 from tidemill.config import HEADS
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified
-from tidemill.runner.cuda_heads import HeadsCudaRunner
 from tidemill.runner.cuda_trees import CudaTrees
 from tidemill.runner.cuda_work import make_work, parts
 from tidemill.runner.spec.heads import Target, new_head
@@ -54,7 +53,6 @@ def test_heads_change_nothing(on_gpu, heads, name):  # noqa: F811
     without = run(on_gpu(speculate="off"), asked)
     core = on_gpu(speculate=name, draft_heads=heads[name], adaptive_drafts=False, max_drafts=4)
     verified = verified_by(core)
-    assert isinstance(core.runner, HeadsCudaRunner)
     assert core.runner.takes_trees == (name in ("medusa", "eagle-tree"))
     assert run(core, asked) == without
     assert sum(num for _, num, _ in verified()) > 8

@@ -32,7 +32,7 @@ from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
-from tidemill.runner import cuda_last, cuda_runner, cuda_work, flash_trial
+from tidemill.runner import cuda_attention, cuda_graphs, cuda_kinds, cuda_last, cuda_runner, cuda_work, flash_trial, make_cuda
 from tidemill.runner.make import make_runner
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
@@ -84,16 +84,16 @@ class Event:
 class Again:
     """In the place of a recorded graph."""
 
-    def __init__(self, step, size, programs, second=None):
-        self.step, self.size, self.programs, self.second, self.graph, self.out = step, size, programs, second, self, None
+    def __init__(self, step):
+        self.step, self.size, self.grid, self.second_grid, self.out = step.run, step.size, step.grid, step.second_grid, None
 
-    def replay(self):
+    def replay(self, work=None):
         self.out = self.step()
 
 
 def captured(step, pool, run_first):
     assert torch.is_inference_mode_enabled()  # tensors of the runner may be changed in it alone
-    return Again(step.run, step.size, step.programs, step.second)
+    return Again(step)
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +128,18 @@ def engines(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
     monkeypatch.setattr(cuda_runner.CudaRunner, "compile", lambda self: None)  # slow where kernels are interpreted
-    monkeypatch.setattr(cuda_runner, "capture", captured)
+    monkeypatch.setattr(cuda_graphs, "capture", captured)
     for module, name, value in (
         (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),
         (attention, "SPLIT", 32),
         (cuda_work, "SPLIT", 32),
         (cuda_work, "_PER_SPLIT", 2),
-        (cuda_runner, "SPLIT", 32),
-        (cuda_runner, "_SHARED_PROGRAMS", 2),
+        (cuda_attention, "SPLIT", 32),
+        (cuda_attention, "_SHARED_GRID", 2),
         (cuda_last, "FROM_TOKENS", 32),  # graphs of 16 tokens have their last layer, graphs of 32 do not
-        (cuda_runner, "_num_singles", lambda num_requests: 3),
-        (cuda_runner, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2),
+        (cuda_attention, "_decode_grid", lambda num_requests: 3),
+        (cuda_attention, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2),
         (gemm, "choose_tile", lambda num_rows, num_out, num_in: gemm.Tile(32, 256, 64, 1, 4)),
         (moe, "choose_tile", lambda *shape, **more: gemm.Tile(32, 64, 64, 1, 4)),
     ):
@@ -334,7 +334,7 @@ def test_alibi(on_gpu, tmp_path):
 def test_attention_that_no_kernel_has(on_gpu, monkeypatch, tmp_path):
     """Goes to torch's FlexAttention, here not compiled."""
     make_bloom(vocab_size=64, hidden_size=48, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    monkeypatch.setattr(cuda_runner, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False))
+    monkeypatch.setattr(make_cuda, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False))
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
     core = on_gpu(tmp_path, kv_memory_bytes=2**18, max_requests=2, token_budget=16)
@@ -431,7 +431,7 @@ def test_flash_attention_is_tried_first(expected, on_gpu, monkeypatch, is_right,
     monkeypatch.setattr(flash, "forward", lambda: forward)
     for module, name, value in (
         (flash_trial, "FROM_TOKENS", 20),
-        (cuda_runner, "FROM_TOKENS", 20),
+        (cuda_kinds, "FROM_TOKENS", 20),
         (flash_trial, "_TRIAL", 32),
         (flash_trial, "time_replay", timed),
     ):
@@ -467,10 +467,10 @@ def test_memory_that_runs_out_at_start_is_explained(tmp_path, monkeypatch):
     here = replace(machine.detect(), gpu="some GPU", gpu_bytes=2**36, gpu_free_bytes=2**36)
     given = resolve(EngineOptions(device="cuda", kv_memory_bytes=2**30), model.config, here)
 
-    def run_out(self, model, config):
+    def run_out(model, config):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(cuda_runner.CudaRunner, "__init__", run_out)
+    monkeypatch.setattr(make_cuda, "make_cuda_runner", run_out)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**36))
     with pytest.raises(ConfigError, match=r"KV cache 24 MiB.*256 MiB of 64.00 GiB are left") as caught:
         make_runner(model, given)

@@ -15,7 +15,9 @@ from tidemill.parallel.channel import Door, connect
 from tidemill.parallel.stages import decide_stages, kv_layers
 from tidemill.parallel.world import World
 from tidemill.quant import WeightPlan
-from tidemill.runner import cuda_stage
+from tidemill.runner import cuda_runner
+from tidemill.runner.cuda_stage import PipelineStage
+from tidemill.runner.make_cuda import make_cuda_runner
 from tidemill.runner.worker_group import append, drawn_in, launch
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
@@ -47,7 +49,7 @@ class TwoStages:
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_gpu")
 def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(cuda_stage.CudaStageRunner, "compile", lambda self: None)  # slow where kernels are interpreted
+    monkeypatch.setattr(cuda_runner.CudaRunner, "compile", lambda self: None)  # slow where kernels are interpreted
     asked = {
         "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
         "long": (ids(45, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
@@ -74,7 +76,7 @@ def test_stages_say_what_the_cpu_says(folder, tmp_path, monkeypatch):  # noqa: F
         stage = world.stage(rank)
         model = cls.load(checkpoint, shape, WeightPlan("dense", "cuda"), stage=stage)
         own = replace(config, layout=config.layout.only(kv_layers(shape, stage)))
-        runners.append(cuda_stage.CudaStageRunner(model, own, stage, *ends))
+        runners.append(make_cuda_runner(model, own, PipelineStage(model, own, stage, *ends)))
     core = core_of(model, config, group=TwoStages(*runners), whole=shape)
     assert_same(run(core, asked), expected)
     assert_same(run(core, {"long": asked["long"]}), {"long": expected["long"]})  # from the prefix cache

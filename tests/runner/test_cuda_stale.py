@@ -13,6 +13,7 @@ from tidemill import config
 from tidemill.kernels.cuda import lanes
 from tidemill.kv.pages import PagePool
 from tidemill.runner import cuda_runner
+from tidemill.runner.cuda_last import LastLayerApart
 from tidemill.runner.spec.heads import Target, new_head
 from tidemill.runner.spec.stored import save_draft
 from tidemill.sampling import SamplingParams
@@ -52,9 +53,11 @@ def stale(on_gpu, monkeypatch):  # noqa: F811
     def changed(self, plan):
         self.cache[[0, *sorted(taken)]] = 255 if self.cache.dtype == torch.uint8 else NAN
         taken.clear()
-        for buffer in (self._partial, self._hidden, self._logits, *([] if self._last is None else [self._last._given])):
+        attention, buffers = self.slots.attention, self.slots.buffers
+        entered = [each.entered for each in self.captured if isinstance(each, LastLayerApart)]
+        for buffer in (attention.partial, buffers.hidden, buffers.logits, *entered):
             buffer.fill_(NAN)
-        assert not self._done.any()
+        assert not attention.done.any()
         change(self, plan)
 
     monkeypatch.setattr(cuda_runner.CudaRunner, "change_pages", changed)

@@ -28,7 +28,7 @@ from tidemill.layers.host_streamed import HostStreaming
 from tidemill.layers.streamed import resident_bytes
 from tidemill.models.registry import model_class
 from tidemill.quant import PLAIN
-from tidemill.runner import cuda_runner
+from tidemill.runner import cuda_graphs
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.neurons import TENSORS
@@ -120,7 +120,7 @@ def test_steps_run_without_graphs_and_say_so(on_gpu, tmp_path, monkeypatch):  # 
     make_llama(tmp_path, **SMALL)
     given = {"path": tmp_path, "speculate": "off", "max_requests": 2, "token_budget": 16}
     expected = run(on_gpu(**given), REQUESTS)
-    monkeypatch.setattr(cuda_runner, "capture", None)  # nothing is captured
+    monkeypatch.setattr(cuda_graphs, "capture", None)  # nothing is captured
     core = on_gpu(**given, weight_memory_bytes=100_000)  # two layers of six, in the float32 that stands for bfloat16
     streaming = core.runner.model.streaming
     assert streaming.fixed_bytes < streaming.held_bytes <= 100_000 < streaming.streamed_bytes

@@ -98,7 +98,7 @@ def test_drafts_beside_prompts(folder, monkeypatch):  # noqa: F811
 @pytest.mark.slow
 def test_in_the_gpus_runner(on_gpu, monkeypatch):  # noqa: F811
     """Graphs of 32 tokens end with the last layer's keys and values."""
-    seen = count(monkeypatch, cuda_last.CudaLastLayer, "__call__")
+    seen = count(monkeypatch, cuda_last.LastLayerApart, "sample")
     core = on_gpu()
     monkeypatch.setattr(cuda_last, "FROM_TOKENS", 64)
     assert_same_bits(core, whole := on_gpu(), PLAIN)

@@ -12,9 +12,9 @@ from tidemill.errors import ConfigError
 from tidemill.events import NanoBatchingTried
 from tidemill.kernels.cuda import lanes
 from tidemill.kernels.cuda.records import MEMBER_SLOT, SINGLE_SLOT, SINGLE_SPLITS, SINGLE_TOKEN
-from tidemill.runner import cuda_runner, nano
-from tidemill.runner.cuda_graphs import halves, sizes
-from tidemill.runner.cuda_work import make_halves, make_work
+from tidemill.runner import cuda_graphs, cuda_microbatches, make_cuda, nano
+from tidemill.runner.cuda_graphs import microbatches, sizes
+from tidemill.runner.cuda_work import make_microbatches, make_work
 
 
 @pytest.fixture
@@ -27,36 +27,36 @@ def in_halves(on_gpu, monkeypatch):  # noqa: F811
 def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):  # noqa: F811
     """Prompts, decoding sequences and a shared prefix among them."""
     cut = []
-    monkeypatch.setattr(cuda_runner, "make_halves", lambda *given: cut.append(given[2]) or make_halves(*given))
+    monkeypatch.setattr(cuda_microbatches, "make_microbatches", lambda *given: cut.append(given[2]) or make_microbatches(*given))
     core = in_halves(nano_batching="on")
     assert_same(run(core, REQUESTS), expected)
     assert {1, 16} <= set(cut), "of decoding sequences, and of prompts"
-    assert len(core.runner._halved) == 2 * len(core.runner.cuts)
+    assert len(core.runner.microbatches.graphs) == 2 * len(core.runner.microbatches.cuts)
 
 
 @pytest.mark.parametrize(("halves_ms", "is_same", "is_taken"), [(9.7, True, True), (9.9, True, False), (5.0, False, False)])
 def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
-    seen, runners = [], []
+    seen, used = [], []
 
     def captured(step, pool, run_first):
-        assert not any(runner._words.any() for runner in runners), "a graph is captured with no work to do"
-        return Again(step.run, step.size, step.programs, step.second)
+        assert not any(buffers.metadata.any() for buffers in used), "a graph is captured with no work to do"
+        return Again(step)
 
     def timed(replay, graph, work):
-        runners[:] = [replay.__self__]
-        runners[0]._words.fill_(7)
-        runners[0]._hidden.fill_(float(graph.second is not None and not is_same))
-        seen.append((graph.size, work.rows.size, work.second is not None))
-        return 10.0 if graph.second is None else halves_ms
+        used[:] = [replay.__self__._slots.buffers]
+        used[0].metadata.fill_(7)
+        used[0].hidden.fill_(float(graph.second_grid.prompts and not is_same))
+        seen.append((graph.size, work.rows.size, work.second_half is not None))
+        return halves_ms if graph.second_grid.prompts else 10.0
 
-    monkeypatch.setattr(cuda_runner, "capture", captured)
+    monkeypatch.setattr(cuda_graphs, "capture", captured)
     for name, value in {"time_replay": timed, "_MIXED": (32,), "_CONTEXT": 40}.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
     assert set(seen) == {(32, 32, False), (32, 32, True)}
     [trial] = core.runner.nano
     assert trial.is_taken == is_taken, str(trial)
-    assert core.runner.cuts == ({(False, 32): 16} if is_taken else {})
+    assert core.runner.microbatches.cuts == ({(False, 32): 16} if is_taken else {})
     assert not core.runner.state.pages.any()
     assert not core.runner.cache.any()
     [event] = [event for event in core.take_events() if isinstance(event, NanoBatchingTried)]
@@ -74,7 +74,7 @@ class TwoRanks:
 
 def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
     """And try decode steps, too."""
-    monkeypatch.setattr(cuda_runner, "group_of", lambda shard: TwoRanks())
+    monkeypatch.setattr(make_cuda, "group_of", lambda shard: TwoRanks())
 
     def timed(replay, graph, work):
         graph.out = torch.zeros(1)
@@ -84,7 +84,7 @@ def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
     assert not any(trial.is_taken for trial in core.runner.nano)
-    assert set(core.runner.cuts) == {(True, 3), (True, 4), (True, 8), (False, 32)}
+    assert set(core.runner.microbatches.cuts) == {(True, 3), (True, 4), (True, 8), (False, 32)}
 
 
 def test_what_cannot_be_cut_is_refused(in_halves):
@@ -98,8 +98,8 @@ def test_a_cut_prompt_and_slots_of_both_halves():
     samples = np.array([True, True, False, True])
     table = np.arange(4 * 64, dtype=np.int32).reshape(4, 64) + 1
     whole = make_work(items, samples, [table], 4, 4)
-    work = make_halves(items, samples, 5, [table], 4, 4)
-    second = work.second
+    work = make_microbatches(items, samples, 5, [table], 4, 4)
+    second = work.second_half
     assert np.array_equal(work.rows, whole.rows)
     assert np.array_equal(work.positions, whole.positions)
     assert np.array_equal(work.last, whole.last)
@@ -112,8 +112,8 @@ def test_a_cut_prompt_and_slots_of_both_halves():
     assert second.singles[0, SINGLE_TOKEN.value] == 4
     shared = np.array([[0, 600, 1], [1, 700, 1], [2, 800, 1], [3, 900, 1]], np.int32)
     table[:, :8] = np.arange(1, 9)
-    work = make_halves(shared, np.ones(4, bool), 2, [table], 4, 4)
-    slots = [work.members[:, MEMBER_SLOT.value].tolist(), work.second.members[:, MEMBER_SLOT.value].tolist()]
+    work = make_microbatches(shared, np.ones(4, bool), 2, [table], 4, 4)
+    slots = [work.members[:, MEMBER_SLOT.value].tolist(), work.second_half.members[:, MEMBER_SLOT.value].tolist()]
     assert slots == [[0, 2], [4, 6]]
 
 
@@ -122,18 +122,18 @@ def test_there_is_room_for_the_partial_results_of_both_halves(in_halves):
     runner = in_halves(nano_batching="on", max_requests=16, speculate="off").runner
     items = np.array([*([row, 127, 1] for row in range(15)), [15, 126, 2]], np.int32)
     table = np.arange(16 * 8, dtype=np.int32).reshape(16, 8) + 1
-    work = make_halves(items, np.ones(16, bool), runner.cuts[False, 32], [table], 4, 4)
-    ends = [one[SINGLE_SLOT.value] + one[SINGLE_SPLITS.value] for one in (*work.singles, *work.second.singles)]
-    assert max(ends) == 17 * 4 <= runner._partial.shape[0]
+    work = make_microbatches(items, np.ones(16, bool), runner.microbatches.cuts[False, 32], [table], 4, 4)
+    ends = [one[SINGLE_SLOT.value] + one[SINGLE_SPLITS.value] for one in (*work.singles, *work.second_half.singles)]
+    assert max(ends) == 17 * 4 <= runner.slots.attention.partial.shape[0]
 
 
 def test_halves_are_sizes_themselves():
     some = sizes(256, ((4, 1), (64, 8), (256, 16)))
-    made = halves(some)
+    made = microbatches(some)
     assert made[256] == 128
     assert made[2] == 1
     assert all(cut in some and size - cut in some for size, cut in made.items())
-    assert halves([3, 7]) == {}
+    assert microbatches([3, 7]) == {}
 
 
 class Stream:

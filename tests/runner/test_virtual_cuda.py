@@ -20,7 +20,7 @@ from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import virtual_memory
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import HostMemory, VirtualRows, view_of
-from tidemill.runner.virtual_cuda import VirtualCudaRunner
+from tidemill.runner import virtual_cuda
 from tidemill.sampling import SamplingParams
 
 
@@ -72,7 +72,7 @@ class HostDriver:
 class Memory(CudaMemory):
     """In float32, as all that the kernels are interpreted on."""
 
-    def __init__(self, num_pages, page_bytes):
+    def __init__(self, page_bytes):
         super().__init__(2 * page_bytes, HostDriver(2 * page_bytes))
 
     def view(self, address, shape, dtype):
@@ -82,7 +82,7 @@ class Memory(CudaMemory):
 @pytest.fixture
 def on_virtual(on_gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(virtual, "GPU_GRANULE", 4096)
-    monkeypatch.setattr(VirtualCudaRunner, "_make_memory", lambda self, num_pages, page_bytes: Memory(num_pages, page_bytes))
+    monkeypatch.setattr(virtual_cuda, "CudaMemory", Memory)
     return lambda **options: on_gpu(kv_layout="virtual", **options)
 
 
@@ -99,7 +99,7 @@ def tokens_of(answers):
 def test_prompts_and_decoding_over_the_end_of_a_page(folder, on_virtual):  # noqa: F811
     requests = {"a": (ids(31, 1), greedy(4)), "b": (ids(3, 2), greedy(3))}
     core = on_virtual(max_requests=2, token_budget=64, prefix_caching=False)
-    memory, launch, over = core.runner.memory, core.runner.launch, []
+    memory, launch, over = core.runner.kv_layout.memory, core.runner.launch, []
 
     def watched(plan):
         launched, running = launch(plan), core.scheduler.running
@@ -119,11 +119,11 @@ def test_prompts_and_decoding_over_the_end_of_a_page(folder, on_virtual):  # noq
 def test_the_tokens_are_those_of_the_cpu(folder, on_virtual, options):  # noqa: F811
     expected = tokens_of(run(make_core(load_model(folder), max_context=128), crowd()))
     core = on_virtual(**options)
-    assert isinstance(core.runner, VirtualCudaRunner)
+    assert isinstance(core.runner.kv_layout, virtual_cuda.VirtualCudaLayout)
     assert core.config.page_size == 32
     assert tokens_of(run(core, crowd())) == expected
     assert tokens_of(run(core, crowd())) == expected  # rows in other ranges, and from the prefix cache
-    memory = core.runner.memory
+    memory = core.runner.kv_layout.memory
     memory.settle()
     assert memory.num_in_time
     assert memory._failed is None

@@ -16,7 +16,7 @@ from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.cpu_kinds import AllLayers, StepKind
 from tidemill.runner.cpu_sampling import CpuSampling
 from tidemill.runner.cpu_stage import OnlyStage, PipelineStage
-from tidemill.runner.device import DeviceRunner, Reader
+from tidemill.runner.device import DeviceRunner, Reader, SharedTables
 from tidemill.runner.first_layers import FirstLayers
 from tidemill.runner.layer_timer import EMBEDDING, HEAD, LayerTimer
 from tidemill.runner.paged import PagedLayout
@@ -45,7 +45,7 @@ class CpuRunner(DeviceRunner):
         fallback: str,
     ) -> None:
         """`kinds`: the kinds of steps; the first that takes a batch computes it. `whole`: the last of them."""
-        tables = [table.numpy() for table in state.tables]
+        tables = SharedTables(state)
         super().__init__(model, state, kv_layout, config.layout.groups, tables, Policies(mixers.kv))
         self.mixers, self.loras, self.stage, self.fallback = mixers, loras, stage, fallback
         self.sampling = CpuSampling(

@@ -28,9 +28,9 @@ from tidemill.kernels.kv_cache import PagedKV, attention_specs
 from tidemill.models.base import Model
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch, gather_batch
-from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
+from tidemill.runner.cuda_graphs import Graph, Grid, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_step import CudaStep
-from tidemill.runner.cuda_work import padded, prompts
+from tidemill.runner.cuda_work import Work, padded, prompts
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.reports import to_host
 from tidemill.runner.state import RowState, upload
@@ -147,9 +147,9 @@ class CudaEncoder:
         return num_prompt_programs(num_tiles, self.model.config.num_kv_heads, by_roles=False)
 
     def _step(self, size: int) -> Step:
-        words, programs = self._words_of(size), (0, 0, self._num_programs(size), 0)
+        words, grid = self._words_of(size), Grid(0, 0, self._num_programs(size), 0)
 
-        def run() -> torch.Tensor:
+        def run(work: Work | None = None) -> torch.Tensor:
             ids, positions, numbers, types = words.of_tokens(self._words)
             slots = self._words[words.slots : words.ends].view(torch.int64)[None, :size]
             ends = self._words[words.ends : words.ends + self._max_requests]
@@ -158,11 +158,11 @@ class CudaEncoder:
             if self._uses_flex:
                 made = self.model(embedded, FlexAttention(kv).step(numbers, positions, slots, ends[numbers]))
             else:
-                lists = Lists(self._words, self._words, *programs[:3], self._hidden, self._words, ends=ends)
+                lists = Lists(self._words, self._words, *grid[:3], self._hidden, self._words, ends=ends)
                 made = self.model(embedded, CudaStep(kv, self._biases, lists, positions, slots))
             return self._hidden[:size].copy_(made)
 
-        return Step(size, programs, run)
+        return Step(size, grid, run)
 
     def compile(self) -> None:
         """Every kernel, in parallel processes; then each runs once, which loads it."""
@@ -220,7 +220,7 @@ class CudaEncoder:
         firsts = batch.last_token + 1 - batch.counts
         tiles = prompts(np.arange(batch.rows.size), batch.starts, batch.counts, firsts, self._tile)
         table = self.state.tables[0].numpy()[batch.rows]
-        end = self._words_of(graph.size).write(batch, table, tiles, graph.programs[2], staging.numpy())
+        end = self._words_of(graph.size).write(batch, table, tiles, graph.grid.prompts, staging.numpy())
         self._words[:end].copy_(staging[:end], non_blocking=True)
         graph.replay()
 

@@ -1,84 +1,127 @@
 """The last layer of a step with prompts, on a GPU: of most of a prompt's tokens only keys and values are ever read.
 
 A graph of many tokens ends with the last layer's keys and values. The tokens that yield logits then go through that layer as
-those of a decode step do, in a graph of their own, up to the drawn tokens. Their bits are the same: no kernel's depend on the
+those of a decode step do, in a graph of their own, up to the sampled tokens. Their bits are the same: no kernel's depend on the
 batch. Their keys and values are written a second time.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from tidemill.runner.cuda_graphs import Graph, Step, one_of_each_kind
+from tidemill.runner.cuda_graphs import Graph, GraphKey, Grid, Step, one_of_each_kind
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, ForwardFn, Sampled
+from tidemill.runner.cuda_step import CudaStep
 from tidemill.runner.cuda_work import Work
-
-if TYPE_CHECKING:
-    from tidemill.runner.cuda_runner import CudaRunner
 
 FROM_TOKENS = 512  # of a graph: below, a layer takes as long as reading its weights, and they would be read twice
 
 
-class CudaLastLayer:
-    def __init__(self, runner: CudaRunner, decode_sizes: list[int], mixed_sizes: list[int]) -> None:
-        self._runner, self._wide = runner, [size for size in mixed_sizes if size >= FROM_TOKENS]
-        self._sizes = decode_sizes if self._wide else []
-        hidden = runner._hidden
-        self._given = hidden.new_zeros(decode_sizes[-1], hidden.shape[1])  # what the layer starts from, of rows that are read
-        self.graphs: dict[tuple[int, bool], Graph] = {}  # by size, and whether adapters are on
+class AllLayers:
+    """Every token of a step with prompts goes through all layers."""
 
-    def is_left_out(self, size: int) -> bool:
-        """Tells if graphs of so many tokens leave out the last layer of tokens that yield no logits."""
-        return size in self._wide
+    def __init__(self, slots: CudaSlots) -> None:
+        self._slots = slots
 
-    def steps(self, has_loras: bool) -> list[Step]:
-        """That use every kernel."""
-        kinds = ((self.step, self._sizes), (self._all_rows_step, self._wide))
-        return [make(size, lora) for make, sizes in kinds for size in one_of_each_kind(sizes) for lora in {False, has_loras}]
+    def forward_of(self, size: int) -> ForwardFn:
+        """The forward pass that a graph of so many tokens has."""
+        return self._slots.all_layers
 
-    def capture(self, pool: object, run_first: bool, has_loras: bool) -> None:
-        for size in reversed(self._sizes):
-            for lora in {False, has_loras}:
-                self.graphs[size, lora] = self._runner._capture(self.step(size, lora), pool, run_first)
+    def finish(
+        self, batch: CudaBatch, work: Work, graph: Graph, where: tuple[int, int], by_flash: bool
+    ) -> Sampled:
+        """The end of a step whose graph was replayed. `where`: as `StepBuffers.write` has it."""
+        return self._slots.finish_prefill(batch, graph.size, where)
 
-    def step(self, size: int, lora: bool = False) -> Step:
-        runner = self._runner
-        programs = (*runner._decode_programs(size, True)[:3], 0)
 
-        def run() -> torch.Tensor:
-            rows, positions = runner._tokens_of(size)
-            hidden = runner._forward(
-                rows, positions, programs, lora=lora, through=lambda ids, at, step: runner.model.finish(self._given[:size], step)
-            )
-            return runner._pick(hidden, runner._range[:size], rows, positions)
+class LastLayerApart(AllLayers):
+    """In steps of many tokens, only those that yield logits go through the last layer."""
 
-        return Step(size, programs, run)
+    def __init__(self, slots: CudaSlots) -> None:
+        super().__init__(slots)
+        self._large = [size for size in slots.mixed_sizes if size >= FROM_TOKENS]
+        self.sizes = slots.decode_sizes if self._large else []
+        hidden = slots.buffers.hidden
+        # What the layer starts from, of tokens that are read.
+        self.entered = hidden.new_zeros(slots.decode_sizes[-1], hidden.shape[1])
+        self.graphs: dict[GraphKey, Graph] = {}
 
-    def __call__(self, work: Work, where: tuple[int, int], has_lora: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Tokens and logits of the rows that are read. `work`: of the whole step; `where`: as `_write` has it."""
-        (begin, end), runner = where, self._runner
-        num = end - begin
+    def forward_of(self, size: int) -> ForwardFn:
+        return self._write_kv if size in self._large else self._slots.all_layers
+
+    def _write_kv(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
+    ) -> torch.Tensor:
+        slots = self._slots
+        return slots.model.enter(slots.embed(ids_T, positions_T), step)
+
+    def _keys(self, sizes: Iterable[int]) -> list[GraphKey]:
+        variants = self._slots.adapters.variants
+        return [GraphKey(size, True, lora) for size in sizes for lora in variants]
+
+    def trials(self) -> list[Step]:
+        few = [self.step(key) for key in self._keys(one_of_each_kind(self.sizes))]
+        return few + [self._all_rows_step(key) for key in self._keys(one_of_each_kind(self._large))]
+
+    def capture(self) -> None:
+        for key in self._keys(reversed(self.sizes)):
+            self.graphs[key] = self._slots.graphs.capture(self.step(key))
+
+    def step(self, key: GraphKey) -> Step:
+        slots = self._slots
+        grid = slots.attention.decode_grid(key.size, key.has_lists)._replace(states=0)
+        entered_TH = self.entered[: key.size]
+
+        def last_layer(
+            ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
+        ) -> torch.Tensor:
+            return slots.model.finish(entered_TH, step)
+
+        def run(work: Work | None = None) -> torch.Tensor:
+            return slots.pick_all(slots.forward(key, grid, work, last_layer), key.size)
+
+        return Step(key.size, grid, run)
+
+    def finish(
+        self, batch: CudaBatch, work: Work, graph: Graph, where: tuple[int, int], by_flash: bool
+    ) -> Sampled:
+        if graph.size not in self._large:
+            return super().finish(batch, work, graph, where, by_flash)
+        if not batch.asks_prompt:
+            return self.sample(work, where, batch.has_lora)
+        key = GraphKey(graph.size, True, batch.has_lora, by_flash)
+        self._all_rows(key, graph.grid)  # somebody reads them
+        return super().finish(batch, work, graph, where, by_flash)
+
+    def sample(self, work: Work, where: tuple[int, int], has_lora: bool) -> Sampled:
+        """Tokens and logits of the tokens that are read. `work`: of the whole step."""
+        (begin, end), slots = where, self._slots
+        num, buffers = end - begin, slots.buffers
         if not num:
             return None, None
-        torch.index_select(runner._hidden, 0, runner._words[begin:end], out=self._given[:num])
-        graph = self.graphs[self._sizes[bisect_left(self._sizes, num)], has_lora]
-        table = np.stack([work.rows[work.last], work.positions[work.last], np.ones(num, np.int32)], axis=1)
-        runner._replay(graph, runner._work_of(table, np.ones(num, bool)), has_lora)
-        return graph.out.clone(), runner._logits[:num]  # the next replay writes over the tokens
+        read = buffers.metadata[begin:end]
+        torch.index_select(buffers.hidden, 0, read, out=self.entered[:num])
+        graph = self.graphs[GraphKey(self.sizes[bisect_left(self.sizes, num)], True, has_lora)]
+        ones = np.ones(num, np.int32)
+        tokens = np.stack([work.rows[work.last], work.positions[work.last], ones], axis=1)
+        slots.replay(graph, slots.attention.work_of(tokens), has_lora)
+        return graph.out.clone(), buffers.logits[:num]  # the next replay writes over the tokens
 
-    def _all_rows_step(self, size: int, lora: bool) -> Step:
-        programs = self._runner._mixed_programs(size, True)
-        return Step(size, programs, partial(self.all_rows, size, programs, False, lora))
+    def _all_rows_step(self, key: GraphKey) -> Step:
+        grid = self._slots.attention.mixed_grid(key.size, key.has_lists)
+        return Step(key.size, grid, lambda work=None: self._all_rows(key, grid))
 
-    def all_rows(self, size: int, programs: tuple[int, int, int, int], by_flash: bool, lora: bool) -> torch.Tensor:
-        """The hidden states of all tokens, kernel by kernel: somebody reads them."""
-        runner = self._runner
-        given = runner._hidden[:size]
-        made = runner._forward(
-            *runner._tokens_of(size), programs, by_flash, lora, through=lambda ids, at, step: runner.model.finish(given, step)
-        )
-        return given.copy_(made)
+    def _all_rows(self, key: GraphKey, grid: Grid) -> torch.Tensor:
+        """The last layer for all tokens, kernel by kernel."""
+        slots, entered_TH = self._slots, self._slots.buffers.hidden[: key.size]
+
+        def last_layer(
+            ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
+        ) -> torch.Tensor:
+            return slots.model.finish(entered_TH, step)
+
+        return entered_TH.copy_(slots.forward(key, grid, None, last_layer))

@@ -5,6 +5,7 @@ Such a step is launched kernel by kernel; all others replay their graphs.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from tidemill.kernels.cuda.policy_attention import PAGES, CudaPolicyStep, Moved,
 from tidemill.kernels.cuda.records import HEADER, SINGLE_ROW
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.policies import Placed, Policies, Round, RowPolicy
+from tidemill.runner.cuda_graphs import NO_LISTS, Grid
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled
 from tidemill.runner.cuda_work import Work, padded, prompts, singles
 from tidemill.runner.state import upload
-from tidemill.sched.plan import StepPlan
 
 _NONE = np.zeros((0, 4), np.int32)
 _ALWAYS = 2**31 - 1
@@ -34,8 +36,8 @@ class Launches:
     members_per_tile: int
     prompt_tile: int
     at_once: int
-    by_roles: bool
-    num_single: int  # programs, at most
+    warp_specialized: bool
+    num_single: int  # grid sizes, at most
     num_shared: int
     num_prompts: int
     queries_at_once: int  # single queries of one launch, whatever their lengths
@@ -44,19 +46,14 @@ class Launches:
 class CudaPolicies:
     """The KV policies of all rows that have one."""
 
-    def __init__(self, kv: PagedKV, table: np.ndarray, launches: Launches) -> None:
-        """`table`: the host's copy of the page tables."""
-        self.rows = Policies(kv, keeps_memory=False)
+    def __init__(
+        self, kv: PagedKV, table: np.ndarray, launches: Launches, rows: Policies | None = None
+    ) -> None:
+        """`table`: the host's copy of the page tables. `rows`: the policies of all rows that have one."""
+        self.rows = rows or Policies(kv, keeps_memory=False)
         self._kv, self._table, self._how = kv, table, launches
         shape = *kv.cache.shape[:2], 2, kv.num_kv_heads, kv.head_dim  # Quest's lowest and highest keys of every page
         self._summary = torch.empty(shape, dtype=kv.cache.dtype, device=kv.cache.device)
-
-    def begin(self, plan: StepPlan) -> None:
-        """Begins a step: the state that a row keeps goes with its request."""
-        for row in (*plan.left_rows, *(copy.target for copy in plan.row_copies)):  # a copy's source has none
-            self.rows.take(row, None)
-        for new in plan.new_rows:
-            self.rows.take(new.row, new.spec.cache)
 
     def plan(self, parts: np.ndarray, samples: np.ndarray, size: int) -> tuple[Work, CudaPolicyStep]:
         """`parts`: [n, 3] row, start, count. The step's tokens without lists, and its attention; padded to `size` tokens."""
@@ -120,13 +117,13 @@ class CudaPolicies:
             most if one.size else 0
             for one, most in ((single, how.num_single), (shared, how.num_shared), (tiles, how.num_prompts))
         )
-        programs = num_single, num_shared, num_prompts
-        num_words = HEADER + sum(one.size for one in (single, shared, members, tiles)) + 16 * sum(programs) + 64
+        grid = Grid(num_single, num_shared, num_prompts, 0)
+        num_words = HEADER + sum(one.size for one in (single, shared, members, tiles)) + 16 * sum(grid) + 64
         words, none = np.zeros(num_words, np.int32), _NONE[:0, 0]
-        Work(none, none, single, shared, members, tiles, none).write(words, 0, 0, programs)
+        Work(none, none, single, shared, members, tiles, none).write(words, 0, 0, grid)
         on_device = upload(words, self._device)
         return Lists(
-            on_device, on_device[HEADER:], num_single, num_shared, num_prompts, how.partial, how.done, None, how.by_roles
+            on_device, on_device[HEADER:], num_single, num_shared, num_prompts, how.partial, how.done, None, how.warp_specialized
         )  # fmt: skip
 
     # ---- what rows keep
@@ -233,3 +230,27 @@ class CudaPolicies:
                 single[:, SINGLE_ROW.value] += first
             made.append(self._upload_lists(single, shared, members, _NONE))
         return made
+
+
+class PolicySteps:
+    """A kind of step: rows in it have KV policies. It is launched kernel by kernel."""
+
+    def __init__(self, slots: CudaSlots, policies: CudaPolicies) -> None:
+        self._slots, self._policies = slots, policies
+
+    def takes(self, batch: CudaBatch) -> bool:
+        return not self._policies.rows.rows.isdisjoint(item.row for item in batch.items)
+
+    def run(self, batch: CudaBatch) -> Sampled:
+        slots, table = self._slots, batch.table
+        size = slots.mixed_sizes[bisect_left(slots.mixed_sizes, batch.num_tokens)]
+        work, step = self._policies.plan(table[:, :3], table[:, 3].astype(bool), size)
+        if batch.has_lora:
+            slots.adapters.write(work.rows, size)
+        where = slots.buffers.write(work, size, NO_LISTS)
+        rows, positions = slots.buffers.tokens_of(size)
+        ids = slots.state.tokens[rows.long(), positions.long()]
+        forward = slots.all_layers
+        compute = slots.adapters.forward(forward) if batch.has_lora else forward
+        slots.buffers.hidden[:size].copy_(compute(ids, positions, step))
+        return slots.finish_prefill(batch, size, where)

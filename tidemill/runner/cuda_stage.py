@@ -1,4 +1,4 @@
-"""CudaStageRunner: a stage of a pipeline on a GPU. Hidden states go from one to the next through the host, a step at a time."""
+"""A stage of a pipeline on a GPU. Hidden states go from one to the next through the host, a step at a time."""
 
 from __future__ import annotations
 
@@ -9,79 +9,86 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.errors import WorkerLost
-from tidemill.kernels.cuda.compile_server import compile_elsewhere
-from tidemill.kernels.cuda.launch import compile_only
 from tidemill.models.base import CausalLM
 from tidemill.parallel.channel import Channel
 from tidemill.parallel.world import Stage
-from tidemill.runner.base import StepResult
-from tidemill.runner.cuda_graphs import one_of_each_kind
-from tidemill.runner.cuda_runner import CudaRunner
-from tidemill.runner.cuda_step import Launched
-from tidemill.runner.reports import Report
-from tidemill.sched.plan import StepPlan
+from tidemill.runner.cuda_graphs import GraphKey
+from tidemill.runner.cuda_kinds import Mixed
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled
 
 
-class CudaStageRunner(CudaRunner):
-    """All of its graphs are those of steps with prompts: they end with hidden states. The first stage knows the next step's
-    tokens when the last has drawn them, so none is launched ahead."""
+class OnlyStage:
+    """The stage of a model that is in no pipeline: it has all layers."""
+
+    steps_ahead, is_last = 1, True
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """The hidden states that the first layer here starts from."""
+        return self._model.embed_tokens(ids_T, positions_T)
+
+
+class PipelineStage(OnlyStage):
+    """One of several. The first knows the next step's tokens when the last has drawn them, so none
+    is launched ahead."""
 
     steps_ahead = 0
-    _decodes, _reads_all = False, True
 
-    @torch.inference_mode()
     def __init__(
-        self, model: CausalLM, config: EngineConfig, stage: Stage, before: Channel | None, after: Channel | None
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        stage: Stage,
+        before: Channel | None,
+        after: Channel | None,
     ) -> None:
         """`before`, `after`: to the neighbouring stages."""
-        self._part, self._before, self._after = stage, before, after
+        super().__init__(model)
+        self.is_last, self._before, self._after = after is None, before, after
         shape = (max(config.token_budget, config.max_draws), model.config.hidden_size)
-        self._given = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")  # hidden states of the stage before
-        super().__init__(model, config)
+        # Hidden states of the stage before.
+        self._received = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
 
-    def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        return super()._embed(ids_T, positions_T) if self._before is None else self._given[: ids_T.numel()].clone()
+    def embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        if self._before is None:
+            return super().embed(ids_T, positions_T)
+        return self._received[: ids_T.numel()].clone()
 
-    def compile(self) -> None:
-        nums_rows = set(self._mixed_sizes)
-        steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in self._either]
-        with compile_elsewhere(), compile_only():
-            for step in steps:
-                step.run()
-            if self._part.is_last:
-                self.sampler.warm_up(self.model, self._hidden, self._logits)
-            self.model.compile(nums_rows)
-        self.model.prepare(nums_rows)
-        if self._part.is_last:
-            self.sampler.warm_up(self.model, self._hidden, self._logits)
-        for step in steps:
-            step.run()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        self._stage(plan)
-        work, _ = self._work(plan.items, may_flash=False)
-        num, reports = work.rows.size, list[Report]()
-        if self._before is not None:
-            self._given[:num].copy_(self._received(num))
-        if self._after is None:
-            tokens, logits = self._mixed(plan.items, work, False, False, reports)
-            if tokens is not None and logits is not None:
-                self._draw_again(plan, tokens, logits, reports)
-            return self._send_back(plan, tokens, reports)
-        size = self._mixed_sizes[bisect_left(self._mixed_sizes, num)]
-        self._replay(self._mixed_graphs[size, work.has_singles, False, False], work)
-        self._after.send(self._hidden[:num].view(torch.uint8).cpu().numpy().tobytes())
-        return self._send_back(plan, None, reports)
-
-    def _received(self, num: int) -> torch.Tensor:
-        assert self._before is not None
+    def receive(self, num: int) -> None:
+        """The hidden states of a step's tokens, if they come from another stage."""
+        if self._before is None:
+            return
+        target = self._received[:num]
         data = np.frombuffer(bytearray(self._before.receive()), np.uint8)
-        if data.size != self._given[:num].nbytes:
-            raise WorkerLost("The engine cannot go on: the stages of the pipeline do not compute the same step.")
-        return torch.from_numpy(data).view(self._given.dtype).view(num, -1)
+        if data.size != target.nbytes:
+            raise WorkerLost(
+                "The engine cannot go on: the stages of the pipeline do not compute the same step."
+            )
+        target.copy_(torch.from_numpy(data).view(target.dtype).view(num, -1))
 
-    def collect(self, launched: Launched) -> StepResult:
-        return super().collect(launched) if self._after is None else StepResult()
+    def send(self, hidden_TH: torch.Tensor) -> None:
+        assert self._after is not None
+        self._after.send(hidden_TH.view(torch.uint8).cpu().numpy().tobytes())
+
+
+class StageSteps:
+    """The one kind of step of a stage: its graphs are those of steps with prompts, which end with
+    hidden states."""
+
+    def __init__(self, slots: CudaSlots, mixed: Mixed, stage: PipelineStage) -> None:
+        self._slots, self._mixed, self._stage = slots, mixed, stage
+
+    def takes(self, batch: CudaBatch) -> bool:
+        return True
+
+    def run(self, batch: CudaBatch) -> Sampled:
+        self._stage.receive(batch.num_tokens)
+        if self._stage.is_last:
+            return self._mixed.run(batch)
+        work = self._slots.attention.work(batch)
+        size = self._mixed.sizes[bisect_left(self._mixed.sizes, batch.num_tokens)]
+        self._slots.replay(self._mixed.graphs[GraphKey(size, work.has_singles)], work)
+        self._stage.send(self._slots.buffers.hidden[: batch.num_tokens])
+        return None, None

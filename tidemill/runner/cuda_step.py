@@ -1,11 +1,10 @@
-"""The inputs that a step on a GPU gives to the model's layers, the results it leaves, and the pool of pages that it reads."""
+"""The inputs that a step on a GPU gives to the model's layers, and the pool of pages that it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -21,11 +20,6 @@ from tidemill.kernels.pending import PendingLora, with_added
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.kv_format import FORMATS, num_copied_pages
 from tidemill.model_config import ModelConfig
-from tidemill.runner.reports import Report
-from tidemill.sched.plan import StepPlan
-
-# All layers or some, from ids and positions of a step's tokens.
-Through = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -72,15 +66,6 @@ class CudaStep:
         return self.states.scan(layer, inputs, learned)
 
 
-@dataclass(slots=True)
-class Launched:
-    plan: StepPlan
-    tokens: torch.Tensor | None  # drawn: pinned, valid once `ready` has passed
-    reports: list[Report]
-    ready: torch.cuda.Event
-    hidden: torch.Tensor | None = None  # of its tokens, if somebody looks at them
-
-
 def find_missing(shape: ModelConfig) -> str:
     """The features of the model's attention that our kernels do not compute, and torch's FlexAttention does; empty if there is
     nothing."""
@@ -112,7 +97,3 @@ def new_copies(config: EngineConfig, shape: ModelConfig, device: torch.device, b
     page = shape.num_kv_heads, config.page_size, shape.head_dim
     num = num_copied_pages(config.kv_dtype, config.max_context, *page) if by_roles else 0
     return torch.zeros(num, 2, *page, dtype=torch.bfloat16, device=device) if num else None, num
-
-
-def pinned(num: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(num, dtype=dtype, pin_memory=True)

@@ -3,14 +3,20 @@ known. A draft is an entry of the step like a request of its own, which reads it
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.trees import move_tokens
 from tidemill.runner.base import accept, right_drafts
+from tidemill.runner.cuda_attention import ListAttention, StepTokens
+from tidemill.runner.cuda_graphs import Graph, Grid, Step, one_of_each_kind, uncaptured
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Launched, Sampled
+from tidemill.runner.cuda_work import Work, make_work
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sched.tree import ancestors_of, depths_of
@@ -67,3 +73,94 @@ def settle(kv: PagedKV, state: RowState, tables: Sequence[np.ndarray], plan: Ste
     if moves:
         owners, sources, targets = np.array(moves, np.int64).T
         move_tokens(kv, owners, sources, targets, tables)
+
+
+class NoTrees:
+    """Drafts are chains, in every step."""
+
+    are_taken = False
+
+    def launched(self, launched: Launched) -> None:
+        return
+
+    def collected(self, launched: Launched) -> None:
+        return
+
+    def settle(self) -> None:
+        return
+
+
+class TreeSteps:
+    """A kind of step: some drafts are trees. It is a graph of its own where all sequences decode,
+    and is launched kernel by kernel where prompts are among them."""
+
+    are_taken = True
+
+    def __init__(self, slots: CudaSlots, attention: ListAttention, trees: CudaTrees) -> None:
+        self._slots, self._attention, self._trees = slots, attention, trees
+        self.graphs: dict[int, Graph] = {}  # of decode steps, by size
+        # A step whose right drafts are not yet where the next one reads them.
+        self._unsettled: Launched | None = None
+
+    def trials(self) -> list[Step]:
+        slots = self._slots
+        kinds = ((True, slots.decode_sizes), (False, slots.mixed_sizes))
+        return [self.step(decodes, size) for decodes, sizes in kinds for size in one_of_each_kind(sizes)]
+
+    def capture(self) -> None:
+        for size in reversed(self._slots.decode_sizes):
+            self.graphs[size] = self._slots.graphs.capture(self.step(True, size), run_first=True)
+
+    def step(self, decodes: bool, size: int) -> Step:
+        slots, attention = self._slots, self._attention
+        grid = (attention.decode_grid if decodes else attention.mixed_grid)(size, True)
+
+        def run(work: Work | None = None) -> torch.Tensor:
+            hidden_TH = slots.states.keep(self._forward(size, grid))
+            return slots.pick_all(hidden_TH, size) if decodes else hidden_TH
+
+        return Step(size, grid, run)
+
+    def _forward(self, size: int, grid: Grid) -> torch.Tensor:
+        """Tokens lie at their places in the row, and are at their positions in the sequence."""
+        slots, state = self._slots, self._slots.state
+        rows_T, positions_T = slots.buffers.tokens_of(size)
+        places_T = self._trees.places[:size]
+        ids, at = look_up(rows_T, places_T, state.tokens, state.kv_tables, state.page_size)
+        metadata, lists = slots.buffers.metadata, slots.buffers.lists_of(size)
+        tokens = StepTokens(rows_T, positions_T, at, metadata, lists, grid)
+        step = self._attention.part_step(tokens, self._attention.done, self._trees.paths)
+        return slots.all_layers(ids, positions_T, step)
+
+    def takes(self, batch: CudaBatch) -> bool:
+        return bool(batch.plan.trees)
+
+    def run(self, batch: CudaBatch) -> Sampled:
+        slots, attention, table = self._slots, self._attention, batch.table
+        bases = self._trees.write(batch.items, table, batch.plan.trees)
+        tiles = attention.members_per_tile, attention.prompt_tile, 1
+        work = make_work(table[:, :3], table[:, 3].astype(bool), attention.tables, *tiles, bases)
+        num = work.rows.size
+        if batch.decodes:
+            graph = self.graphs[slots.decode_sizes[bisect_left(slots.decode_sizes, num)]]
+            slots.replay(graph, work)
+            return graph.out.clone(), slots.buffers.logits[:num]
+        size = slots.mixed_sizes[bisect_left(slots.mixed_sizes, num)]
+        graph = uncaptured(self.step(False, size), slots.buffers.hidden)
+        return slots.finish_prefill(batch, size, slots.replay(graph, work))
+
+    def launched(self, launched: Launched) -> None:
+        self._unsettled = launched if launched.plan.trees else None
+
+    def collected(self, launched: Launched) -> None:
+        if launched is self._unsettled:
+            self.settle()
+
+    def settle(self) -> None:
+        """A step with trees is waited for before anything else is launched: which drafts are right
+        is not known before."""
+        launched, self._unsettled = self._unsettled, None
+        if launched is not None and launched.items:
+            launched.ready.synchronize()
+            drawn, attention = launched.tokens.tolist(), self._attention
+            settle(attention.kv, self._slots.state, attention.tables, launched.plan, drawn)

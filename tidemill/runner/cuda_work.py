@@ -43,17 +43,17 @@ class Work:
     members: np.ndarray
     prompts: np.ndarray
     last: np.ndarray  # tokens that yield logits
-    chains: np.ndarray = field(default_factory=lambda: _NONE)  # sequences of which states are computed
+    state_sequences: np.ndarray = field(default_factory=lambda: _NONE)  # sequences of which states are computed
     copies: np.ndarray = field(default_factory=lambda: _NO_COPIES)  # pages of prompts that are copied
-    second: Work | None = None  # of a step in two halves: this one's lists are those of the first, that one's of the second
+    second_half: Work | None = None  # of a step in two halves: this one's lists are those of the first, that one's of the second
 
     @property
     def has_singles(self) -> bool:
-        return self.singles.size > 0 or (self.second is not None and self.second.has_singles)
+        return self.singles.size > 0 or (self.second_half is not None and self.second_half.has_singles)
 
     @property
     def shares(self) -> bool:
-        return self.shared.size > 0 or (self.second is not None and self.second.shares)
+        return self.shared.size > 0 or (self.second_half is not None and self.second_half.shares)
 
     def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, ...]) -> int:
         """All of it to the start of `target`, tokens padded to `size` and each list followed by as many zeros as its
@@ -64,7 +64,7 @@ class Work:
             at += padded(size)
         places = []
         for values, num_programs in zip(
-            (self.singles, self.shared, self.members, self.prompts, self.chains, self.copies),
+            (self.singles, self.shared, self.members, self.prompts, self.state_sequences, self.copies),
             (programs[0], programs[1], 0, 2 * programs[2], (*programs, 0)[3], COPY_PROGRAMS if programs[2] else 0),
             strict=True,
         ):
@@ -226,7 +226,7 @@ def copied(rows: np.ndarray, ends: np.ndarray, room: int) -> tuple[np.ndarray, n
     )
 
 
-def chains(items: np.ndarray) -> np.ndarray:
+def state_sequences(items: np.ndarray) -> np.ndarray:
     """Sequences whose states a step computes, those with most tokens first. `items`: [n, 3] row, start, count."""
     rows, starts, counts = items.T
     made = _records(
@@ -278,7 +278,7 @@ def make_work(
     return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last, copies=pages)
 
 
-def make_halves(
+def make_microbatches(
     items: np.ndarray,
     samples: np.ndarray,
     num_first: int,
@@ -307,4 +307,4 @@ def make_halves(
     rows, positions = (np.concatenate(both) for both in ((one.rows, other.rows), (one.positions, other.positions)))
     last, none = np.concatenate([one.last, other.last + num_first]).astype(np.int32), _NONE[:0, 0]
     lists = Work(none, none, other.singles, other.shared, other.members, other.prompts, none)
-    return Work(rows, positions, one.singles, one.shared, one.members, one.prompts, last, second=lists)
+    return Work(rows, positions, one.singles, one.shared, one.members, one.prompts, last, second_half=lists)

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -39,6 +40,47 @@ class KVLayout(Protocol):
         ...
 
 
+class HostTables(Protocol):
+    """The page tables of all rows, as the host has them."""
+
+    by_group: list[np.ndarray]
+
+    def update(self, plan: StepPlan) -> None:
+        """Applies the plan's changes."""
+        ...
+
+
+class SharedTables:
+    """Those of a CPU are the tables that attention reads."""
+
+    def __init__(self, state: RowState) -> None:
+        self.by_group: list[np.ndarray] = [table.numpy() for table in state.tables]
+
+    def update(self, plan: StepPlan) -> None:
+        return
+
+
+class CopiedTables:
+    """A copy of those that a GPU has."""
+
+    def __init__(self, state: RowState) -> None:
+        self._pages = np.zeros(state.pages.shape, np.int32)
+        columns = itertools.pairwise(state.columns)
+        self.by_group: list[np.ndarray] = [self._pages[:, start:end] for start, end in columns]
+
+    def update(self, plan: StepPlan) -> None:
+        if plan.row_copies:
+            sources = [copy.source for copy in plan.row_copies]
+            self._pages[[copy.target for copy in plan.row_copies]] = self._pages[sources]
+        for new in plan.new_rows:
+            self._pages[new.row] = 0  # past its end, too
+            for table, page_ids in zip(self.by_group, new.page_ids, strict=True):
+                table[new.row, : len(page_ids)] = page_ids
+        for update in plan.page_updates:
+            end = update.first_index + len(update.page_ids)
+            self.by_group[update.group][update.row, update.first_index : end] = update.page_ids
+
+
 def rows_changed(plan: StepPlan) -> set[int]:
     """Rows whose page tables are other than before."""
     new = {row.row for row in plan.new_rows} | {copy.target for copy in plan.row_copies}
@@ -54,10 +96,9 @@ class DeviceRunner:
         state: RowState,
         kv_layout: KVLayout,
         groups: Sequence[Group],
-        tables: Sequence[np.ndarray],
+        tables: HostTables,
         policies: Policies,
     ) -> None:
-        """`tables`: the page tables of each group, as the host has them."""
         self.model, self.state, self.kv_layout = model, state, kv_layout
         self.mover: PageMover | None = None  # if there are tiers
         self._groups, self._tables, self._policies = groups, tables, policies
@@ -82,6 +123,7 @@ class DeviceRunner:
             self._policies.take(row, None)
         for new in plan.new_rows:
             self._policies.take(new.row, new.spec.cache)
+        self._tables.update(plan)
         self.change_pages(plan)
 
     @torch.inference_mode()
@@ -92,7 +134,7 @@ class DeviceRunner:
         if self.mover is not None:
             self.mover.store(
                 plan.page_moves,
-                changed_pages(plan, self._tables, self._groups, self._policies.rows),
+                changed_pages(plan, self._tables.by_group, self._groups, self._policies.rows),
             )
         if plan.page_zeroes:
             pool[upload(np.array(plan.page_zeroes, np.int64), pool.device)] = 0

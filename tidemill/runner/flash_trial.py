@@ -28,7 +28,7 @@ class FlashTrial:
 
 
 @dataclass(slots=True)
-class Contest:
+class Candidates:
     """The parts of the runner that a trial needs."""
 
     state: RowState
@@ -52,29 +52,29 @@ def refused_flash(config: EngineConfig, model: ModelConfig) -> str:
     return "" if flash.covers(model.token_layers) else "it is not for this model's layers"
 
 
-def run_trial(contest: Contest) -> FlashTrial:
+def run_trial(candidates: Candidates) -> FlashTrial:
     """Steps of one prompt, near the start of a context and far into it. Leaves the state as it was."""
-    state, size = contest.state, contest.size
-    num_pages = min(contest.num_pages, min(contest.max_context, _TRIAL) // state.page_size)
+    state, size = candidates.state, candidates.size
+    num_pages = min(candidates.num_pages, min(candidates.max_context, _TRIAL) // state.page_size)
     last = num_pages * state.page_size - size
     if size < FROM_TOKENS or last < 0:
         return FlashTrial(False, "steps or contexts are too small for it")
     try:
         flash.forward()
         with warnings.catch_warnings(action="ignore"):
-            theirs = contest.capture()
+            theirs = candidates.capture()
     except Exception as error:  # not installed, or not for this GPU, or another version's interface
         return FlashTrial(False, f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])
     device = state.tokens.device
     state.pages[0, :num_pages] = torch.arange(1, num_pages + 1, dtype=torch.int32, device=device)
-    state.tokens[0].random_(contest.vocab_size)
+    state.tokens[0].random_(candidates.vocab_size)
     table, times, apart = state.pages[:1].cpu().numpy(), [0.0, 0.0], 0.0
     for start in sorted({0, min(size, last), last}):
         seen = []
-        for i, (graph, tile) in enumerate(((contest.ours, contest.tile), (theirs, flash.WHOLE))):
+        for i, (graph, tile) in enumerate(((candidates.ours, candidates.tile), (theirs, flash.WHOLE))):
             work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), [table], 1, tile)
-            times[i] += min(time_replay(contest.replay, graph, work) for _ in range(3))
-            seen.append(contest.hidden[:size].double())
+            times[i] += min(time_replay(candidates.replay, graph, work) for _ in range(3))
+            seen.append(candidates.hidden[:size].double())
         error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)
         apart = max(apart, error_T.nan_to_num(torch.inf).max().item())
     for used in (state.pages[0], state.tokens[0]):

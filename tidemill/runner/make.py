@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from tidemill.config import HEADS, EngineConfig, fmt_bytes
+from tidemill.config import EngineConfig, fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import Runner
@@ -18,17 +18,12 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
     if config.device != "cuda":
         return make_cpu_runner(model, config)
     from tidemill.runner.cuda_encoder import CudaEncoder  # needs Triton
-    from tidemill.runner.cuda_heads import HeadsCudaRunner
-    from tidemill.runner.cuda_runner import CudaRunner
-    from tidemill.runner.virtual_cuda import VirtualCudaRunner
+    from tidemill.runner.make_cuda import make_cuda_runner
 
     try:
         if model.config.pooler is not None:
             return CudaEncoder(model, config)
-        runner = VirtualCudaRunner if config.kv_layout == "virtual" else CudaRunner
-        if not set(HEADS).isdisjoint(config.speculate):
-            runner = HeadsCudaRunner
-        return runner(cast(CausalLM, model), config)
+        return make_cuda_runner(cast(CausalLM, model), config)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise ConfigError(

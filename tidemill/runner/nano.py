@@ -10,7 +10,7 @@ import torch
 
 from tidemill.parallel.group import Group
 from tidemill.runner.cuda_graphs import Graph, time_replay
-from tidemill.runner.cuda_work import Work, make_halves, make_work
+from tidemill.runner.cuda_work import Work, make_microbatches, make_work
 from tidemill.runner.state import RowState
 
 GAIN = 1.02  # from which on it is worth a graph of its own
@@ -40,7 +40,7 @@ class NanoTrial:
 
 
 @dataclass(slots=True)
-class Rivals:
+class Candidates:
     """The parts of the runner that a trial needs. Sizes are (decodes, tokens)."""
 
     state: RowState
@@ -57,64 +57,64 @@ class Rivals:
     group: Group
 
 
-def run_trials(rivals: Rivals) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
+def run_trials(candidates: Candidates) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
     """Runs the trials; returns them and the sizes at which halves are faster. All ranks decide as the first does. Leaves the
     state as it was."""
     trials, taken = [], set[tuple[bool, int]]()
     # Two halves of a decode step read all weights twice: only collectives can make up for that.
-    kinds = ((True, _DECODE), (False, _MIXED)) if rivals.group.size > 1 else ((False, _MIXED),)
+    kinds = ((True, _DECODE), (False, _MIXED)) if candidates.group.size > 1 else ((False, _MIXED),)
     for decodes, sizes in kinds:
         before = sizes[0] // 2
         for size in sizes:
-            if (decodes, size) in rivals.cuts and (trial := _try(rivals, decodes, size)) is not None:
+            if (decodes, size) in candidates.cuts and (trial := _try(candidates, decodes, size)) is not None:
                 trials.append(trial)
-                if rivals.group.broadcast_bytes(bytes([trial.is_taken])) == b"\1":
-                    taken |= {one for one in rivals.cuts if one[0] == decodes and before < one[1] <= size}
+                if candidates.group.broadcast_bytes(bytes([trial.is_taken])) == b"\1":
+                    taken |= {one for one in candidates.cuts if one[0] == decodes and before < one[1] <= size}
                 before = size
     return trials, taken
 
 
-def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
-    items = _items(rivals, decodes, size)
+def _try(candidates: Candidates, decodes: bool, size: int) -> NanoTrial | None:
+    items = _items(candidates, decodes, size)
     if items is None:
         return None
-    state, page_size = rivals.state, rivals.state.page_size
+    state, page_size = candidates.state, candidates.state.page_size
     num_pages = -(-(items[:, 1] + items[:, 2]) // page_size)
     firsts = 1 + np.cumsum(num_pages) - num_pages
     table = np.zeros(state.pages.shape, np.int32)
     for (row, _, _), first, num in zip(items, firsts, num_pages, strict=True):
         table[row, :num] = np.arange(first, first + num)
     state.pages.copy_(torch.from_numpy(table))
-    state.tokens.random_(rivals.vocab_size)
+    state.tokens.random_(candidates.vocab_size)
     last = int(firsts[-1] + num_pages[-1])
-    for page in range(1, last) if rivals.cache.is_floating_point() else ():
-        rivals.cache[page].normal_()
-    samples, how = items[:, 2] == 1, ([table], *rivals.how)
-    whole, halves = rivals.whole[decodes, size], rivals.capture(decodes, size)
-    works = make_work(items, samples, *how), make_halves(items, samples, rivals.cuts[decodes, size], *how)
+    for page in range(1, last) if candidates.cache.is_floating_point() else ():
+        candidates.cache[page].normal_()
+    samples, how = items[:, 2] == 1, ([table], *candidates.how)
+    whole, halves = candidates.whole[decodes, size], candidates.capture(decodes, size)
+    works = make_work(items, samples, *how), make_microbatches(items, samples, candidates.cuts[decodes, size], *how)
     seen, times = list[torch.Tensor](), (list[float](), list[float]())
     for turn in range(1 + _TIMES):
         for i, (graph, work) in enumerate(zip((whole, halves), works, strict=True)):
-            ms = time_replay(rivals.replay, graph, work)
+            ms = time_replay(candidates.replay, graph, work)
             if turn:
                 times[i].append(ms)
             else:
-                seen.append((graph.out if decodes else rivals.hidden[:size]).clone())
-    for used in (state.pages, state.tokens, rivals.cache[1:last]):
+                seen.append((graph.out if decodes else candidates.hidden[:size]).clone())
+    for used in (state.pages, state.tokens, candidates.cache[1:last]):
         used.zero_()
     # By CUDA IPC, ranks that have not begun do not wait for each other, and sums are of whatever is there.
-    is_same = rivals.group.size > 1 or torch.equal(*seen)
+    is_same = candidates.group.size > 1 or torch.equal(*seen)
     return NanoTrial(decodes, size, min(times[0]), min(times[1]), is_same)
 
 
-def _items(rivals: Rivals, decodes: bool, size: int) -> np.ndarray | None:
+def _items(candidates: Candidates, decodes: bool, size: int) -> np.ndarray | None:
     """Sequences of one token each; of a mixed step for a few of them, and a prompt. None: there is no room for them."""
-    page_size, num_pages = rivals.state.page_size, rivals.cache.shape[0] - 1
-    num = size if decodes else min(size // 8, rivals.num_rows - 1)
+    page_size, num_pages = candidates.state.page_size, candidates.cache.shape[0] - 1
+    num = size if decodes else min(size // 8, candidates.num_rows - 1)
     prompt = 0 if decodes else size - num
     left = num_pages - -(-prompt // page_size)
-    context = min(_CONTEXT, rivals.max_context, left // max(1, num) * page_size)
-    if num > rivals.num_rows or context < 1 or prompt > rivals.max_context:
+    context = min(_CONTEXT, candidates.max_context, left // max(1, num) * page_size)
+    if num > candidates.num_rows or context < 1 or prompt > candidates.max_context:
         return None
     singles = np.stack([np.arange(num), np.full(num, context - 1), np.ones(num, np.int64)], 1)
     return np.concatenate([singles, [[num, 0, prompt]]] if prompt else [singles]).astype(np.int32)

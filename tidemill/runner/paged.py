@@ -45,6 +45,9 @@ class PagedLayout:
     def place(self, plan: StepPlan) -> None:
         return
 
+    def launched(self, launched: object) -> None:
+        return
+
     def slots(self, batch: Batch) -> torch.Tensor:
         """The places that a batch's tokens are written to, [G, T]."""
         return batch.slots_GT

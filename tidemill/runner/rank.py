@@ -131,8 +131,9 @@ def make_rank_runner(
     )
     if config.device != "cuda":
         return make_cpu_runner(model, config, PipelineStage(model, stage, *neighbours))
-    from tidemill.runner.cuda_stage import CudaStageRunner  # needs Triton
+    from tidemill.runner.cuda_stage import PipelineStage as CudaPipelineStage  # needs Triton
+    from tidemill.runner.make_cuda import make_cuda_runner
 
-    return CudaStageRunner(
-        cast(CausalLM, model), replace(config, nano_batching="off"), stage, *neighbours
-    )
+    config, generating = replace(config, nano_batching="off"), cast(CausalLM, model)
+    own_stage = CudaPipelineStage(generating, config, stage, *neighbours)
+    return make_cuda_runner(generating, config, own_stage)

@@ -26,7 +26,7 @@ from tidemill.weights.checkpoint import open_checkpoint
 class TwoStages:
     """As a WorkerGroup has them, one after the other."""
 
-    steps_ahead, fallback, mover, loras = 0, "", None, None
+    steps_ahead, fallback, mover, loras, no_disk = 0, "", None, None, ""
 
     def __init__(self, first, last):
         self.first, self.last, self.cache = first, last, first.cache

@@ -33,8 +33,8 @@ def hidden_states(runner: CpuRunner, ids: list[int], num_layers: int) -> torch.T
     if num_layers == runner.model.config.num_layers:
         return runner.forward(batch).clone()
     step = runner.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
-    with runner.model.only_layers(range(num_layers)):
-        return runner.model(runner.model.embed_at(batch.ids_T, batch.positions_T, None), step).clone()
+    first = runner.model.only(range(num_layers))
+    return first(first.embed_at(batch.ids_T, batch.positions_T, None), step).clone()
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Self
 
@@ -98,24 +98,19 @@ class Model(nn.Module, ABC):
         """The last layer, for tokens of which `enter` returned these rows: hidden states after the last norm."""
         raise NotImplementedError
 
-    @contextmanager
-    def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time; also if the last layer is not
-        computed."""
-        kinds = [(spec, self.config.moe(layer)) for layer, spec in enumerate(self.config.layers)]
-        firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-        with self.only_layers(dict.fromkeys([*firsts, len(kinds) - 1] if self.can_enter else firsts)):
-            yield
+    def one_layer_of_each_kind(self) -> Self:
+        """A part of the model whose forward pass uses every kernel of the whole, at a fraction of its time; also if the last
+        layer is not computed."""
+        own = [layer for layer in range(len(self.blocks)) if not isinstance(self.blocks[layer], nn.Identity)]
+        kinds = {(self.config.layers[layer], self.config.moe(layer)): layer for layer in reversed(own)}
+        firsts = sorted(kinds.values())
+        return self.only(dict.fromkeys([*firsts, own[-1]] if self.can_enter else firsts))
 
-    @contextmanager
-    def only_layers(self, numbers: Iterable[int]) -> Iterator[None]:
-        """Meanwhile a forward pass has these layers alone, and the last norm."""
-        whole = self.blocks
-        self.blocks = nn.ModuleList(whole[number] for number in numbers)
-        try:
-            yield
-        finally:
-            self.blocks = whole
+    def only(self, numbers: Iterable[int]) -> Self:
+        """The model with these layers alone, and the last norm. It shares their weights."""
+        part, blocks = copy.copy(self), nn.ModuleList(self.blocks[number] for number in numbers)
+        part.__dict__["_modules"] = self._modules | {"blocks": blocks}
+        return part
 
     def angles(self, num_positions: int, device: torch.device | None = None, longest: int = 0) -> list[Angles | None]:
         """Each layer's cosines and sines; None where nothing is rotated. `longest`: a sequence whose cache holds fewer tokens, if

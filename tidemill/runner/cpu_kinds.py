@@ -59,8 +59,15 @@ class Passes:
         return Passes(replace(self.plain, program=None), replace(self.adapted, program=None))
 
 
+class NoAdapters:
+    """No token has an adapter."""
+
+    def choose(self, passes: Passes, rows: np.ndarray, counts: np.ndarray | int) -> Pass:
+        return passes.plain
+
+
 class AdapterRows:
-    """The adapters of a step's tokens: those of their rows. In an engine without adapters no row has one."""
+    """The adapters of a step's tokens: those of their rows."""
 
     def __init__(self, state: RowState, step: LoraStep) -> None:
         self._slots, self._step = state.adapters, step
@@ -80,7 +87,7 @@ class AllLayers:
     gives_all = True
 
     def __init__(
-        self, mixers: Mixers, embed: EmbedFn, adapters: AdapterRows, passes: Passes
+        self, mixers: Mixers, embed: EmbedFn, adapters: AdapterRows | NoAdapters, passes: Passes
     ) -> None:
         self._mixers, self._embed, self._adapters, self.passes = mixers, embed, adapters, passes
 
@@ -107,7 +114,12 @@ class ManyTokens(AllLayers):
     """Steps of many tokens, which ranks compute by rows (tensor layout phased)."""
 
     def __init__(
-        self, mixers: Mixers, embed: EmbedFn, adapters: AdapterRows, by_rows: Pass, least: int
+        self,
+        mixers: Mixers,
+        embed: EmbedFn,
+        adapters: AdapterRows | NoAdapters,
+        by_rows: Pass,
+        least: int,
     ) -> None:
         """`least`: tokens from which on that is faster."""
         super().__init__(mixers, embed, adapters, Passes(by_rows, by_rows))
@@ -127,7 +139,7 @@ class LastLayerApart:
         self,
         mixers: Mixers,
         embed: EmbedFn,
-        adapters: AdapterRows,
+        adapters: AdapterRows | NoAdapters,
         state: RowState,
         write_kv: Passes,
         last_layer: Passes,

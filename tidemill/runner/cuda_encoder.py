@@ -149,17 +149,18 @@ class CudaEncoder:
     def _step(self, size: int) -> Step:
         words, grid = self._words_of(size), Grid(0, 0, self._num_programs(size), 0)
 
-        def run(work: Work | None = None) -> torch.Tensor:
+        def run(work: Work | None = None, model: Model | None = None) -> torch.Tensor:
             ids, positions, numbers, types = words.of_tokens(self._words)
             slots = self._words[words.slots : words.ends].view(torch.int64)[None, :size]
             ends = self._words[words.ends : words.ends + self._max_requests]
             table = self._words[words.tables : words.tiles].view(self._max_requests, -1)
-            kv, embedded = self._kv_of(table), self.model.embed_at(ids, positions, types)
+            kv, layers = self._kv_of(table), model or self.model
+            embedded = layers.embed_at(ids, positions, types)
             if self._uses_flex:
-                made = self.model(embedded, FlexAttention(kv).step(numbers, positions, slots, ends[numbers]))
+                made = layers(embedded, FlexAttention(kv).step(numbers, positions, slots, ends[numbers]))
             else:
                 lists = Lists(self._words, self._words, *grid[:3], self._hidden, self._words, ends=ends)
-                made = self.model(embedded, CudaStep(kv, self._biases, lists, positions, slots))
+                made = layers(embedded, CudaStep(kv, self._biases, lists, positions, slots))
             return self._hidden[:size].copy_(made)
 
         return Step(size, grid, run)
@@ -168,16 +169,16 @@ class CudaEncoder:
         """Every kernel, in parallel processes; then each runs once, which loads it."""
         nums_rows = set(self._sizes)
         steps = [self._step(size) for size in one_of_each_kind(self._sizes)]
-        with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
+        few_layers = self.model.one_layer_of_each_kind()
+        with compile_elsewhere(), compile_only():
             for step in steps if not self._uses_flex else ():  # torch's ops would read what was not computed
-                step.run()
+                step.run(model=few_layers)
             self._pool(np.zeros((self._max_requests, 2), np.int32))
             self.model.compile(nums_rows)
         self.model.prepare(nums_rows)
         self._pool(np.zeros((self._max_requests, 2), np.int32))
-        with self.model.one_layer_of_each_kind():
-            for step in steps:
-                step.run()
+        for step in steps:
+            step.run(model=few_layers)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

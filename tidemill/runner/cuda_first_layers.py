@@ -7,6 +7,7 @@ from bisect import bisect_left
 import numpy as np
 import torch
 
+from tidemill.models.base import CausalLM
 from tidemill.runner.cuda_attention import ListAttention
 from tidemill.runner.cuda_graphs import GraphKey, Step
 from tidemill.runner.cuda_slots import CudaSlots
@@ -20,7 +21,8 @@ class CudaFirstLayers:
     def __init__(self, slots: CudaSlots, num_layers: int) -> None:
         """While no sequence is in the cache."""
         assert isinstance(slots.attention, ListAttention)
-        self._slots, self._attention, self._num_layers = slots, slots.attention, num_layers
+        self._slots, self._attention = slots, slots.attention
+        self._first = slots.model.only(range(num_layers))
         self._state, self._sizes = slots.state, slots.decode_sizes
         num_words = slots.buffers.metadata.numel()
         self._staging = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
@@ -35,9 +37,9 @@ class CudaFirstLayers:
         slots, key = self._slots, GraphKey(size, True)
         grid = self._attention.decode_grid(size, True)
 
-        def run(work: Work | None = None) -> torch.Tensor:
-            with slots.model.only_layers(range(self._num_layers)):
-                return self._out[:size].copy_(slots.forward(key, grid, work))
+        def run(work: Work | None = None, model: CausalLM | None = None) -> torch.Tensor:
+            hidden_TH = slots.forward(key, grid, work, model=model or self._first)
+            return self._out[:size].copy_(hidden_TH)
 
         return Step(size, grid, run)
 

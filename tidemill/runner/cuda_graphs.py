@@ -10,7 +10,7 @@ import torch
 
 from tidemill.kernels.cuda.gemm import choice_of
 from tidemill.kernels.cuda.launch import capturing
-from tidemill.models.base import Model
+from tidemill.models.base import CausalLM
 
 if TYPE_CHECKING:
     from tidemill.runner.cuda_work import Work
@@ -41,8 +41,9 @@ class GraphKey:
 
 
 class RunFn(Protocol):
-    def __call__(self, work: Work | None = None) -> torch.Tensor:
-        """`work`: of the step at hand, where it is launched kernel by kernel."""
+    def __call__(self, work: Work | None = None, model: Any = None) -> torch.Tensor:
+        """`work`: of the step at hand, where it is launched kernel by kernel. `model`: only some of
+        the model's layers."""
         ...
 
 
@@ -109,12 +110,11 @@ class NoGraphs:
     """In the place of a pool where weights are copied while layers compute, which cannot be
     captured: steps run once, in part, to load kernels."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: CausalLM) -> None:
+        self._few_layers = model.one_layer_of_each_kind()
 
     def capture(self, step: Step, run_first: bool = False) -> Graph:
-        with self._model.one_layer_of_each_kind():
-            return uncaptured(step, step.run())
+        return uncaptured(step, step.run(model=self._few_layers))
 
 
 def sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:

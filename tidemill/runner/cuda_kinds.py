@@ -13,6 +13,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels.cuda import flash
+from tidemill.models.base import CausalLM
 from tidemill.runner.cuda_attention import ListAttention
 from tidemill.runner.cuda_graphs import Graph, GraphKey, Step, one_of_each_kind, uncaptured
 from tidemill.runner.cuda_last import AllLayers, LastLayerApart
@@ -46,8 +47,8 @@ class Mixed:
         grid = self._slots.attention.mixed_grid(key.size, key.has_lists, key.flash)
         forward = self.last.forward_of(key.size)
 
-        def run(work: Work | None = None) -> torch.Tensor:
-            hidden_TH = self._slots.forward(key, grid, work, forward)
+        def run(work: Work | None = None, model: CausalLM | None = None) -> torch.Tensor:
+            hidden_TH = self._slots.forward(key, grid, work, forward, model)
             return self._slots.buffers.hidden[: key.size].copy_(hidden_TH)
 
         return Step(key.size, grid, run)
@@ -101,8 +102,8 @@ class Decode:
     def step(self, key: GraphKey) -> Step:
         slots, grid = self._slots, self._slots.attention.decode_grid(key.size, key.has_lists)
 
-        def run(work: Work | None = None) -> torch.Tensor:
-            hidden_TH = slots.states.keep(slots.forward(key, grid, work))
+        def run(work: Work | None = None, model: CausalLM | None = None) -> torch.Tensor:
+            hidden_TH = slots.states.keep(slots.forward(key, grid, work, model=model))
             return slots.pick_all(hidden_TH, key.size)
 
         return Step(key.size, grid, run)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from tidemill.models.base import CausalLM
 from tidemill.runner.cuda_graphs import Graph, GraphKey, Grid, Step, one_of_each_kind
 from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, ForwardFn, Sampled
 from tidemill.runner.cuda_step import CudaStep
@@ -54,10 +55,10 @@ class LastLayerApart(AllLayers):
         return self._write_kv if size in self._large else self._slots.all_layers
 
     def _write_kv(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
+        self, model: CausalLM, ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
     ) -> torch.Tensor:
         slots = self._slots
-        return slots.model.enter(slots.embed(ids_T, positions_T), step)
+        return model.enter(slots.embed(ids_T, positions_T), step)
 
     def _keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         variants = self._slots.adapters.variants
@@ -77,12 +78,12 @@ class LastLayerApart(AllLayers):
         entered_TH = self.entered[: key.size]
 
         def last_layer(
-            ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
+            model: CausalLM, ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
         ) -> torch.Tensor:
-            return slots.model.finish(entered_TH, step)
+            return model.finish(entered_TH, step)
 
-        def run(work: Work | None = None) -> torch.Tensor:
-            return slots.pick_all(slots.forward(key, grid, work, last_layer), key.size)
+        def run(work: Work | None = None, model: CausalLM | None = None) -> torch.Tensor:
+            return slots.pick_all(slots.forward(key, grid, work, last_layer, model), key.size)
 
         return Step(key.size, grid, run)
 
@@ -113,15 +114,15 @@ class LastLayerApart(AllLayers):
 
     def _all_rows_step(self, key: GraphKey) -> Step:
         grid = self._slots.attention.mixed_grid(key.size, key.has_lists)
-        return Step(key.size, grid, lambda work=None: self._all_rows(key, grid))
+        return Step(key.size, grid, lambda work=None, model=None: self._all_rows(key, grid, model))
 
-    def _all_rows(self, key: GraphKey, grid: Grid) -> torch.Tensor:
+    def _all_rows(self, key: GraphKey, grid: Grid, model: CausalLM | None = None) -> torch.Tensor:
         """The last layer for all tokens, kernel by kernel."""
         slots, entered_TH = self._slots, self._slots.buffers.hidden[: key.size]
 
         def last_layer(
-            ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
+            model: CausalLM, ids_T: torch.Tensor, positions_T: torch.Tensor, step: CudaStep
         ) -> torch.Tensor:
-            return slots.model.finish(entered_TH, step)
+            return model.finish(entered_TH, step)
 
-        return entered_TH.copy_(slots.forward(key, grid, None, last_layer))
+        return entered_TH.copy_(slots.forward(key, grid, None, last_layer, model))

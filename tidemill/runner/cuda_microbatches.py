@@ -11,6 +11,7 @@ from tidemill.config import EngineConfig
 from tidemill.kernels.cuda.lanes import Lanes
 from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.cuda.records import HEADER
+from tidemill.models.base import CausalLM
 from tidemill.parallel.group import Group
 from tidemill.runner.cuda_attention import ListAttention, StepTokens
 from tidemill.runner.cuda_buffers import WRITES_IN_FLIGHT, pinned
@@ -103,7 +104,7 @@ class Microbatches:
         first, second = (grid_of(num, key.has_lists) for num in (cut, size - cut))
         forward = slots.all_layers if decodes else self._mixed.last.forward_of(size)
 
-        def run(work: Work | None = None) -> torch.Tensor:
+        def run(work: Work | None = None, model: CausalLM | None = None) -> torch.Tensor:
             rows, positions = slots.buffers.tokens_of(size)
 
             def half(
@@ -113,7 +114,7 @@ class Microbatches:
                 ids, places = look_up(*at, state.tokens, state.kv_tables, state.page_size)
                 tokens = StepTokens(*at, places, metadata, lists, grid)
                 step = attention.part_step(tokens, attention.done[part])
-                return forward(ids, positions[part], step)
+                return forward(model or slots.model, ids, positions[part], step)
 
             metadata, more = slots.buffers.metadata, self._second_metadata
             both = Lanes(self._stream).run(

@@ -252,5 +252,5 @@ class PolicySteps:
         ids = slots.state.tokens[rows.long(), positions.long()]
         forward = slots.all_layers
         compute = slots.adapters.forward(forward) if batch.has_lora else forward
-        slots.buffers.hidden[:size].copy_(compute(ids, positions, step))
+        slots.buffers.hidden[:size].copy_(compute(slots.model, ids, positions, step))
         return slots.finish_prefill(batch, size, where)

@@ -112,16 +112,16 @@ class CudaRunner(DeviceRunner):
         model, attention = self.slots.model, self.slots.attention
         nums_rows = {*self.slots.decode_sizes, *self.slots.mixed_sizes}
         steps = [step for each in self.captured for step in each.trials()]
-        with compile_elsewhere(), compile_only(), model.one_layer_of_each_kind():
+        few_layers = model.one_layer_of_each_kind()
+        with compile_elsewhere(), compile_only():
             for step in steps if attention.compiles_alone else ():
-                step.run()
+                step.run(model=few_layers)
             self._warm_up()
             model.compile(nums_rows)
         model.prepare(nums_rows)
         self._warm_up()
-        with model.one_layer_of_each_kind():
-            for step in steps:
-                step.run()
+        for step in steps:
+            step.run(model=few_layers)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

@@ -24,8 +24,8 @@ from tidemill.runner.reports import Report, look_at_prompt
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
-# All layers or some, from ids and positions of a step's tokens.
-ForwardFn = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+# A model's layers, all or some, from ids and positions of a step's tokens.
+ForwardFn = Callable[[CausalLM, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 Sampled = tuple[
     torch.Tensor | None, torch.Tensor | None
 ]  # tokens and logits, in the order of draws
@@ -146,14 +146,22 @@ class CudaSlots:
     mixed_sizes: list[int]
     embed: EmbedFn  # the hidden states that the first layer here starts from
 
-    def all_layers(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: Any) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(self.embed(ids_T, positions_T), step)
+    def all_layers(
+        self, model: CausalLM, ids_T: torch.Tensor, positions_T: torch.Tensor, step: Any
+    ) -> torch.Tensor:
+        hidden: torch.Tensor = model(self.embed(ids_T, positions_T), step)
         return hidden
 
     def forward(
-        self, key: GraphKey, grid: Grid, work: Work | None, forward: ForwardFn | None = None
+        self,
+        key: GraphKey,
+        grid: Grid,
+        work: Work | None,
+        forward: ForwardFn | None = None,
+        model: CausalLM | None = None,
     ) -> torch.Tensor:
-        """The hidden states of a step's tokens. `forward`: not of all layers."""
+        """The hidden states of a step's tokens. `forward`: not through all layers. `model`: with
+        only some of them."""
         rows_T, positions_T = self.buffers.tokens_of(key.size)
         state, buffers = self.state, self.buffers
         ids, slots = look_up(rows_T, positions_T, state.tokens, state.kv_tables, state.page_size)
@@ -162,7 +170,7 @@ class CudaSlots:
         step: AttentionStep = self.attention.step(tokens, work)
         forward = forward or self.all_layers
         compute = self.adapters.forward(forward) if key.lora else forward
-        return compute(ids, positions_T, step)
+        return compute(model or self.model, ids, positions_T, step)
 
     def pick(
         self,

@@ -12,6 +12,7 @@ import torch
 from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.trees import move_tokens
+from tidemill.models.base import CausalLM
 from tidemill.runner.base import accept, right_drafts
 from tidemill.runner.cuda_attention import ListAttention, StepTokens
 from tidemill.runner.cuda_graphs import Graph, Grid, Step, one_of_each_kind, uncaptured
@@ -28,17 +29,26 @@ class CudaTrees:
     """The inputs beside the words that graphs of steps with trees read."""
 
     def __init__(self, num_tokens: int, max_drafts: int, device: torch.device) -> None:
-        self.places = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # in its row, of each token
+        self.places = torch.zeros(
+            num_tokens, dtype=torch.int32, device=device
+        )  # in its row, of each token
         # From which position on keys are those of ancestors, and their places.
-        self.paths = torch.full((num_tokens, 1 + max_drafts), _NEVER, dtype=torch.int32, device=device)
+        self.paths = torch.full(
+            (num_tokens, 1 + max_drafts), _NEVER, dtype=torch.int32, device=device
+        )
 
-    def write(self, items: Iterable[StepItem], table: np.ndarray, trees: Mapping[int, Sequence[int]]) -> np.ndarray:
+    def write(
+        self, items: Iterable[StepItem], table: np.ndarray, trees: Mapping[int, Sequence[int]]
+    ) -> np.ndarray:
         """`table`: row, start and count of the step's entries, drafts one by one; starts of those of trees become their
         positions. Returns the position of each entry from which on keys are its own."""
         starts, counts = table[:, 1], table[:, 2]
         ends = np.cumsum(counts)
         places = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1], dtype=np.int32)
-        bases, paths = np.full(len(table), _NEVER, np.int32), np.full((places.size, self.paths.shape[1]), _NEVER, np.int32)
+        bases, paths = (
+            np.full(len(table), _NEVER, np.int32),
+            np.full((places.size, self.paths.shape[1]), _NEVER, np.int32),
+        )
         end = 0  # of the item's entries
         for item in items:
             end += 1 + item.num_drafts + (item.num_drafts > 0 and item.count > item.num_draws)
@@ -56,7 +66,9 @@ class CudaTrees:
         return bases
 
 
-def settle(kv: PagedKV, state: RowState, tables: Sequence[np.ndarray], plan: StepPlan, drawn: Sequence[int]) -> None:
+def settle(
+    kv: PagedKV, state: RowState, tables: Sequence[np.ndarray], plan: StepPlan, drawn: Sequence[int]
+) -> None:
     """Tokens, and keys and values of right drafts, go where the next step looks for them. `tables`: page tables of each KV
     group, on the host."""
     items = [item for item in plan.items if item.num_draws]
@@ -67,7 +79,11 @@ def settle(kv: PagedKV, state: RowState, tables: Sequence[np.ndarray], plan: Ste
         if item.row in paths:
             first = item.start + item.count - item.num_drafts
             writes += [(item.row, first + i, token) for i, token in enumerate(tokens[item.row])]
-            moves += [(item.row, first + draft, first + i) for i, draft in enumerate(paths[item.row]) if draft != i]
+            moves += [
+                (item.row, first + draft, first + i)
+                for i, draft in enumerate(paths[item.row])
+                if draft != i
+            ]
     rows, positions, ids = upload(np.array(writes, np.int64).T.copy(), state.tokens.device)
     state.append(rows, positions, ids)
     if moves:
@@ -105,7 +121,9 @@ class TreeSteps:
     def trials(self) -> list[Step]:
         slots = self._slots
         kinds = ((True, slots.decode_sizes), (False, slots.mixed_sizes))
-        return [self.step(decodes, size) for decodes, sizes in kinds for size in one_of_each_kind(sizes)]
+        return [
+            self.step(decodes, size) for decodes, sizes in kinds for size in one_of_each_kind(sizes)
+        ]
 
     def capture(self) -> None:
         for size in reversed(self._slots.decode_sizes):
@@ -115,13 +133,13 @@ class TreeSteps:
         slots, attention = self._slots, self._attention
         grid = (attention.decode_grid if decodes else attention.mixed_grid)(size, True)
 
-        def run(work: Work | None = None) -> torch.Tensor:
-            hidden_TH = slots.states.keep(self._forward(size, grid))
+        def run(work: Work | None = None, model: CausalLM | None = None) -> torch.Tensor:
+            hidden_TH = slots.states.keep(self._forward(size, grid, model or slots.model))
             return slots.pick_all(hidden_TH, size) if decodes else hidden_TH
 
         return Step(size, grid, run)
 
-    def _forward(self, size: int, grid: Grid) -> torch.Tensor:
+    def _forward(self, size: int, grid: Grid, model: CausalLM) -> torch.Tensor:
         """Tokens lie at their places in the row, and are at their positions in the sequence."""
         slots, state = self._slots, self._slots.state
         rows_T, positions_T = slots.buffers.tokens_of(size)
@@ -130,7 +148,7 @@ class TreeSteps:
         metadata, lists = slots.buffers.metadata, slots.buffers.lists_of(size)
         tokens = StepTokens(rows_T, positions_T, at, metadata, lists, grid)
         step = self._attention.part_step(tokens, self._attention.done, self._trees.paths)
-        return slots.all_layers(ids, positions_T, step)
+        return slots.all_layers(model, ids, positions_T, step)
 
     def takes(self, batch: CudaBatch) -> bool:
         return bool(batch.plan.trees)

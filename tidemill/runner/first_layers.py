@@ -20,11 +20,10 @@ class FirstLayers:
         self, model: Model, mixers: Mixers, cache: torch.Tensor, state: RowState, num_layers: int
     ) -> None:
         """Made before any sequence is in the cache."""
-        self._model, self._mixers, self._state, self._num_layers = model, mixers, state, num_layers
+        self._model, self._mixers, self._state = model.only(range(num_layers)), mixers, state
         self._program: Program | None = None
         if native.lib and mixers.are_native:
-            with model.only_layers(range(num_layers)):
-                self._program = record_forward(model, mixers, cache)
+            self._program = record_forward(self._model, mixers, cache)
 
     def has_page(self, position: int, num_computed: int) -> bool:
         return position // self._state.page_size == (num_computed - 1) // self._state.page_size
@@ -40,5 +39,4 @@ class FirstLayers:
         embedded_TH = self._model.embed_at(ids_T, torch.from_numpy(at), None)
         if self._program is not None:
             return step.replay(self._program, embedded_TH)
-        with self._model.only_layers(range(self._num_layers)):
-            return self._model(embedded_TH, step)
+        return self._model(embedded_TH, step)

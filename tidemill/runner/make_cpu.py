@@ -9,7 +9,6 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PagedKV, attention_specs
-from tidemill.kernels.lora import LoraStep
 from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
@@ -21,6 +20,7 @@ from tidemill.runner.cpu_kinds import (
     ForwardFn,
     LastLayerApart,
     ManyTokens,
+    NoAdapters,
     Pass,
     Passes,
     StepKind,
@@ -67,7 +67,7 @@ def make_cpu_runner(
             adapted = recorder.record_parts(loras)
             both = zip(parts, adapted, strict=False)  # none with adapters: none at all
             write_kv_and_last = [Passes(*pair) for pair in both]
-    adapters = AdapterRows(state, LoraStep() if loras is None else loras.step)
+    adapters = NoAdapters() if loras is None else AdapterRows(state, loras.step)
     slots = mixers, stage.embed, adapters
     all_layers = AllLayers(*slots, whole)
     kinds: list[StepKind] = [all_layers]

@@ -17,7 +17,7 @@ from tidemill.parallel.channel import Channel
 from tidemill.parallel.world import Stage
 from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch
-from tidemill.runner.inputs import InputRows, embed
+from tidemill.runner.inputs import InputRows
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
@@ -68,7 +68,12 @@ class OnlyStage:
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """The hidden states that the first layer here starts from."""
-        return embed(self._model, batch, self.inputs)
+        positions, types = batch.positions_T, batch.types_T
+        if self.inputs is None or not batch.has_inputs:
+            return self._model.embed_at(batch.ids_T, positions, types)
+        return self.inputs.embed(
+            batch.ids_T, lambda ids: self._model.embed_at(ids, positions, types)
+        )
 
     def results(
         self, sample: SampleFn, plan: StepPlan, batch: Batch, hidden_TH: torch.Tensor

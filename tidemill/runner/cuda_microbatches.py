@@ -9,7 +9,6 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels.cuda.lanes import Lanes
-from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.models.base import CausalLM
 from tidemill.parallel.group import Group
@@ -17,7 +16,7 @@ from tidemill.runner.cuda_attention import ListAttention, StepTokens
 from tidemill.runner.cuda_buffers import WRITES_IN_FLIGHT, pinned
 from tidemill.runner.cuda_graphs import Graph, GraphKey, Grid, Step, microbatches
 from tidemill.runner.cuda_kinds import Decode, Mixed
-from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled, look_up_in
 from tidemill.runner.cuda_work import Work, make_microbatches
 from tidemill.runner.nano import Candidates, NanoTrial, run_trials
 
@@ -111,7 +110,7 @@ class Microbatches:
                 part: slice, grid: Grid, metadata: torch.Tensor, lists: torch.Tensor
             ) -> torch.Tensor:
                 state, at = slots.state, (rows[part], positions[part])
-                ids, places = look_up(*at, state.tokens, state.kv_tables, state.page_size)
+                ids, places = look_up_in(state, *at)
                 tokens = StepTokens(*at, places, metadata, lists, grid)
                 step = attention.part_step(tokens, attention.done[part])
                 return forward(model or slots.model, ids, positions[part], step)

@@ -133,6 +133,19 @@ class StatesKept:
         return self._hidden[: plan.num_tokens].clone()
 
 
+def look_up_in(
+    state: RowState, rows_T: torch.Tensor, positions_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens' ids and their places in each group's pages. An id less than zero is the number of
+    a row of embeddings."""
+    tables, page_size = state.kv_tables, state.page_size
+    ids, slots = look_up(rows_T, positions_T, state.tokens, tables, page_size)
+    if state.inputs is not None:
+        inputs = state.inputs[rows_T.long(), positions_T.long()]
+        ids = torch.where(inputs > 0, -inputs, ids)
+    return ids, slots
+
+
 @dataclass(slots=True)
 class CudaSlots:
     model: CausalLM
@@ -164,7 +177,7 @@ class CudaSlots:
         only some of them."""
         rows_T, positions_T = self.buffers.tokens_of(key.size)
         state, buffers = self.state, self.buffers
-        ids, slots = look_up(rows_T, positions_T, state.tokens, state.kv_tables, state.page_size)
+        ids, slots = look_up_in(state, rows_T, positions_T)
         lists = buffers.lists_of(key.size)
         tokens = StepTokens(rows_T, positions_T, slots, buffers.metadata, lists, grid, key.flash)
         step: AttentionStep = self.attention.step(tokens, work)

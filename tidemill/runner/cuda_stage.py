@@ -15,6 +15,7 @@ from tidemill.parallel.world import Stage
 from tidemill.runner.cuda_graphs import GraphKey
 from tidemill.runner.cuda_kinds import Mixed
 from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled
+from tidemill.runner.inputs import InputRows
 
 
 class OnlyStage:
@@ -24,10 +25,13 @@ class OnlyStage:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
+        self.inputs: InputRows | None = None  # if prompts may have embeddings in the place of tokens
 
     def embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """The hidden states that the first layer here starts from."""
-        return self._model.embed_tokens(ids_T, positions_T)
+        if self.inputs is None:
+            return self._model.embed_tokens(ids_T, positions_T)
+        return self.inputs.embed(ids_T, lambda ids: self._model.embed_tokens(ids, positions_T))
 
 
 class PipelineStage(OnlyStage):

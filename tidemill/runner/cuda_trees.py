@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from tidemill.kernels.cuda.look_up import look_up
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.trees import move_tokens
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import accept, right_drafts
 from tidemill.runner.cuda_attention import ListAttention, StepTokens
 from tidemill.runner.cuda_graphs import Graph, Grid, Step, one_of_each_kind, uncaptured
-from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Launched, Sampled
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Launched, Sampled, look_up_in
 from tidemill.runner.cuda_work import Work, make_work
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem, StepPlan
@@ -144,7 +143,7 @@ class TreeSteps:
         slots, state = self._slots, self._slots.state
         rows_T, positions_T = slots.buffers.tokens_of(size)
         places_T = self._trees.places[:size]
-        ids, at = look_up(rows_T, places_T, state.tokens, state.kv_tables, state.page_size)
+        ids, at = look_up_in(state, rows_T, places_T)
         metadata, lists = slots.buffers.metadata, slots.buffers.lists_of(size)
         tokens = StepTokens(rows_T, positions_T, at, metadata, lists, grid)
         step = self._attention.part_step(tokens, self._attention.done, self._trees.paths)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from tidemill.models.base import Model
-from tidemill.runner.batch import Batch
 from tidemill.runner.state import upload
 from tidemill.sched.plan import Encode, StepPlan
 
@@ -28,14 +28,7 @@ class InputRows:
         content = np.frombuffer(encode.content, np.float32).reshape(len(encode.rows), -1)
         return upload(content.copy(), self._rows_RH.device).to(self._rows_RH.dtype)
 
-    def put_over(self, embedded_TH: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-        """The embeddings of a step, of which those of ids less than zero are looked up here."""
-        return torch.where((ids_T < 0).unsqueeze(1), self._rows_RH[(-ids_T).clamp(min=0).long()], embedded_TH)
-
-
-def embed(model: Model, batch: Batch, inputs: InputRows | None) -> torch.Tensor:
-    """The hidden states that the first layer starts from."""
-    if inputs is None or not batch.has_inputs:
-        return model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
-    embedded_TH = model.embed_at(batch.ids_T.clamp(min=0), batch.positions_T, batch.types_T)
-    return inputs.put_over(embedded_TH, batch.ids_T)
+    def embed(self, ids_T: torch.Tensor, look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The embeddings of a step. `look_up`: those of ids that are tokens."""
+        rows_TH = self._rows_RH[(-ids_T).clamp(min=0).long()]
+        return torch.where((ids_T < 0).unsqueeze(1), rows_TH, look_up(ids_T.clamp(min=0)))

@@ -40,6 +40,7 @@ from tidemill.runner.cuda_step import find_missing, new_pool, new_states
 from tidemill.runner.cuda_trees import CudaTrees, NoTrees, TreeSteps
 from tidemill.runner.device import CopiedTables
 from tidemill.runner.flash_trial import refused_flash
+from tidemill.runner.inputs import InputRows
 from tidemill.runner.paged import PagedLayout
 from tidemill.runner.state import RowState
 from tidemill.runner.virtual_cuda import ContiguousAttention, VirtualCudaLayout
@@ -62,6 +63,7 @@ def make_cuda_runner(
         device,
         config.layout.groups,
         max(config.max_context, config.max_stream),
+        shape.takes_embeddings,
     )
     tables, sampler = CopiedTables(state), CudaSampler(state, shape.vocab_size)
     kv_layout: PagedLayout | VirtualCudaLayout
@@ -89,6 +91,9 @@ def make_cuda_runner(
         loras = CudaLoras(model.lora_places(), *most, device)
     is_streamed = model.streaming is not None and model.streaming.is_in_use
     own_stage = stage or OnlyStage(model)
+    if shape.takes_embeddings:
+        num_rows = shape.num_input_rows(config.token_budget)
+        own_stage.inputs = InputRows(num_rows, shape.hidden_size, torch.bfloat16, device)
     slots = CudaSlots(
         model,
         state,
@@ -139,7 +144,7 @@ def make_cuda_runner(
         kinds.insert(0, PolicySteps(slots, with_policies))
     if stage is not None:
         kinds, captured = [StageSteps(slots, mixed, stage)], [mixed]
-    return CudaRunner(
+    runner = CudaRunner(
         config,
         slots,
         kv_layout,
@@ -156,6 +161,8 @@ def make_cuda_runner(
         warm_ups,
         _fallback(missing, is_streamed),
     )
+    runner.inputs = own_stage.inputs
+    return runner
 
 
 def _has_heads(config: EngineConfig) -> bool:

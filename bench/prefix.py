@@ -121,7 +121,7 @@ def miss_ms(prompts: list[list[int]], index: str, page_size: int) -> list[float]
     )  # fmt: skip
     for prompt in prompts:
         begin = time.thread_time()
-        scheduler.add(Submit("r", prompt, SamplingParams(max_tokens=1, seed=0)))
+        scheduler.table.add(Submit("r", prompt, SamplingParams(max_tokens=1, seed=0)))
         while (plan := scheduler.plan()) is not None:
             scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         times.append(1000 * (time.thread_time() - begin))

@@ -199,7 +199,7 @@ def run(core: EngineCore, requests: dict[str, tuple[Any, ...]], eos: tuple[int, 
             answers[name if index == 0 else f"{name}:{index}"] = Answer()
     while core.has_work:
         take(core, answers)
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return answers
 
 

@@ -88,10 +88,10 @@ def test_arrivals_and_aborts_while_steps_are_in_flight(model):
             live.discard(name)
         core.step()
         live &= set(core.live)
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     while core.has_work:
         core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert made > 100
 
 
@@ -112,7 +112,7 @@ def test_a_failing_step_fails_those_in_flight_and_no_others(model):
     core.runner.collect = collect
     assert not core.in_flight
     assert not core.has_work
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     alone = run(make_core(model), {"x": ([5, 6, 7], greedy(6))})
     assert run(core, {"x": ([5, 6, 7], greedy(6))}) == alone
 
@@ -235,10 +235,10 @@ def test_aborts_and_preemption_while_drafts_are_followed(model):
             gone.add(name := draw.choice(sorted(core.live)))
             core.abort(Abort(name, "left"))
         if draw.random() < 0.1 and core.scheduler.running:
-            core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
+            core.scheduler.table.preempt(draw.choice(core.scheduler.running), "test")
         for delta in core.step()[0].deltas:
             made[delta.request_id] += delta.token_ids
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert all(tokens == expected[name].tokens[: len(tokens)] for name, tokens in made.items())
     assert all(made[name] == expected[name].tokens for name in asked if name not in gone)
     assert len(gone) < 30

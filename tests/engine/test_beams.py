@@ -62,7 +62,7 @@ def collect(core, seen=None):
     while core.has_work:
         output, failed = core.step()
         assert not failed
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
         if seen is not None:
             seen += output.events
         for delta in output.deltas:
@@ -250,9 +250,9 @@ def test_preempted_at_every_step(model, alone):
         made |= {one.index: (one.token_ids, one.score, one.finish_reason, one.logprobs) for one in output.deltas if one.score}
         running = core.scheduler.running
         if running and num < 40:
-            core.scheduler.preempt(running[num % len(running)], "test")
+            core.scheduler.table.preempt(running[num % len(running)], "test")
             num += 1
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert num > 10
     assert [made[i] for i in range(4)] == alone
 
@@ -282,8 +282,8 @@ def test_families_with_windows_and_states(family, tmp_path):
             assert not failed
             made |= {one.index: one for one in output.deltas if one.score is not None}
             if preempts and core.scheduler.running:
-                core.scheduler.preempt(core.scheduler.running[-1], "test")
-            core.scheduler.check_integrity()
+                core.scheduler.table.preempt(core.scheduler.running[-1], "test")
+            core.scheduler.table.check_integrity()
         assert [made[i].token_ids for i in range(3)] == tokens
         assert [made[i].score for i in range(3)] == pytest.approx(scores, abs=1e-3)
 
@@ -316,7 +316,7 @@ def test_aborted_at_every_step(model):
         core.take_events()
         core.abort(Abort("x", "test"))
         assert sum(isinstance(event, events.Aborted) for event in core.take_events()) == 1
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
         assert not core.has_work
         assert core.scheduler.kv.num_free_pages == core.scheduler.kv.num_pages
 
@@ -340,7 +340,7 @@ def test_a_beam_whose_logits_are_not_numbers_fails_its_request_alone(model, monk
     assert [(one.request_id, one.error) for one in failed] == [("x", "ModelFailed")]
     monkeypatch.undo()
     assert len(collect(core)["y"][0][0]) > 0
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
 
 
 def test_started_again_by_another_engine(model, alone):

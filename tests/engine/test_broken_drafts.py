@@ -102,11 +102,11 @@ def test_pages_given_up_while_a_step_writes_such_drafts_are_cleared(model, ends,
     if ends == "aborted":
         core.abort(Abort("x", "left"))
     elif ends == "preempted":
-        core.scheduler.preempt(request, "for a test")
+        core.scheduler.table.preempt(request, "for a test")
         core.use(*core.parts_but(Drafting))
     while core.has_work:
         core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     alone = run(core, {"y": (PROMPT[::-1], greedy(12))})  # the next step clears them
     assert not core.runner.cache.isnan().any()
     assert alone == run(make_core(model, speculate="off"), {"y": (PROMPT[::-1], greedy(12))})

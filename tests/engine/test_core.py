@@ -69,7 +69,7 @@ def test_abort_of_one_sample_leaves_the_others(core):
         take(core, answers)
     assert len(answers["a"].tokens) == len(answers["a:2"].tokens) == 6
     assert len(answers["a:1"].tokens) < 6
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     assert not core.live
     assert not core.live_of
 
@@ -101,7 +101,7 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
     assert "kernel failed" in capsys.readouterr().err
     core.runner.launch = real
     assert len(run(core, {"next": ([1, 2, 3], greedy(5))})["next"].tokens) == 5
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
 
 
 class Ahead:
@@ -136,7 +136,7 @@ def test_a_result_that_cannot_be_read_fails_the_request_it_belongs_to(core, caps
     core.submit(Submit("next", [1, 2, 4], greedy(3)))
     while core.has_work:
         assert not core.step()[1]
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     capsys.readouterr()
 
 
@@ -170,7 +170,7 @@ def test_pages_to_be_cleared_are_cleared_though_a_step_fails(core, monkeypatch, 
     core.step()
     (live,) = core.scheduler.running
     pages = list(core.scheduler.kv.tables(live.seq)[0])
-    core.scheduler.discard(live, "logits are not numbers")
+    core.scheduler.table.discard(live, "logits are not numbers")
     core.end(live.seq)
     core.submit(Submit("two", [4, 5, 6], greedy(2)))
     with monkeypatch.context() as patch:
@@ -240,7 +240,7 @@ def test_who_shares_pages_with_a_failed_step_starts_over(model):
     while core.has_work:
         take(core, answers)
     assert answers["b"].tokens == expected
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
 
 
 def test_an_end_token_outside_the_vocabulary_harms_no_request(core):
@@ -305,7 +305,7 @@ def test_embeddings_have_length_one_and_are_the_same_in_chunks_and_after_preempt
     for name, (prompt, params) in prompts.items():
         core.submit(Submit(name, prompt, params))
     take(core, answers)
-    core.scheduler.preempt(core.scheduler.running[0], "test")
+    core.scheduler.table.preempt(core.scheduler.running[0], "test")
     while core.has_work:
         take(core, answers)
     for name, vector in whole.items():
@@ -394,6 +394,6 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path, params):
             answers[delta.request_id].tokens.extend(delta.token_ids)
     assert told == [("bad", "ModelFailed")]
     assert {name: answer.tokens for name, answer in answers.items()} == alone
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     assert run(core, dict(good))["good1"].tokens == alone["good1"]  # in pages that were the broken one's, too
     assert not any(page.isnan().any() for page in core.runner.cache)

@@ -51,7 +51,7 @@ def verified(core, requests):
         for event in output.events:
             of = [one for one in event.of if one[0] not in ended] if isinstance(event, events.DraftsVerified) else []
             num_right, num_all = num_right + sum(one[2] for one in of), num_all + sum(one[1] for one in of)
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return answers, num_right, num_all
 
 
@@ -103,7 +103,7 @@ def test_preempted_and_aborted(models):
         take(core, answers)
         num_steps += 1
         if num_steps == 3:
-            core.scheduler.preempt(core.scheduler.running[0], "test")
+            core.scheduler.table.preempt(core.scheduler.running[0], "test")
         if num_steps == 4:
             core.abort(Abort("y", "test"))
     assert answers["x"] == expected

@@ -125,9 +125,9 @@ def test_preempted_at_any_time(models, heads, expected, name):
     while core.has_work:
         take(core, answers)
         if core.scheduler.running and draw.random() < 0.4:
-            core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
+            core.scheduler.table.preempt(draw.choice(core.scheduler.running), "test")
             num_preempted += 1
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert num_preempted >= 4
     assert answers == expected[""]
 

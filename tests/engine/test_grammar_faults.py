@@ -108,7 +108,7 @@ def test_the_request_fails_alone_with_a_typed_error(core, method, countdown, err
                 answer.tokens += delta.token_ids
                 answer.logprobs += delta.logprobs or []
                 answer.finish_reason = delta.finish_reason
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert [(one.request_id, one.error) for one in failed] == [("bad", "InvalidRequest")]
     assert type(error).__name__ in failed[0].message
     assert str(error) in failed[0].message
@@ -145,7 +145,7 @@ def test_ctrl_c_in_a_mask_is_still_ctrl_c(core):
         core.part(StructuredOutput).start(seq, faulty(core, "mask", 0, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         core.step()
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     assert run(core, {"next": ([1, 2], greedy(3))})["next"].tokens
 
 

@@ -131,8 +131,8 @@ def test_after_preemption(model, alone, caching):
         take(core, answers)
         num_steps += 1
         if num_steps in (2, 5, 14) and core.scheduler.running:
-            core.scheduler.preempt(core.scheduler.running[0], "test")
-        core.scheduler.check_integrity()
+            core.scheduler.table.preempt(core.scheduler.running[0], "test")
+        core.scheduler.table.check_integrity()
     assert answers["x"] == alone["seeded"]
 
 

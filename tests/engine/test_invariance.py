@@ -143,7 +143,7 @@ def test_after_preemption(model, alone, kind, caching):
         num_steps += 1
         request = next((r for r in core.scheduler.running if r.request_id == "x"), None)
         if request and (num_steps == 1 or (request.num_output in (5, 11) and request.epoch < 3)):
-            core.scheduler.preempt(request, "test")
+            core.scheduler.table.preempt(request, "test")
             num_preempted += 1
     assert num_preempted >= 3
     assert answers["x"] == alone[kind]
@@ -207,7 +207,7 @@ def test_prompt_logprobs_from_a_position_on(model, start):
     core.submit(Submit("x", prompt, params))
     for _ in range(PROMPT_LEN // 7):
         take(core, answers)
-    core.scheduler.preempt(core.scheduler.running[0], "for this test")
+    core.scheduler.table.preempt(core.scheduler.running[0], "for this test")
     while core.has_work:
         take(core, answers)
     assert (answers["x"].prompt_logprobs, answers["x"].tokens) == (whole.prompt_logprobs, whole.tokens)

@@ -33,7 +33,7 @@ def preempted(core, crowd):
         take(core, answers)
         request = next((one for one in core.scheduler.running if one.request_id == "x"), None)
         if request and request.num_output == 5 and not num:
-            core.scheduler.preempt(request, "test")
+            core.scheduler.table.preempt(request, "test")
             num += 1
     assert num
     return answers["x"]

@@ -70,7 +70,7 @@ def test_the_same_bits_in_every_path(model, kind):
     assert together == {name: run(make_core(model), {name: one})[name] for name, one in of_others.items()}
     _preempt_at(core, expected, prompt, params, {3, 11})
     assert run(core, {"y": (prompt, plain)})["y"] == without
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
 
 
 def _preempt_at(core: EngineCore, expected: Answer, prompt: list[int], params: SamplingParams, lengths: set[int]) -> None:
@@ -78,11 +78,11 @@ def _preempt_at(core: EngineCore, expected: Answer, prompt: list[int], params: S
     core.submit(Submit("x", prompt, params))
     while core.has_work:
         take(core, answers)
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
         for request in list(core.scheduler.running):
             if request.num_output in left:
                 left.remove(request.num_output)
-                core.scheduler.preempt(request, "for this test")
+                core.scheduler.table.preempt(request, "for this test")
     assert not left
     assert answers["x"] == expected
 
@@ -102,7 +102,7 @@ def test_pages_are_bounded_and_nothing_moved_is_shared(model):
             if request.num_computed >= 63:
                 (table,) = core.scheduler.kv.tables(request.seq)
                 assert not any(page in core.scheduler.kv.index for page in table)
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert len(answer.tokens) == 200
     assert most == -(-63 // 4)
     assert sum(event.num_tokens for event in seen if isinstance(event, events.TokensEvicted)) == 3 * (

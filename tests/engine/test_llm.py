@@ -86,7 +86,7 @@ def test_leaving_a_stream_frees_the_request(llm):
     for _ in llm.stream("hello", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)):
         break
     assert not llm.core.has_work
-    llm.core.scheduler.check_integrity()
+    llm.core.scheduler.table.check_integrity()
 
 
 def test_generate_beside_an_open_stream(llm):
@@ -109,7 +109,7 @@ def test_ctrl_c_takes_effect_between_steps(llm):
         llm.generate("hello", GREEDY)
     llm.core.runner.launch = real
     assert not llm.core.has_work
-    llm.core.scheduler.check_integrity()
+    llm.core.scheduler.table.check_integrity()
     assert llm.generate("hello", GREEDY)[0].text
 
 

@@ -89,7 +89,7 @@ def ask(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams, i
         core.submit(Submit(name, prompt, params, adapter=adapter))
     while core.has_work:
         take(core, answers)
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return answers
 
 
@@ -251,7 +251,7 @@ def test_what_is_held_of_an_adapter_ends_when_it_is_unloaded(base, loras):
     core.take_events()
 
     def ended() -> dict[str, str]:
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
         return {one.name: one.reason for one in core.take_events() if isinstance(one, events.HoldEnded)}
 
     core.submit(Submit("x", prompt, greedy(12), adapter=1, prefix_leases=[Hold("late", 0, 600.0)]))

@@ -30,7 +30,7 @@ def ask(core, name, prompt, prefix_leases=(), params=None, tenant=""):
     core.submit(Submit(name, prompt, params or greedy(5, logprobs=2), prefix_leases=list(prefix_leases), tenant=tenant))
     while core.has_work:
         take(core, {name: answer})
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return answer
 
 

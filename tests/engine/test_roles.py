@@ -73,7 +73,7 @@ def run(test, folder, **given):
             await until_async(lambda: client.is_idle)
             for one in client.clients:
                 if one.link is not None:
-                    one.link.core.scheduler.check_integrity()
+                    one.link.core.scheduler.table.check_integrity()
             roles = client.routing
             assert (roles.routes, roles._at_gate, roles._let_in) == ({}, {}, {})
             assert not any(room.num_promised for room in client.routing._rooms.values())

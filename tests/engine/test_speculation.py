@@ -79,8 +79,8 @@ def test_preempted_while_drafts_are_verified(model, plain):
         take(core, answers)
         num_steps += 1
         if num_steps in (3, 5) and core.scheduler.running:
-            core.scheduler.preempt(core.scheduler.running[0], "test")
-        core.scheduler.check_integrity()
+            core.scheduler.table.preempt(core.scheduler.running[0], "test")
+        core.scheduler.table.check_integrity()
     assert answers["x"] == plain["seeded"]
 
 
@@ -91,7 +91,7 @@ def test_a_stop_string_found_by_the_frontend_ends_it(model, plain):
     core.step()
     assert core.finish(Finish("x", 0)) is not None
     assert not core.has_work
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
 
 
 def test_what_repeats_is_guessed_from_the_prompt(model):

@@ -309,7 +309,7 @@ def test_a_failed_step_takes_no_untrusted_page_along(llama, llama_expected, tmp_
         failed += core.step()[1]
     assert len(failed) == 1
     core.runner.launch = launch
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     assert one_by_one(core)[0] == llama_expected
     core.close()
 

@@ -74,9 +74,9 @@ def test_preempted_meanwhile(model):
     while core.has_work:
         take(core, answers)
         if core.scheduler.running and draw.random() < 0.3:
-            core.scheduler.preempt(draw.choice(core.scheduler.running), "test")
+            core.scheduler.table.preempt(draw.choice(core.scheduler.running), "test")
             num_preempted += 1
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     assert num_preempted >= 3
     assert answers == expected
 

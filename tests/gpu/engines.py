@@ -57,7 +57,7 @@ def ask(core: Any, requests: dict[str, Any]) -> Outputs:
             outputs[delta.request_id][0].extend(delta.token_ids)
             outputs[delta.request_id][1].extend(delta.logprobs or [])
             outputs[delta.request_id][1].extend(delta.prompt_logprobs or [])
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return outputs
 
 

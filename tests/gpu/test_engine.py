@@ -257,7 +257,7 @@ def test_odd_requests(tmp_path: Path) -> None:
                 seen = delta.embedding
             else:
                 outputs[delta.request_id] += delta.token_ids
-    crowded.scheduler.check_integrity()
+    crowded.scheduler.table.check_integrity()
     assert errors == [("bad", "ModelFailed")], errors
     assert not crowded.runner.cache.isnan().any(), "pages of the broken one are cleared"
     assert outputs["plain"] == lone["plain"][0]
@@ -292,7 +292,7 @@ def test_arrivals_and_aborts(tmp_path: Path) -> None:
         assert not failed
         live -= {delta.request_id for delta in output.deltas if delta.finish_reason}
         if step % 50 == 0:
-            core.scheduler.check_integrity()
+            core.scheduler.table.check_integrity()
     while core.has_work:
         core.step()
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()

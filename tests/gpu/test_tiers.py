@@ -72,7 +72,7 @@ def test_transfer(folder: Path) -> None:
     assert ask(second, drawn) == lone, "pages of another engine"
     assert loads_of(second, Tier.PEER)
     for one in (first, second):
-        one.scheduler.check_integrity()
+        one.scheduler.table.check_integrity()
         one.close()
 
 
@@ -95,7 +95,7 @@ def test_arrivals_and_aborts(folder: Path) -> None:
         for delta in output.deltas:
             if delta.finish_reason and delta.request_id in live:
                 live.remove(delta.request_id)
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     while core.has_work:
         core.step()
     asked = {

@@ -87,7 +87,7 @@ def test_tokens_depend_on_the_request_alone(model, files, kind):
         take(preempted, answers)
         own = next(iter(preempted.scheduler.running), None)
         if own and own.epoch < 2 and own.num_output in (0, 4):
-            preempted.scheduler.preempt(own, "test")
+            preempted.scheduler.table.preempt(own, "test")
     assert answers["x"] == alone
 
 

@@ -236,7 +236,7 @@ def test_tokens_do_not_depend_on_the_company(folder):
         take(core, answers)
         request = next(iter(core.scheduler.running), None)
         if request and (preempted == 0 or request.num_output >= 5) and preempted < 2:
-            core.scheduler.preempt(request, "test")
+            core.scheduler.table.preempt(request, "test")
             preempted += 1
     assert preempted == 2
     assert answers["x"] == alone

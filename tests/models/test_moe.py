@@ -467,7 +467,7 @@ def preempted(core, asked) -> Answer:
         take(core, answers)
         request = next((one for one in core.scheduler.running if one.request_id == "x"), None)
         if request and request.num_output in (0, 5) and request.epoch < 2:
-            core.scheduler.preempt(request, "test")
+            core.scheduler.table.preempt(request, "test")
             num_preempted += 1
     assert num_preempted == 2
     return answers["x"]

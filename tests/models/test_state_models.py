@@ -187,11 +187,11 @@ def test_a_preempted_request_starts_again_from_a_state_that_was_kept(saved):
         take(core, answers)
         num_steps += 1
         if num_steps % 9 == 0 and core.scheduler.running:
-            core.scheduler.preempt(core.scheduler.running[-1], "test")
+            core.scheduler.table.preempt(core.scheduler.running[-1], "test")
             num_preempted += 1
     assert num_preempted > 1
     assert answers == alone
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
 
 
 def test_bits_do_not_depend_on_how_a_sequence_is_computed(saved, backend):
@@ -267,7 +267,7 @@ def is_as_without_the_cache(core, model, name, request):
     """Tokens that were found, of an answer that is the same, bit for bit, as without the prefix cache."""
     answer = run(core, {name: request})[name]
     assert answer == run(make_core(model, prefix_caching=False), {name: request})[name]
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return answer.last.num_cached
 
 

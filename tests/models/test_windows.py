@@ -114,7 +114,7 @@ def assert_pages_are_constant(core, prompt, num_tokens):
     longest = 0
     while core.has_work:
         core.step()
-        for request in core.scheduler.holders():
+        for request in core.scheduler.table.holders():
             tables = core.scheduler.kv.tables(request.seq)
             assert all(sum(page > 0 for page in tables[g]) <= most[g] for g in most)
             longest = max(longest, request.num_computed)

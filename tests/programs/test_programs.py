@@ -44,7 +44,7 @@ def idle(llm):
     """Nothing is left behind."""
     yield llm
     assert not llm.core.has_work
-    llm.core.scheduler.check_integrity()
+    llm.core.scheduler.table.check_integrity()
 
 
 def forced(llm, text):

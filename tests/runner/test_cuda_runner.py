@@ -227,7 +227,7 @@ def test_beams(folder, on_gpu):
             output, failed = core.step()
             assert not failed
             outputs |= {one.index: (one.token_ids, one.score) for one in output.deltas if one.score is not None}
-            core.scheduler.check_integrity()
+            core.scheduler.table.check_integrity()
         made.append([outputs[i] for i in range(3)])
     on_cpu, on_device = made
     assert [tokens for tokens, _ in on_device] == [tokens for tokens, _ in on_cpu]
@@ -398,7 +398,7 @@ def test_preempted_and_aborted_while_steps_are_in_flight(folder, on_gpu, monkeyp
     requests = {"low": (ids(70, 1), greedy(4)), "high": (ids(60, 2), greedy(3))}
     core = on_gpu(kv_memory_bytes=8 * 16 * 2 * 2 * 16 * 2, prefix_caching=False)
     seen, answers = [], {name: Answer() for name in requests}
-    monkeypatch.setattr(core.scheduler, "_emit", seen.append)
+    monkeypatch.setattr(core.scheduler.table, "_emit", seen.append)
     core.submit(Submit("leaves", ids(20, 9), greedy(50)))
     for _ in range(3):
         core.step()
@@ -409,7 +409,7 @@ def test_preempted_and_aborted_while_steps_are_in_flight(folder, on_gpu, monkeyp
             take(core, answers)
     while core.has_work:
         take(core, answers)
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     assert_same(answers, run(make_core(load_model(folder)), requests))
     assert [event.request_id for event in seen if isinstance(event, Preempted)] == ["low"]
 

@@ -37,7 +37,7 @@ def test_a_prompt_that_is_not_a_number_fails_alone(model, params):
         output, refused = core.step()
         failed += [(one.request_id, one.error) for one in refused]
         seen += output.deltas
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     assert failed == [("bad", "ModelFailed")]
     expected = run(make_core(model), {"good": ([20, 21, 22], greedy(2, prompt_logprobs=1))})["good"]
     assert [token for delta in seen for token in delta.token_ids] == expected.tokens

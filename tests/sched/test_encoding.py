@@ -71,14 +71,14 @@ def test_every_token_has_its_row_when_it_is_computed(index, input_rows):
             counts["requests"] += 1
             (prompt, segments), n = some_prompt(chance), chance.choice([1, 1, 2])
             params = SamplingParams(max_tokens=chance.randrange(1, 6), n=n, seed=0)
-            scheduler.add(Submit("r", prompt, params, segments=segments, contents=CONTENTS))
+            scheduler.table.add(Submit("r", prompt, params, segments=segments, contents=CONTENTS))
         if scheduler.requests and chance.random() < 0.05:
-            scheduler.abort(chance.choice(list(scheduler.requests.values())), "test")
+            scheduler.table.abort(chance.choice(list(scheduler.requests.values())), "test")
         if scheduler.running and chance.random() < 0.1:
-            scheduler.preempt(chance.choice(scheduler.running), "test")
+            scheduler.table.preempt(chance.choice(scheduler.running), "test")
         if chance.random() < 0.02:
             in_flight.clear()
-            scheduler.drop_computed("test")
+            scheduler.table.drop_computed("test")
             runner.rows.clear()
         plan = scheduler.plan()
         if plan is not None and not plan.is_empty:
@@ -87,7 +87,7 @@ def test_every_token_has_its_row_when_it_is_computed(index, input_rows):
         assert counts["steps"] < 20_000, "nothing goes on"
         if in_flight and (plan is None or len(in_flight) > 1):
             scheduler.commit(*in_flight.popleft())
-        scheduler.check_integrity()
+        scheduler.table.check_integrity()
     assert runner.num_encoded > 50
 
 
@@ -97,7 +97,7 @@ def test_a_picture_is_kept_for_the_next_request_until_room_is_needed():
 
     def compute(which):
         segments = [Segment(1, 8, PICTURE, KEYS[which])]
-        scheduler.add(Submit("r", [5, *[0] * 8, 6], SamplingParams(max_tokens=1, seed=0), segments=segments, contents=CONTENTS))
+        scheduler.table.add(Submit("r", [5, *[0] * 8, 6], SamplingParams(max_tokens=1, seed=0), segments=segments, contents=CONTENTS))
         while scheduler.has_work:
             plan = scheduler.plan()
             scheduler.commit(plan, runner.run(plan, scheduler))
@@ -113,7 +113,7 @@ def test_what_a_running_request_needs_is_not_written_over():
     for name, which in (("a", 0), ("b", 1)):
         segments = [Segment(10, 10, EMBEDDINGS, KEYS[which])]
         prompt = [5] * 10 + [0] * 10 + [6] * 30
-        scheduler.add(Submit(name, prompt, SamplingParams(max_tokens=2, seed=0), segments=segments, contents=CONTENTS))
+        scheduler.table.add(Submit(name, prompt, SamplingParams(max_tokens=2, seed=0), segments=segments, contents=CONTENTS))
     plan = scheduler.plan()
     assert [(item.count, len(plan.encodes)) for item in plan.items] == [(16, 1)]
     scheduler.commit(plan, runner.run(plan, scheduler))

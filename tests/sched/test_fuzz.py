@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
             ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": [EOS]}
             prefix_leases = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
-            for request in self.scheduler.add(Submit("r", prompt, params, **ranks, prefix_leases=prefix_leases)):
+            for request in self.scheduler.table.add(Submit("r", prompt, params, **ranks, prefix_leases=prefix_leases)):
                 self.live[request.seq] = request
 
     @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.0, 0.0, 5.0]))
@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose(self):
         """A step failed, and with it what was in flight."""
         self.in_flight.clear()
-        self.scheduler.drop_computed("fuzz")
+        self.scheduler.table.drop_computed("fuzz")
 
     @rule(seconds=st.sampled_from([0.01, 1.0, 7.0, 11.0]))
     def wait(self, seconds):
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, which):
         if self.live:
             request = list(self.live.values())[which % len(self.live)]
-            self.scheduler.abort(request, "fuzz")
+            self.scheduler.table.abort(request, "fuzz")
             del self.live[request.seq]
 
     @rule(which=st.integers(0, 11))
@@ -125,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.live and len(self.live) < 12:
             sources = self.scheduler.running if which % 2 and self.scheduler.running else list(self.live.values())
             request = sources[which % len(sources)]
-            child = self.scheduler.fork(request, "fork")
+            child = self.scheduler.table.fork(request, "fork")
             assert child.tokens == request.tokens
             assert child.rank[:-1] == request.rank[:-1]
             self.live[child.seq] = child
@@ -137,22 +137,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.go_on(held[which % len(held)], token)
 
     def go_on(self, request, token):
-        self.scheduler.choose(request, token)
+        self.scheduler.table.choose(request, token)
         if request.num_output >= request.max_tokens:
-            self.scheduler.finish(request, "length")
+            self.scheduler.table.finish(request, "length")
             del self.live[request.seq]
 
     @rule(which=st.integers(0, 11))
     def drop(self, which):
         if self.live:
             request = list(self.live.values())[which % len(self.live)]
-            self.scheduler.drop(request)
+            self.scheduler.table.drop(request)
             del self.live[request.seq]
 
     @rule(which=st.integers(0, 4))
     def preempt(self, which):
         if self.scheduler.running:
-            self.scheduler.preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
+            self.scheduler.table.preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
 
     @rule(
         tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5),
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.in_flight.append((plan, accept(plan.items, plan.drafts, drawn)))
             while self.in_flight and (plan is None or len(self.in_flight) > steps_ahead):
                 self.commit()
-            self.scheduler.check_integrity()
+            self.scheduler.table.check_integrity()
 
     def commit(self):
         for progress in self.scheduler.commit(*self.in_flight.popleft()):
@@ -298,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def sound(self):
         if self.scheduler:
             SchedulerMachine.steps_taken += 1
-            self.scheduler.check_integrity()
+            self.scheduler.table.check_integrity()
             assert set(self.live) == set(self.scheduler.requests)
 
     def teardown(self):
@@ -314,7 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         assert not self.scheduler.has_work, "a request starved"
-        self.scheduler.check_integrity()
+        self.scheduler.table.check_integrity()
         assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages - self.scheduler.kv.held.num_pinned
         SchedulerMachine.held_seen += sum(isinstance(event, PrefixHeld) for event in self.scheduler._emit.take())
 
@@ -415,13 +415,13 @@ def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_p
                 prompt = chance.choice(beginnings)[: chance.randrange(33)] + chance.choices(range(EOS), k=chance.randrange(1, 8))
                 params = SamplingParams(max_tokens=chance.randrange(1, 10), n=chance.choice([1] * 9 + [2]), seed=1)
                 how = {"priority": chance.randrange(2), "eos_token_ids": [EOS]}
-                live |= {request.seq: request for request in scheduler.add(Submit("r", prompt, params, **how))}
+                live |= {request.seq: request for request in scheduler.table.add(Submit("r", prompt, params, **how))}
         if live and chance.random() < 0.7:
             counts["aborts"] += 1
-            scheduler.abort(live.pop(chance.choice(list(live))), "fuzz")
+            scheduler.table.abort(live.pop(chance.choice(list(live))), "fuzz")
         if scheduler.running and chance.random() < 0.2:
             counts["forced"] += 1
-            scheduler.preempt(chance.choice(scheduler.running), "fuzz")
+            scheduler.table.preempt(chance.choice(scheduler.running), "fuzz")
         plan = scheduler.plan()
         if plan is not None:
             in_flight.append((plan, {item.row: [chance.randrange(EOS + 1)] for item in plan.items if item.samples}))
@@ -430,11 +430,11 @@ def test_no_page_of_one_pool_is_lost_over_thousands_of_requests(page_size, num_p
                 if progress.finish_reason:
                     del live[progress.request.seq]
         if number % 50 == 0:
-            scheduler.check_integrity()
+            scheduler.table.check_integrity()
             counts.update(type(event) for event in emit.take())
         if counts["requests"] == num_requests and not live and not in_flight:
             break
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
     assert not scheduler.has_work
     assert kv.num_free_pages == kv.num_pages, "pages are lost"
     kv.clear_prefixes()

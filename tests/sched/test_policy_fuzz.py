@@ -131,15 +131,15 @@ def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
                 params = SamplingParams(max_tokens=rng.randint(1, room), n=rng.choice([1, 1, 2]), seed=1)
                 made = settle(policy, len(prompt), params.max_tokens, CONTEXT)
                 num_evicting += made is not None
-                for request in scheduler.add(Submit(f"r{number}", prompt, params), cache=made, max_context=context):
+                for request in scheduler.table.add(Submit(f"r{number}", prompt, params), cache=made, max_context=context):
                     live[request.seq] = request
             if live and rng.random() < 0.02:
-                scheduler.abort(live.pop(rng.choice(list(live))), "fuzz")
+                scheduler.table.abort(live.pop(rng.choice(list(live))), "fuzz")
             if scheduler.running and rng.random() < 0.03:
-                scheduler.preempt(rng.choice(scheduler.running), "fuzz")
+                scheduler.table.preempt(rng.choice(scheduler.running), "fuzz")
             if cache.moved and rng.random() < 0.5:
                 rng.shuffle(cache.moved)
-                scheduler.moved(cache.moved)
+                scheduler.table.moved(cache.moved)
                 cache.moved = []
             plan = scheduler.plan()
             if plan is None:
@@ -151,6 +151,6 @@ def test_everyone_finds_what_it_sees(index, num_slots, num_steps):
             for done in scheduler.commit(plan, sampled):
                 if done.finish_reason:
                     del live[done.request.seq]
-            scheduler.check_integrity()
+            scheduler.table.check_integrity()
         assert num_evicting > num_steps // 30
     assert all(num > 10 for num in num_moves.values()) == bool(num_slots), num_moves

@@ -36,7 +36,7 @@ def make(rows=1, num_pages=64, index="hash", **more):
 def add(scheduler, name, priority=0, tenant="", max_tokens=2, num_prompt=4, prompt=None):
     prompt = prompt or [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(num_prompt)]
     params = SamplingParams(max_tokens=max_tokens, seed=0)
-    (request,) = scheduler.add(Submit(name, prompt, params, priority=priority, tenant=tenant))
+    (request,) = scheduler.table.add(Submit(name, prompt, params, priority=priority, tenant=tenant))
     return request
 
 
@@ -44,7 +44,7 @@ def step(scheduler, clock, seconds=0.1):
     plan = scheduler.plan()
     clock.advance(seconds)
     done = scheduler.commit(plan, {item.row: [0] for item in plan.items if item.samples})
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
     return [progress.request.request_id for progress in done if progress.finish_reason]
 
 
@@ -168,7 +168,7 @@ def test_memory_does_not_grow_with_tenants_that_have_left():
     scheduler, clock, _ = make(rows=2)
     add(scheduler, "stays", tenant="stays", num_prompt=3, max_tokens=200)
     for i in range(3 * _NUM_REMEMBERED):
-        scheduler.abort(add(scheduler, f"r{i}", tenant=f"tenant{i}"), "left")
+        scheduler.table.abort(add(scheduler, f"r{i}", tenant=f"tenant{i}"), "left")
     (kind, _) = scheduler.waiting._classes
     assert len(kind.tenants) == 1
     assert len(kind._served_before) <= _NUM_REMEMBERED
@@ -180,7 +180,7 @@ def test_memory_does_not_grow_with_tenants_that_have_left():
 
 def test_samples_that_wait_for_their_prompt_do_not_stand_in_others_way():
     scheduler, clock, _ = make(rows=3)
-    scheduler.add(Submit("r", [1] * 40, SamplingParams(max_tokens=1, seed=0, n=3), tenant="a"))
+    scheduler.table.add(Submit("r", [1] * 40, SamplingParams(max_tokens=1, seed=0, n=3), tenant="a"))
     add(scheduler, "other", tenant="b", max_tokens=1)
     assert scheduler.waiting.num_waiting(False, "a") == 3
     ended = []
@@ -199,7 +199,7 @@ def test_what_is_preempted_for_a_priority_does_not_go_before_it():
         add(scheduler, f"low{i}", 5, "t", max_tokens=60, num_prompt=16)
     clock.advance(AGEING_S + 2)
     for request in first:
-        scheduler.abort(request, "gone")
+        scheduler.table.abort(request, "gone")
     for _ in range(6):
         step(scheduler, clock)
     assert [request.request_id for request in scheduler.running] == [f"low{i}" for i in range(4)]
@@ -217,7 +217,7 @@ def test_a_preempted_request_keeps_its_place_by_age():
     step(scheduler, clock)
     old = add(scheduler, "old", 5, "t", max_tokens=60)
     clock.advance(AGEING_S - 1)
-    scheduler.abort(scheduler.running[0], "gone")
+    scheduler.table.abort(scheduler.running[0], "gone")
     step(scheduler, clock)
     add(scheduler, "young", 5, "t")
     clock.advance(0.5)

@@ -18,7 +18,7 @@ from tidemill.wire import Hold, Submit
 def submit(scheduler: Scheduler, name, tokens, max_tokens=1, prefix_leases=(), tenant="", salt=""):
     params = SamplingParams(max_tokens=max_tokens, seed=0)
     spec = Submit(name, list(tokens), params, prefix_leases=prefix_leases, tenant=tenant, salt=salt)
-    return scheduler.add(spec)[0]
+    return scheduler.table.add(spec)[0]
 
 
 def cached(scheduler, tokens):
@@ -74,7 +74,7 @@ def test_a_hold_ends_at_its_time_or_when_it_is_let_go_and_can_be_renewed():
     scheduler.retention.renew("c", 0.0, "deleted")  # it is not there any more
     assert [one.reason for one in kinds(buffer, events.HoldEnded)] == ["deleted"]
     assert scheduler.kv.held.num_pinned == scheduler.kv.num_held_pages == 0
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
 
 
 def test_a_hold_that_is_let_go_is_not_made_by_requests_under_way():
@@ -158,10 +158,10 @@ def test_what_a_failed_step_computed_is_not_held():
     scheduler, buffer = make(num_pages=32)
     submit(scheduler, "pin", range(16), prefix_leases=[Hold("a", 16, 60.0, is_pinned=True)])
     run(scheduler)
-    scheduler.drop_computed("a step failed")
+    scheduler.table.drop_computed("a step failed")
     assert [one.reason for one in kinds(buffer, events.HoldEnded)] == ["a step failed"]
     assert cached(scheduler, range(16)) == 0
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
 
 
 # ---- the mode in which nothing is preempted
@@ -246,17 +246,17 @@ def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
     for _ in range(3):
         step(scheduler)
     keys = kv.index.keys_of(kv.path(a.tokens))
-    scheduler.preempt(a, "test")
+    scheduler.table.preempt(a, "test")
     for page in list(kv.cached_pages()):
         kv._forget(page)
     kv.learn(list(enumerate(keys)))  # another engine has them
     plan = scheduler.plan()
     assert kv.num_loading == len(plan.page_moves) > 0
-    scheduler.finish(a, "stop")
+    scheduler.table.finish(a, "stop")
     assert kv.held.num_pinned == len(plan.page_moves)
-    scheduler.moved([Moved(move.number, 0, 0.0, "it is gone") for move in plan.page_moves])
+    scheduler.table.moved([Moved(move.number, 0, 0.0, "it is gone") for move in plan.page_moves])
     (ended,) = kinds(buffer, events.HoldEnded)
     assert ended.name == "p"
     assert "could not be loaded" in ended.reason
     assert kv.num_free_pages == kv.num_pages
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()

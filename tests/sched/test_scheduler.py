@@ -34,14 +34,14 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
 
 def add(scheduler, name, prompt, max_tokens=8, priority=0, **params):
     tokens = prompt if isinstance(prompt, list) else [1000 + zlib.crc32(f"{name} {i}".encode()) % 1000 for i in range(prompt)]
-    return scheduler.add(Submit(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority))
+    return scheduler.table.add(Submit(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority))
 
 
 def step(scheduler, token=0):
     plan = scheduler.plan()
     assert plan is not None
     done = scheduler.commit(plan, {item.row: [token] for item in plan.items if item.samples})
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
     return plan, done
 
 
@@ -97,7 +97,7 @@ def test_what_policies_keep_beside_pages_is_limited():
     scheduler, buffer = make(policy_bytes=100)
     policy = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 40, 256), beside_bytes=60)
     for name, cache in (("a", policy), ("b", policy), ("c", None)):
-        scheduler.add(Submit(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0)), cache=cache)
+        scheduler.table.add(Submit(name, [1, 2, 3, 4], SamplingParams(max_tokens=3, seed=0)), cache=cache)
     plans = [step(scheduler)[0] for _ in range(4)]
     assert [[new.row for new in plan.new_rows] for plan in plans] == [[0], [], [], [0, 1]]  # the queue's order stays
     assert [plan.left_rows for plan in plans] == [[], [], [], [0]]
@@ -141,8 +141,8 @@ def test_a_copy_of_what_is_discarded_is_not_made():
     (copying,) = add(scheduler, "b", [*common, 92, 93])
     scheduler.kv.begin_step()
     assert scheduler._admit(copying)
-    scheduler.discard(broken, "NaN")
-    scheduler.check_integrity()
+    scheduler.table.discard(broken, "NaN")
+    scheduler.table.check_integrity()
     assert "holds NaN" in next(e.reason for e in buffer.take() if isinstance(e, events.Preempted))
     plan, _ = step(scheduler)
     assert counts(plan) == [(8, 4, True)]
@@ -184,9 +184,9 @@ def test_finished_requests_leave_in_that_step_and_the_next_takes_the_row():
 
 def test_finish_reasons():
     scheduler, _ = make()
-    scheduler.add(Submit("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=[9]))
-    scheduler.add(Submit("ignored", [1, 2], SamplingParams(max_tokens=2, seed=0, ignore_eos=True), eos_token_ids=[9]))
-    scheduler.add(Submit("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,))))
+    scheduler.table.add(Submit("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=[9]))
+    scheduler.table.add(Submit("ignored", [1, 2], SamplingParams(max_tokens=2, seed=0, ignore_eos=True), eos_token_ids=[9]))
+    scheduler.table.add(Submit("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,))))
     _, done = step(scheduler, token=9)
     assert {p.request.request_id: p.finish_reason for p in done} == {"eos": "stop", "ignored": None, "stop id": "stop"}
     _, done = step(scheduler, token=9)
@@ -276,10 +276,10 @@ def test_tenants_share_what_there_is():
     """One tenant floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
     scheduler, _ = make(rows=1, budget=16)
     for i in range(6):
-        scheduler.add(Submit(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="a"))
+        scheduler.table.add(Submit(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="a"))
     step(scheduler)
     for i in range(2):
-        scheduler.add(Submit(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="b"))
+        scheduler.table.add(Submit(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="b"))
     order = []
     while scheduler.has_work:
         _, done = step(scheduler)
@@ -323,8 +323,8 @@ def test_samples_survive_the_abort_of_the_first():
     scheduler, _ = make(page_size=4, budget=4)
     first, *_ = add(scheduler, "r", 10, n=3, max_tokens=2)
     step(scheduler)
-    scheduler.abort(first, "test")
-    scheduler.check_integrity()
+    scheduler.table.abort(first, "test")
+    scheduler.table.check_integrity()
     assert run(scheduler) == {"r:1": "length", "r:2": "length"}
 
 
@@ -339,14 +339,14 @@ def test_waiting_samples_give_up_their_pages_when_no_request_could_run():
 def test_abort_at_any_moment_frees_everything():
     scheduler, buffer = make(budget=4)
     (waiting,) = add(scheduler, "w", 4)
-    scheduler.abort(waiting, "gone")
+    scheduler.table.abort(waiting, "gone")
     (running,) = add(scheduler, "r", 10)
     step(scheduler)
     plan = scheduler.plan()
-    scheduler.abort(running, "gone")
-    scheduler.abort(running, "twice")
+    scheduler.table.abort(running, "gone")
+    scheduler.table.abort(running, "twice")
     assert scheduler.commit(plan, {}) == []
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
     assert not scheduler.has_work
     assert sum(isinstance(e, events.Aborted) for e in buffer.take()) == 2
 
@@ -360,7 +360,7 @@ def test_two_steps_in_flight():
     assert counts(one) == [(0, 4, True)]
     assert counts(two) == [(4, 1, True)]
     assert scheduler.commit(one, {0: [11]})[0].token_ids == [11]
-    scheduler.preempt(a, "test")
+    scheduler.table.preempt(a, "test")
     assert scheduler.commit(two, {0: [12]}) == []
     assert a.tokens[4:] == [11]
     assert run(scheduler) == {"a": "length"}
@@ -425,11 +425,11 @@ def test_rows_and_pages_are_given_up_by_the_background_first():
 
 def test_what_a_tenant_runs_in_the_background_is_not_counted_against_it():
     scheduler, _ = make(rows=1)
-    scheduler.add(Submit("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a"))
+    scheduler.table.add(Submit("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a"))
     for _ in range(10):
         step(scheduler)
-    scheduler.add(Submit("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), tenant="a"))
-    scheduler.add(Submit("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), tenant="b"))
+    scheduler.table.add(Submit("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), tenant="a"))
+    scheduler.table.add(Submit("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), tenant="b"))
     assert list(run(scheduler)) == ["of a", "of b", "batch"]
 
 
@@ -485,7 +485,7 @@ def test_a_slot_taken_in_a_step_that_computes_nothing_is_in_the_next_plan():
     scheduler = holding()
     (request,) = add(scheduler, "a", 6)
     assert scheduler.plan() is None
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
     scheduler.policy.holds = False
     plan, _ = step(scheduler)
     assert [(new.row, new.token_ids) for new in plan.new_rows] == [(request.row, request.tokens[:6])]
@@ -496,7 +496,7 @@ def test_what_was_not_sent_is_forgotten_with_its_request():
     scheduler = holding()
     (gone,) = add(scheduler, "gone", 6)
     assert scheduler.plan() is None
-    scheduler.abort(gone, "test")
+    scheduler.table.abort(gone, "test")
     scheduler.policy.holds = False
     add(scheduler, "next", 3)
     plan, _ = step(scheduler)
@@ -509,9 +509,9 @@ def test_a_page_copy_planned_in_a_step_that_computes_nothing_is_in_the_next_plan
     scheduler.policy.holds = False
     step(scheduler)
     shared = scheduler.kv.tables(first.seq)[0][2]
-    scheduler._free_rows, kept = [], scheduler._free_rows  # the other samples cannot start yet
+    scheduler.table.free_rows, kept = [], scheduler.table.free_rows  # the other samples cannot start yet
     ahead = scheduler.plan()
-    scheduler._free_rows = kept
+    scheduler.table.free_rows = kept
     scheduler.policy.holds = True
     assert scheduler.plan() is None  # the first one's last token is under way, the second one has its slot
     assert second.row >= 0
@@ -560,7 +560,7 @@ def test_pages_of_a_step_that_follows_drafts_are_cleared_if_they_are_given_up():
     assert not second.drafts
     scheduler.commit(first, {scheduler.running[0].row: [0, 0, 0]})  # right
     written = scheduler.kv.tables(scheduler.running[0].seq)[0][-1]
-    scheduler.abort(scheduler.running[0], "left")
+    scheduler.table.abort(scheduler.running[0], "left")
     add(scheduler, "y", [9])
     assert written in scheduler.plan().page_zeroes
 
@@ -592,7 +592,7 @@ def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenan
     scheduler, buffer = make(rows=2, budget=16)
     for i, (priority, tenant) in enumerate([(0, "a"), (0, "a"), (1, "b")]):
         params = SamplingParams(max_tokens=6, seed=0)
-        scheduler.add(Submit(f"r{i}", [10 + i] * 5, params, priority=priority, tenant=tenant))
+        scheduler.table.add(Submit(f"r{i}", [10 + i] * 5, params, priority=priority, tenant=tenant))
     while scheduler.has_work:
         step(scheduler)
     assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
@@ -601,9 +601,9 @@ def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenan
 def test_a_higher_priority_takes_what_kv_policies_keep_of_a_lower_one():
     scheduler, buffer = make(policy_bytes=100)
     kept = msgspec.structs.replace(settle(read_policy({"kind": "h2o", "budget": 8}), 4, 200, 256), beside_bytes=60)
-    scheduler.add(Submit("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), priority=5), cache=kept)
+    scheduler.table.add(Submit("low", [1, 2, 3, 4], SamplingParams(max_tokens=100, seed=0), priority=5), cache=kept)
     step(scheduler)
-    scheduler.add(Submit("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0)), cache=kept)
+    scheduler.table.add(Submit("high", [1, 2, 3, 5], SamplingParams(max_tokens=3, seed=0)), cache=kept)
     step(scheduler)
     assert [event.request_id for event in buffer.take() if isinstance(event, events.Preempted)] == ["low"]
     assert [request.request_id for request in scheduler.running] == ["high"]

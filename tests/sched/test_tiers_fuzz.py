@@ -92,9 +92,9 @@ class TierMachine(SchedulerMachine):
                     self.move(tier)
         self.chance.shuffle(self.done)
         if self.done:
-            self.scheduler.moved(self.done)
+            self.scheduler.table.moved(self.done)
         self.done = []
-        self.scheduler.check_integrity()
+        self.scheduler.table.check_integrity()
 
     def hear(self):
         """Of the other engine: it has computed the same, or has evicted something, with and without saying so, or it is gone."""
@@ -111,20 +111,20 @@ class TierMachine(SchedulerMachine):
         elif what < 0.75:
             kv.learn([(place, b"") for place in self.remote])
             self.remote.clear()
-        self.scheduler.check_integrity()
+        self.scheduler.table.check_integrity()
 
     def fail_step(self):
         """What is under way comes to its end; plans that were not committed are lost."""
         self.move_some(all_of_them=True)
         self.in_flight.clear()
-        self.scheduler.drop_computed("fuzz")
-        self.scheduler.check_integrity()
+        self.scheduler.table.drop_computed("fuzz")
+        self.scheduler.table.check_integrity()
 
     def nan(self, which):
         running = [request for request in self.scheduler.running if not request.children]
         if running:
             request = running[which % len(running)]
-            self.scheduler.discard(request, "fuzz")
+            self.scheduler.table.discard(request, "fuzz")
             del self.live[request.seq]
 
     def teardown(self):
@@ -146,7 +146,7 @@ class TierMachine(SchedulerMachine):
                 break
             self.move_some(all_of_them=plan is None)
         assert not self.scheduler.has_work, "a request starved"
-        self.scheduler.check_integrity()
+        self.scheduler.table.check_integrity()
         kv = self.scheduler.kv
         assert kv.num_free_pages == kv.num_pages - kv.held.num_pinned
         assert not self.tiers.is_busy

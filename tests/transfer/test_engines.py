@@ -126,7 +126,7 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     again, happened = watched(second, PROMPTS)
     assert again == alone
     assert moved(happened, "peer", is_load=True) == 0  # it has them
-    second.scheduler.check_integrity()
+    second.scheduler.table.check_integrity()
     first.close()
     second.close()
 
@@ -207,7 +207,7 @@ def test_an_exporter_that_dies_in_between_costs_time_only(llama, expected):
     assert all(one.tier == "peer" for one in failed)
     assert "gone" in failed[0].reason
     assert answers == expected
-    second.scheduler.check_integrity()
+    second.scheduler.table.check_integrity()
     second.close()
 
 
@@ -313,11 +313,11 @@ def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
     assert core.scheduler.kv.tiers.num_exporting >= len(journal._slots) > 0
     core.runner.launch = lambda plan: 1 / 0
     assert len(core.step()[1]) == 1
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     core.runner.launch = launch
     journal.knows("does not ask", None)
     assert watched(core, PROMPTS)[0] == expected
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     core.close()
 
 
@@ -340,10 +340,10 @@ def test_worthless_pages_are_taken_back(llama):
     while second.has_moves or second.scheduler.kv.behind.announced:
         second.step()
     core = first.scheduler
-    core.add(Submit("bad", PROMPTS["p0"][0], greedy(4)))
+    core.table.add(Submit("bad", PROMPTS["p0"][0], greedy(4)))
     plan = core.plan()
     assert plan.items
-    core.discard(core.running[0], "logits are not numbers")
+    core.table.discard(core.running[0], "logits are not numbers")
     first.step()
     first.runner.mover.drain()
     until(lambda: second.step() and len(second.scheduler.kv.tiers.peers) <= 18, 0.001)

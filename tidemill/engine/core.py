@@ -194,7 +194,7 @@ class EngineCore:
             eos_token_ids=[token for token in request.eos_token_ids if 0 <= token < self.model_config.vocab_size],
             salt=submission.salt,
         )
-        samples = self.scheduler.add(
+        samples = self.scheduler.table.add(
             spec,
             adapter=submission.lora_slot,
             cache=submission.kv_policy,
@@ -218,7 +218,7 @@ class EngineCore:
         live = self.live.get(request_id)
         for at, request in list(live.requests.items()) if live else ():
             if index in (None, at):
-                self.scheduler.abort(request, message.reason)
+                self.scheduler.table.abort(request, message.reason)
                 self.end(request.seq)
 
     def finish(self, message: Finish) -> Timings | None:
@@ -227,7 +227,7 @@ class EngineCore:
         request = live.requests.get(message.index) if live else None
         if request is None:
             return None
-        self.scheduler.finish(request, "stop")
+        self.scheduler.table.finish(request, "stop")
         self.end(request.seq)
         return Timings(*request.spans(self.clock.now()))
 
@@ -247,7 +247,7 @@ class EngineCore:
     def pages(self) -> Pages:
         """The owners of the pages. No step is made meanwhile, so it should be called seldom."""
         begin, kv = self.clock.now(), self.scheduler.kv
-        holders = self.scheduler.holders()
+        holders = self.scheduler.table.holders()
         kinds = kv.map([request.seq for request in holders])
         owners = [(request.request_id, kv.num_pages_of(request.seq)) for request in holders]
         return Pages(owners, kinds.tobytes(), self.clock.now() - begin, kv.tier_sizes())
@@ -365,7 +365,7 @@ class EngineCore:
         """Ends all samples of a sequence's request with an error. `is_broken`: their pages hold NaN."""
         live = self.live_of[seq]
         self._cut_short(live.request_id, None, is_broken)
-        leave: Callable[[Request, str], None] = self.scheduler.discard if is_broken else self.scheduler.abort
+        leave: Callable[[Request, str], None] = self.scheduler.table.discard if is_broken else self.scheduler.table.abort
         for request in list(live.requests.values()):
             leave(request, reason)
             self.end(request.seq)
@@ -403,7 +403,7 @@ class EngineCore:
                 self.fail(seq, failure, f"step failed: {name}")
         for step_failed in self._moments.step_failed:
             step_failed()
-        self.scheduler.drop_computed("a step failed", plans)
+        self.scheduler.table.drop_computed("a step failed", plans)
 
     def _has_finished(self, seq: int) -> bool:
         """Its last tokens are about to be sent."""

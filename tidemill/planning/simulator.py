@@ -369,7 +369,7 @@ class SimEngine:
         """When all has ended."""
         self._core.steady.settle()
         self._catch_up()
-        self._core.scheduler.check_integrity()
+        self._core.scheduler.table.check_integrity()
         self._result.events += self._core.take_events()
         planned = (event for event in self._result.events if isinstance(event, StepPlanned))
         number, tokens_of = 0, dict[str, int]()

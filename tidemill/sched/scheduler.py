@@ -24,7 +24,7 @@ from tidemill.sched.request import Request, Status
 from tidemill.sched.table import RequestTable
 
 
-class Scheduler(RequestTable):
+class Scheduler:
     """Plans steps for the requests of its table."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler(RequestTable):
         the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`. `evict`: False: only
         what can run to its end is admitted, and none is preempted. `policy_bytes`: what rows may keep beside their pages, where
         that is counted. `input_rows`: rows of embeddings that the runner holds."""
-        super().__init__(
+        table = RequestTable(
             kv,
             num_rows=num_rows,
             max_context=max_context,
@@ -62,24 +62,23 @@ class Scheduler(RequestTable):
             input_rows=input_rows,
             input_budget=token_budget,
         )
+        self.table, self.kv, self.num_rows = table, kv, num_rows
+        self.requests, self.running, self.waiting = table.requests, table.running, table.waiting
+        self.retention, self.inputs, self._pages = table.retention, table.inputs, table.pages
+        self._clock, self._emit, self._evict = clock, emit, evict
         self.policy = policy
         self.token_budget = token_budget
-        self.draft_capacity = DraftCapacity(
-            kv,
-            self._pages,
-            self.requests,
-            self.running,
-            self.waiting,
-            num_rows=num_rows,
-            token_budget=token_budget,
-            max_draws=max_draws or token_budget,
-        )
+        self.draft_capacity = DraftCapacity(table, token_budget, max_draws or token_budget)
         most_saved = token_budget if whole_prompts else max(background_tokens, 1.0)
         self._background = Background(background_tokens, background_budget or token_budget, most_saved)
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
         self._policy_bytes = policy_bytes
         self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting.requests)
 
     # ---- a step
 
@@ -188,14 +187,14 @@ class Scheduler(RequestTable):
     def _make_held_yield(self, plan: StepPlan, state: StepState) -> None:
         """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
         while not plan.items and (held := [request for request in self.running if request.is_held]):
-            self.preempt(held[-1], "held, and those that it waits for have no slot or pages")
+            self.table.preempt(held[-1], "held, and those that it waits for have no slot or pages")
             state.num_running = state.num_running_before = len(self.running)
             self._fill(plan, state)
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, list[int]]) -> list[Progress]:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
-        now, self._committed = self._clock.now(), plan.step
+        now, self.table.committed = self._clock.now(), plan.step
         self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
         requests, has_finished = self.requests, False
@@ -206,7 +205,7 @@ class Scheduler(RequestTable):
             is_first = request.first_token_s is None
             if is_first and request.num_computed >= request.num_prompt:
                 if request.children:
-                    self._fork_children(request, now)
+                    self.table.fork_children(request, now)
                 if request.prefix_leases:
                     self.retention.take(request, has_ended=False)
             if not item.samples:
@@ -228,12 +227,12 @@ class Scheduler(RequestTable):
                 self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
             if reason:
                 has_finished = True
-                self._finish(request, reason, now)
+                self.table.end(request, reason, now)
             elif has_several:
                 self._pages.take_back_drafts(request, item.num_drafts, item.num_drafts + 1 - len(kept))
             progress.append(Progress(request, kept, reason, item.num_drafts))
         if has_finished:
-            self._emit_what_is_left(now)
+            self.table.tell_what_is_left(now)
         return progress
 
     def _others_run_or_come(self, state: StepState) -> bool:
@@ -295,7 +294,7 @@ class Scheduler(RequestTable):
                 continue  # it runs alone
             if victim.seq in planned:
                 return False
-            self.preempt(victim, f"no free page for {request.request_id}")
+            self.table.preempt(victim, f"no free page for {request.request_id}")
             if victim is request:
                 return False
         return True
@@ -340,7 +339,7 @@ class Scheduler(RequestTable):
     def _kept_for_others(self, started: Request, state: StepState) -> int:
         """The tokens that a prompt of several steps leaves to others in each step: a short prompt of another tenant need not wait
         for its end."""
-        if started.num_needed < state.num_left or not self._free_rows:
+        if started.num_needed < state.num_left or not self.table.free_rows:
             return 0
         other = self.next_waiting()
         if other is None or other.account is started.account or other.in_background is not started.in_background:
@@ -352,7 +351,7 @@ class Scheduler(RequestTable):
         """The request that starts next. Prefixes are compared only while one could start."""
         if not self.waiting.requests:
             return None
-        return self.waiting.first(self._clock.now(), self._pages.num_cached if self._by_prefix and self._free_rows else None)
+        return self.waiting.first(self._clock.now(), self._pages.num_cached if self._by_prefix and self.table.free_rows else None)
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
@@ -362,12 +361,15 @@ class Scheduler(RequestTable):
                 self._defer(request, obstacle)
                 return False
             if not self._admit(request):
-                if not self.running and not self._forked and not self.kv.num_loading and self.retention.give_up_a_pin(request):
+                forked = self.table.forked
+                nothing_goes_on = not self.running and not forked and not self.kv.num_loading
+                if nothing_goes_on and self.retention.give_up_a_pin(request):
                     continue
-                if self.running or not self._forked:
+                if self.running or not forked:
                     self._defer(request, "not enough free pages" if self._evict else "not enough free pages to run to its end")
                     return False
-                self.preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
+                # Else no request could ever run.
+                self.table.preempt(forked[-1], f"no free page for {request.request_id}")
                 continue
             state.num_running += 1
             count = self._chunk(request, request.num_needed, state) if state.num_left > 0 else 0
@@ -393,7 +395,7 @@ class Scheduler(RequestTable):
 
     def obstacle(self, request: Request, state: StepState) -> str:
         """The reason, other than pages, why a queued request cannot start in this step; empty: there is none."""
-        if not self._free_rows:
+        if not self.table.free_rows:
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
@@ -430,8 +432,8 @@ class Scheduler(RequestTable):
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
         if forked:
-            self._forked.remove(request)
-        self._take_row(request)
+            self.table.forked.remove(request)
+        self.table.take_row(request)
         request.deferred_because = ""
         queued_s = now - request.arrival_s
         if request.started_s is None:
@@ -476,7 +478,7 @@ class Scheduler(RequestTable):
         if request is None:
             return
         lower, reason = preemption.lower(self.running, request), f"has priority {request.priority}"
-        if not lower and not self._free_rows:
+        if not lower and not self.table.free_rows:
             num_tenants = self.waiting.num_tenants(request.in_background)
             lower = preemption.beyond_their_part(self.running, request, num_tenants, self.num_rows)
             reason = "is of a tenant with fewer slots"
@@ -487,12 +489,12 @@ class Scheduler(RequestTable):
         if self._pages.num_to_start(request) + num_others > most or self._lacks_bytes(request, lower):
             return  # it would not fit even then
         while lower and not (
-            self._free_rows
+            self.table.free_rows
             and self._pages.num_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
             and not self._lacks_bytes(request)
         ):
-            self.preempt(lower.pop(), f"{request.request_id} {reason}")
+            self.table.preempt(lower.pop(), f"{request.request_id} {reason}")
 
     def _victim(self) -> Request:
         """The request to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
-        return self._forked[-1] if self._forked else self.running[-1]
+        return self.table.forked[-1] if self.table.forked else self.running[-1]

@@ -46,18 +46,14 @@ class RequestTable:
         self._clock = clock
         self._emit = emit
         self.requests: dict[int, Request] = {}
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._pages = Pages(kv, clock, emit)
-        self.inputs = EncoderOutputs(input_rows, input_budget, self._pages)
-        self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.pages = Pages(kv, clock, emit)
+        self.inputs = EncoderOutputs(input_rows, input_budget, self.pages)
+        self.forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
         self._evict = evict
         self.retention = Retention(kv, clock, emit, evict)
         self._next_seq = 0
-        self._committed = -1  # the last step whose results were taken
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.running or self.waiting.requests)
+        self.committed = -1  # the last step whose results were taken
 
     def add(
         self, spec: Submit, *, adapter: int = -1, cache: CachePolicy | None = None, max_context: int | None = None
@@ -120,16 +116,16 @@ class RequestTable:
             child.num_computed = start
             num_pages = self.kv.fork(request.seq, child.seq, start)
         self._emit(events.Forked(now, request_id, request.request_id, num_pages))
-        if num_pages and child.num_needed == 1 and request.status is Status.RUNNING and self._free_rows:
-            self._take_row(child)
-            self._pages.unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
+        if num_pages and child.num_needed == 1 and request.status is Status.RUNNING and self.free_rows:
+            self.take_row(child)
+            self.pages.unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
             return child
         self.waiting.push(child, now)
         if num_pages:
-            insort(self._forked, child, key=_place)
+            insort(self.forked, child, key=_place)
         return child
 
-    def _fork_children(self, request: Request, now: float) -> None:
+    def fork_children(self, request: Request, now: float) -> None:
         """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
         Where a page is a state, they start from the last one that the prefix cache has; where none is preempted, likewise: there
         queued samples hold no pages."""
@@ -142,7 +138,7 @@ class RequestTable:
             self.waiting.make_ready(child, now)
             if num_shared:
                 num_pages = self.kv.fork(request.seq, child.seq, request.num_prompt)
-                insort(self._forked, child, key=_place)
+                insort(self.forked, child, key=_place)
                 self._emit(events.Forked(now, child.request_id, request.request_id, num_pages))
         request.children.clear()
 
@@ -152,7 +148,7 @@ class RequestTable:
         request.path = None
         request.is_held = False
         if request.status is Status.RUNNING:
-            self._pages.unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
+            self.pages.unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
         elif request.parent is None:
             self.waiting.make_ready(request, self._clock.now())
 
@@ -167,7 +163,7 @@ class RequestTable:
         self._remove(request)
         now = self._clock.now()
         self._emit(events.Aborted(now, request.request_id, reason, request.num_output))
-        self._emit_what_is_left(now)
+        self.tell_what_is_left(now)
 
     def discard(self, request: Request, reason: str) -> None:
         """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
@@ -178,9 +174,9 @@ class RequestTable:
         """Take its pages from a request that ends, because they hold NaN."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
             pages = self.kv.discard(request.seq)
-            self._pages.unsent.page_zeroes += pages
-            for row in self._pages.unsent.rows_that_copy(pages):
-                self.preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
+            self.pages.unsent.page_zeroes += pages
+            for row in self.pages.unsent.rows_that_copy(pages):
+                self.preempt(self.pages.unsent.rows[row], "the page that it was to copy holds NaN")
 
     def compute_again(self, request: Request, reason: str) -> None:
         """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
@@ -192,27 +188,27 @@ class RequestTable:
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
         now = self._clock.now()
-        self._finish(request, reason, now)
-        self._emit_what_is_left(now)
+        self.end(request, reason, now)
+        self.tell_what_is_left(now)
 
     def holders(self) -> list[Request]:
         """Requests that hold pages, in the order in which they came."""
         return [request for request in self.requests.values() if self.kv.holds(request.seq)]
 
-    def _take_row(self, request: Request) -> None:
+    def take_row(self, request: Request) -> None:
         if self.running and self.running[-1].rank > request.rank:
             insort(self.running, request, key=_rank)
         else:
             self.running.append(request)
-        request.row = self._free_rows.pop()
+        request.row = self.free_rows.pop()
         request.status = Status.RUNNING
 
     def _leave_row(self, request: Request) -> None:
         self.running.remove(request)
-        self._free_rows.append(request.row)
-        self._pages.unsent.forget(request.row)
+        self.free_rows.append(request.row)
+        self.pages.unsent.forget(request.row)
         if request.cache is not None:
-            self._pages.unsent.left_rows.append(request.row)
+            self.pages.unsent.left_rows.append(request.row)
         self.inputs.release(request.seq)
         request.row = -1
 
@@ -222,7 +218,7 @@ class RequestTable:
         now = self._clock.now()
         drafted = self._pages_with_drafts(request)
         leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
-        self._pages.unsent.page_zeroes += self.kv.unused(drafted)
+        self.pages.unsent.page_zeroes += self.kv.unused(drafted)
         reason_and_swap = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *reason_and_swap))
         request.num_computed = 0
@@ -236,12 +232,12 @@ class RequestTable:
             request.status = Status.WAITING
             self.waiting.push(request, now)
         else:
-            self._forked.remove(request)
+            self.forked.remove(request)
 
     def _pages_with_drafts(self, request: Request) -> list[int]:
         """That a step in flight writes. If it gives them up now, nobody will look whether the drafts are NaN: they are cleared
         after that step, before another sequence has them."""
-        if request.drafted_step <= self._committed or not self.kv.holds(request.seq):
+        if request.drafted_step <= self.committed or not self.kv.holds(request.seq):
             return []
         first, tables = len(request.tokens) - 1, self.kv.tables(request.seq)
         return [page for group, table in zip(self.kv.groups, tables, strict=True) for page in table[first // group.page_size :]]
@@ -250,8 +246,8 @@ class RequestTable:
         """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `lost`: plans of which
         the runner may know nothing: what they were to clear and which rows they were to end is told again."""
         for plan in lost:
-            self._pages.unsent.page_zeroes += plan.page_zeroes
-            self._pages.unsent.left_rows += plan.left_rows
+            self.pages.unsent.page_zeroes += plan.page_zeroes
+            self.pages.unsent.left_rows += plan.left_rows
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self.preempt(request, reason, is_lost=True)
@@ -262,12 +258,12 @@ class RequestTable:
 
     def moved(self, done: Sequence[Moved]) -> None:
         """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
-        for seq, why in self._pages.moved(done):
+        for seq, why in self.pages.moved(done):
             self.preempt(self.requests[seq], f"a page could not be loaded: {why}")
         if any(result.error for result in done):
             self.retention.loads_failed()
 
-    def _finish(self, request: Request, reason: str, now: float) -> None:
+    def end(self, request: Request, reason: str, now: float) -> None:
         if request.prefix_leases and self.kv.holds(request.seq):
             self.retention.take(request, has_ended=True)
         self._remove(request)
@@ -279,12 +275,12 @@ class RequestTable:
             self._leave_row(request)
         else:
             self.waiting.remove(request)
-            if request in self._forked:
-                self._forked.remove(request)
+            if request in self.forked:
+                self.forked.remove(request)
         if self.kv.holds(request.seq):
             drafted = self._pages_with_drafts(request)
             self.kv.release(request.seq)
-            self._pages.unsent.page_zeroes += self.kv.unused(drafted)
+            self.pages.unsent.page_zeroes += self.kv.unused(drafted)
         self.kv.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
@@ -292,7 +288,7 @@ class RequestTable:
         self.waiting.leave(request)
         del self.requests[request.seq]
 
-    def _emit_what_is_left(self, now: float) -> None:
+    def tell_what_is_left(self, now: float) -> None:
         self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting.requests), self.kv.num_free_pages))
 
     def check_integrity(self) -> None:
@@ -301,11 +297,11 @@ class RequestTable:
         self.inputs.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
         self.waiting.check_integrity()
-        assert self._forked == [r for r in self.waiting if self.kv.holds(r.seq)]
+        assert self.forked == [r for r in self.waiting if self.kv.holds(r.seq)]
         assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self.requests)
         rows = [r.row for r in self.running]
-        assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
-        self._pages.unsent.check_integrity(rows)
+        assert sorted(rows + self.free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
+        self.pages.unsent.check_integrity(rows)
         assert not any(request.is_held and request.num_in_flight for request in self.running)
         for request in self.running:
             assert self.kv.holds(request.seq)

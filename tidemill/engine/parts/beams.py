@@ -223,7 +223,7 @@ class BeamSearches(Part):
         for request in list(live.requests.values())[1:] if live is not None and self._of else ():
             if request.seq in self._of:
                 if is_broken:
-                    self.engine.scheduler.clear(request)
+                    self.engine.scheduler.table.clear(request)
                 self._drop(request)
 
     def end(self, live: LiveRequest, request: Request) -> None:
@@ -258,13 +258,13 @@ class BeamSearches(Part):
         for parent in parents:
             request = before[parent]
             if parent in continued:
-                request = self.engine.scheduler.fork(request, request.request_id)
+                request = self.engine.scheduler.table.fork(request, request.request_id)
                 self._of[request.seq] = search
                 self.engine.adopt(search.live, request)
             continued.add(parent)
             search.requests.append(request)
         for request, beam in zip(search.requests, search.choice.beams, strict=True):
-            self.engine.scheduler.choose(request, beam.tokens[-1].token_id)
+            self.engine.scheduler.table.choose(request, beam.tokens[-1].token_id)
 
     def _end(self, search: _Search, now: float) -> list[Delta]:
         first, *rest = search.requests
@@ -284,12 +284,12 @@ class BeamSearches(Part):
         ]
         for request in rest:
             self._drop(request)
-        self.engine.scheduler.finish(first, search.choice.outputs[0].finish_reason)
+        self.engine.scheduler.table.finish(first, search.choice.outputs[0].finish_reason)
         self.engine.end(first.seq)
         return deltas
 
     def _drop(self, request: Request) -> None:
-        self.engine.scheduler.drop(request)
+        self.engine.scheduler.table.drop(request)
         self.engine.end(request.seq)
 
 

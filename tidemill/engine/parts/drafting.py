@@ -129,7 +129,7 @@ class Drafting(Part):
             has_left = request.epoch != item.epoch and request.row != item.row  # the pages that the step wrote
             if request.had_drafts and request.takes_drafts and not has_left:
                 reason = "a draft's logits are not numbers: computed again without drafts"
-                self.engine.scheduler.compute_again(request, reason)
+                self.engine.scheduler.table.compute_again(request, reason)
 
     def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
         """The distributions that drafts of a plan were drawn from, by row and position."""

@@ -87,7 +87,7 @@ class StructuredOutput(Part):
             try:
                 if self.take(seq, item.token_ids):
                     if not item.finish_reason:
-                        self.engine.scheduler.finish(item.request, "stop")
+                        self.engine.scheduler.table.finish(item.request, "stop")
                     step.progress[i] = msgspec.structs.replace(item, finish_reason="stop")
             except InvalidRequest as error:
                 self.engine.fail(seq, error, "grammar failed")

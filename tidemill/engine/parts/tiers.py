@@ -47,7 +47,7 @@ class PageMoves(Part):
     def take(self) -> None:
         """Tells the scheduler which moves are over."""
         if done := self._mover.done():
-            self.engine.scheduler.moved(done)
+            self.engine.scheduler.table.moved(done)
         if (learned := self._mover.learned()) is not None:
             self.engine.scheduler.kv.learn(learned.slots, learned.erased)
             for why in learned.problems:
@@ -89,7 +89,7 @@ def save(engine: Engine, mover: PageMover, seconds: float = SAVE_S) -> None:
         return
     until, pages = time.monotonic() + seconds, scheduler.kv.cached_pages()
     while time.monotonic() < until:
-        scheduler.moved(mover.done())
+        scheduler.table.moved(mover.done())
         some = list(islice(pages, max(0, tiers.host.num // 4 - tiers.num_moves)))
         for page in some:
             scheduler.kv.save(page)

@@ -77,10 +77,10 @@ class Engine:
         for page in list(kv.cached_pages()):
             kv._forget(page)
         if host:
-            assert kv.tiers is not None
-            assert kv.tiers.host is not None
-            for key in list(kv.tiers.host._at):
-                kv.tiers.host.drop(key)
+            assert kv.offload.tiers is not None
+            assert kv.offload.tiers.host is not None
+            for key in list(kv.offload.tiers.host._at):
+                kv.offload.tiers.host.drop(key)
 
 
 def measure(engine: Engine, num_tokens: int, rounds: int) -> dict[str, float]:

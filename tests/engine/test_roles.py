@@ -262,7 +262,7 @@ def test_of_several_decode_engines_the_one_that_decodes_fetches(tiny_folder, in_
         placed = [one for one in seen if isinstance(one, Placed) and one.part == "decode"]
         assert len(placed) == len(prompts)
         kvs = [one.link.core.scheduler.kv for one in client.clients[1:]]
-        await until_async(lambda: all(len(kv.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
+        await until_async(lambda: all(len(kv.offload.tiers.peers) == 4 * len(prompts) for kv in kvs))  # each knows of all pages
         expected = [set(kv.behind._expected) for kv in kvs]
         assert min(map(len, expected)) >= 4
         assert not expected[0] & expected[1]

@@ -54,8 +54,8 @@ def make_core(model, pages: int = PAGES, slots: int = 0, folder=None, quota: int
     num = (3 if layout.states else pages) * len(layout.groups)  # of states a sequence keeps few
     config = engine_config(model, kv_memory_bytes=num * page_bytes, max_context=256, **options)
     core = core_of(model, config, None, None, b"w")
-    if core.scheduler.kv.tiers is not None:
-        core.scheduler.kv.tiers.costs = FreeMoves()
+    if core.scheduler.kv.offload.tiers is not None:
+        core.scheduler.kv.offload.tiers.costs = FreeMoves()
     return core
 
 
@@ -385,4 +385,4 @@ def test_a_page_that_a_kv_policy_writes_is_stored_before(llama, monkeypatch):
         core.step()
         num += len(unwritten)
         assert all(torch.equal(core.runner.cache[page], before) for page, before in unwritten.items())
-    assert num or not core.scheduler.kv.tiers.num_moves
+    assert num or not core.scheduler.kv.offload.tiers.num_moves

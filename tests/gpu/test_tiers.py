@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loads_of(core: EngineCore, tier: Tier) -> bool:
-    tiers = core.scheduler.kv.tiers
+    tiers = core.scheduler.kv.offload.tiers
     assert tiers is not None
     return (tier, True) in tiers.costs._moves
 

@@ -23,15 +23,15 @@ def test_a_pin_takes_the_page_that_was_computed_and_not_one_that_is_still_loadin
     tokens = list(range(16))
     kv = KVManager(20, 16, tiers=Tiers(0, 0, [], page_bytes=100))
     (key,) = kv.behind.contents(kv.path([*tokens, 0]))
-    kv.learn([(5, key)])
-    kv.fetch_announced()
-    assert kv.num_loading == 1
+    kv.offload.learn([(5, key)])
+    kv.offload.fetch_announced()
+    assert kv.offload.num_loading == 1
     start = kv.admit(1, len(tokens), kv.path(tokens))  # the last token must be computed, so its page is not looked for
     assert start.num_cached == 0
     kv.record(1, tokens, len(tokens))
     assert kv.hold(1, tokens, Held("a", "", len(tokens), (), 1.0, is_pinned=True)) == ("", [])
     assert [*kv.held.get("a").pages] == [*kv.tables(1)[0]]
-    (move,) = kv.take_moves()
-    kv.moved([Moved(move.number, 100, 0.1, "the other engine is gone")])
+    (move,) = kv.offload.take_moves()
+    kv.offload.moved([Moved(move.number, 100, 0.1, "the other engine is gone")])
     kv.check_integrity()
     assert kv.num_cached(kv.path([*tokens, 0])) == 16

@@ -63,8 +63,8 @@ def manager(rate: float, token_s: float) -> KVManager:
     kv.record(0, range(17), 17)
     kv.release(0)
     kv.admit(1, 16, kv.path([99] * 17))
-    for move in kv.take_moves():
-        kv.moved([Moved(move.number, 1000, 1000 / rate)])
+    for move in kv.offload.take_moves():
+        kv.offload.moved([Moved(move.number, 1000, 1000 / rate)])
     kv.release(1)
     costs.computed(100, 100 * token_s)
     return kv
@@ -83,7 +83,7 @@ def test_what_is_faster_computed_is_not_stored():
     kv.record(2, [5] * 9, 8)
     assert not kv.preempt(2).is_swap
     assert kv.admit(3, 20, kv.path([6] * 21)) is not None
-    assert not any(kv.tiers.host.find(key) is not None for key in kv.path([5] * 9).keys)
+    assert not any(kv.offload.tiers.host.find(key) is not None for key in kv.path([5] * 9).keys)
     kv.check_integrity()
 
 
@@ -97,13 +97,13 @@ def test_a_swap_keeps_its_pages_in_host_memory():
         kv.admit(seq, 17, kv.path([seq] * 17))
         kv.record(seq, [seq] * 17, 17)
         kv.release(seq)
-        kv.moved([Moved(move.number, 1000, 0.1) for move in kv.take_moves()])
+        kv.offload.moved([Moved(move.number, 1000, 0.1) for move in kv.offload.take_moves()])
         kv.check_integrity()
     assert kv.num_cached(kv.path(range(17))) == 16
     start = kv.admit(0, 17, kv.path(range(17)))
     assert start.num_host == 16
-    assert kv.is_loading(0)
-    kv.moved([Moved(move.number, 1000, 0.1) for move in kv.take_moves()])
-    assert not kv.is_loading(0)
+    assert kv.offload.is_loading(0)
+    kv.offload.moved([Moved(move.number, 1000, 0.1) for move in kv.offload.take_moves()])
+    assert not kv.offload.is_loading(0)
     assert isinstance(kv.behind, Behind)
-    assert not kv.tiers._kept
+    assert not kv.offload.tiers._kept

@@ -163,9 +163,9 @@ def test_pages_of_other_engines_beside_host_memory(folder, expected, as_threads)
     second = core_of(folder, kv_import=f"shm:{name}", kv_host_memory_bytes=2**20, **options)
     try:
         assert run(first, requests()) == expected
-        tiers = second.scheduler.kv.tiers
+        tiers = second.scheduler.kv.offload.tiers
         tiers.costs = FreeMoves()
-        while len(tiers.peers) < len(first.scheduler.kv.tiers.exports):
+        while len(tiers.peers) < len(first.scheduler.kv.offload.tiers.exports):
             first.step()
             second._take_moves()
         second.scheduler.kv.behind.announced.clear()  # they are fetched when they are needed

@@ -249,9 +249,9 @@ def test_a_hold_of_a_page_that_could_not_be_loaded_ends():
     scheduler.table.preempt(a, "test")
     for page in list(kv.cached_pages()):
         kv._forget(page)
-    kv.learn(list(enumerate(keys)))  # another engine has them
+    kv.offload.learn(list(enumerate(keys)))  # another engine has them
     plan = scheduler.plan()
-    assert kv.num_loading == len(plan.page_moves) > 0
+    assert kv.offload.num_loading == len(plan.page_moves) > 0
     scheduler.table.finish(a, "stop")
     assert kv.held.num_pinned == len(plan.page_moves)
     scheduler.table.moved([Moved(move.number, 0, 0.0, "it is gone") for move in plan.page_moves])

@@ -219,9 +219,9 @@ def test_without_eviction_pages_of_other_engines_are_not_fetched_into_promised_o
     scheduler, buffer = make(num_pages=16, tiers=Tiers(4), evict=False)
     add(scheduler, "a", 8, max_tokens=44)
     step(scheduler)
-    scheduler.kv.learn([(place, b"%d" % place) for place in range(16)])
+    scheduler.kv.offload.learn([(place, b"%d" % place) for place in range(16)])
     assert run(scheduler) == {"a": "length"}
-    assert scheduler.kv.num_loading == 3  # of the 16; no load ends
+    assert scheduler.kv.offload.num_loading == 3  # of the 16; no load ends
     assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
 
 

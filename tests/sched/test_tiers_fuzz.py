@@ -32,7 +32,7 @@ class TierMachine(SchedulerMachine):
         self.tiers.num_skipped = 2
         self.tiers.costs.computed(1, self.chance.choice([0.0, 1.0]))
         kv = KVManager(*how, self.tiers)
-        kv.learn([(place, key) for place, (key, _) in self.remote.items()])
+        kv.offload.learn([(place, key) for place, (key, _) in self.remote.items()])
         return kv
 
     def waits_for_moves(self):
@@ -102,14 +102,14 @@ class TierMachine(SchedulerMachine):
         if what < 0.5:
             for slot, (key, content) in self.exported.items():
                 self.remote[100 + slot] = key, dict(content)
-                kv.learn([(100 + slot, key)])
+                kv.offload.learn([(100 + slot, key)])
         elif what < 0.6 and self.remote:
             self.remote[self.chance.choice(list(self.remote))] = b"another content", {0: "of another key"}
         elif what < 0.7 and self.remote:
             place = self.chance.choice(list(self.remote))
-            kv.learn([(place, b"")], [self.remote.pop(place)[0]] if self.chance.random() < 0.5 else [])
+            kv.offload.learn([(place, b"")], [self.remote.pop(place)[0]] if self.chance.random() < 0.5 else [])
         elif what < 0.75:
-            kv.learn([(place, b"") for place in self.remote])
+            kv.offload.learn([(place, b"") for place in self.remote])
             self.remote.clear()
         self.scheduler.table.check_integrity()
 
@@ -152,7 +152,7 @@ class TierMachine(SchedulerMachine):
         assert not self.tiers.is_busy
         assert not self.tiers._kept
         assert len(self.tiers.host) + len(self.tiers.host._free) == self.num_slots
-        assert not kv.exporting
+        assert not kv.offload.exporting
         assert {key: slot for slot, (key, _) in self.exported.items()} == self.tiers.exports._at
         for key, record in self.tiers.disk._at.items():
             assert self.records[record][0] == key

@@ -60,8 +60,8 @@ def expected(llama) -> dict[str, Answer]:
 def make_core(model, weights: bytes = b"w", **options) -> EngineCore:
     given = {"max_context": 256, "max_requests": 8, "token_budget": 32, "kv_memory_bytes": 2**22} | options
     core = core_of(model, engine_config(model, **given), None, None, weights)
-    if core.scheduler.kv.tiers is not None:
-        core.scheduler.kv.tiers.costs = FreeMoves()
+    if core.scheduler.kv.offload.tiers is not None:
+        core.scheduler.kv.offload.tiers.costs = FreeMoves()
     return core
 
 
@@ -80,7 +80,7 @@ def prefill(core: EngineCore) -> tuple[dict[str, Answer], list[events.Event]]:
 
 def has_learned(core: EngineCore, num: int) -> None:
     """Until it knows of so many pages; they are not fetched yet."""
-    until(lambda: core.part(PageMoves).take() or len(core.scheduler.kv.tiers.peers) >= num, 0.001)
+    until(lambda: core.part(PageMoves).take() or len(core.scheduler.kv.offload.tiers.peers) >= num, 0.001)
 
 
 def moved(happened, tier: str, is_load: bool) -> int:
@@ -96,7 +96,7 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     alone = run(make_core(model), PROMPTS)
     first, second = make_core(model, kv_export="shm:a:4M"), make_core(model, kv_import="shm:a")
     begun, happened = prefill(first)
-    num = len(first.scheduler.kv.tiers.exports)
+    num = len(first.scheduler.kv.offload.tiers.exports)
     while moved(happened, "export", is_load=False) < num:  # the last ones are told after the last step
         first._take_moves()
         happened += first.take_events()
@@ -231,7 +231,7 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    costs = second.scheduler.kv.tiers.costs = Costs()
+    costs = second.scheduler.kv.offload.tiers.costs = Costs()
     costs.moved(Tier.PEER, True, 1, 1000.0)
     costs.computed(100, 0.001)
     answers, happened = watched(second, PROMPTS)
@@ -270,7 +270,7 @@ def test_an_end_waits_for_its_own_pages_alone(llama, monkeypatch):
     ends, had = [], 0
     while not ends:
         ends += [delta.request_id for delta in core.step()[0].deltas if delta.finish_reason]
-        had = max(had, len(kv.exporting))
+        had = max(had, len(kv.offload.exporting))
     assert ends == ["short"]
     assert had > 0
     assert not waits
@@ -310,7 +310,7 @@ def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
     for _ in range(4):
         core.step()
     core.runner.mover._workers[Tier.EXPORT].drain()
-    assert core.scheduler.kv.tiers.num_exporting >= len(journal._slots) > 0
+    assert core.scheduler.kv.offload.tiers.num_exporting >= len(journal._slots) > 0
     core.runner.launch = lambda plan: 1 / 0
     assert len(core.step()[1]) == 1
     core.scheduler.table.check_integrity()
@@ -346,7 +346,7 @@ def test_worthless_pages_are_taken_back(llama):
     core.table.discard(core.running[0], "logits are not numbers")
     first.step()
     first.runner.mover.drain()
-    until(lambda: second.step() and len(second.scheduler.kv.tiers.peers) <= 18, 0.001)
+    until(lambda: second.step() and len(second.scheduler.kv.offload.tiers.peers) <= 18, 0.001)
     _, happened = watched(second, {"p0": PROMPTS["p0"]})
     assert [one.num_cached for one in kinds(happened, events.Admitted)] == [0]
     first.close()

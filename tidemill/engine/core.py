@@ -122,7 +122,7 @@ class EngineCore:
     @property
     def has_moves(self) -> bool:
         """Pages are to be moved, or were, which need not be waited for."""
-        return self.scheduler.kv.is_moving
+        return self.scheduler.kv.offload.is_moving
 
     @property
     def alarms(self) -> list[int]:
@@ -250,7 +250,7 @@ class EngineCore:
         holders = self.scheduler.table.holders()
         kinds = kv.map([request.seq for request in holders])
         owners = [(request.request_id, kv.num_pages_of(request.seq)) for request in holders]
-        return Pages(owners, kinds.tobytes(), self.clock.now() - begin, kv.tier_sizes())
+        return Pages(owners, kinds.tobytes(), self.clock.now() - begin, kv.offload.tier_sizes())
 
     def take_events(self) -> list[Event]:
         """The events since the last step's output, by aborts for example."""

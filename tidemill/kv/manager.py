@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 
 import msgspec
 
@@ -21,10 +21,10 @@ from tidemill.inputs import Segment, uncut
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, Match, PageChange, Start
 from tidemill.kv.holds import Held, Holds
+from tidemill.kv.offload import Offload
 from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
-from tidemill.kv.tiered import TieredPages
 from tidemill.kv.tiers import Tiers
 from tidemill.kv_policy import CachePolicy
 
@@ -51,7 +51,7 @@ class _Sequence(msgspec.Struct):
         return num_tokens if self.policy is None else self.policy.num_slots(num_tokens)
 
 
-class KVManager(TieredPages):
+class KVManager:
     """Page tables of all live sequences over one pool. Sequences are named by ints."""
 
     def __init__(
@@ -85,6 +85,9 @@ class KVManager(TieredPages):
         self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
         self.behind = None if tiers is None or not prefix_caching else Behind(tiers, self.index, self.pool)
+        self.offload = Offload(
+            self.behind, self.pool, self.index, page_size, self._sequences, self._take, self._forget
+        )
         self._step = 0  # that is being planned
         self._emptied: set[int] | None = set() if tells_empty else None
 
@@ -494,9 +497,14 @@ class KVManager(TieredPages):
 
     # ---- inside
 
-    @property
-    def _holders(self) -> Mapping[int, _Sequence]:
-        return self._sequences
+    def cached_pages(self) -> Iterator[int]:
+        """That no sequence holds, the latest first. A prefix comes before what follows it."""
+        return iter([page for page in self.pool.free_pages() if page in self.index][::-1])
+
+    def save(self, page: int) -> None:
+        """A cached page goes to the tiers, though it stays."""
+        if self.behind is not None and self.pool.references(page) == 0:
+            self.behind.save(page, self._step)
 
     def _give_back(self, sequence: _Sequence, pages: list[int]) -> None:
         """The sequence goes on without these pages."""

@@ -78,7 +78,7 @@ class SteadyDecoding:
         kv = scheduler.kv
         windows = [group.window for group in kv.groups if group.window]
         large = 2 * max(group.page_size for group in kv.groups) + 2  # what is given back must be recorded by then
-        self._is_possible = kv.tiers is None and not kv.has_states and min(windows, default=large) >= large
+        self._is_possible = kv.offload.tiers is None and not kv.has_states and min(windows, default=large) >= large
         self._is_simple = len(kv.groups) == 1 and not windows
         self._records_late = self._is_simple  # what it computes enters the prefix index when it matters, not when it is computed
         self._records_now = not self._records_late

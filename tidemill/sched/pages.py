@@ -32,11 +32,11 @@ class Pages:
             self.unsent.send_with(plan, self._kv.tables)
             self.unsent = Unsent()
         plan.empty_pages = self._kv.take_emptied()
-        plan.page_moves = self._kv.take_moves()
+        plan.page_moves = self._kv.offload.take_moves()
 
     def moves_only(self, plan: StepPlan) -> StepPlan | None:
         """A plan that computes nothing, if there is something to move."""
-        plan.page_moves = self._kv.take_moves()
+        plan.page_moves = self._kv.offload.take_moves()
         if not plan.page_moves:
             return None
         self.unsent.send_pages_with(plan)
@@ -46,14 +46,14 @@ class Pages:
 
     def wait_for_loads(self, request: Request, num_host: int, num_disk: int, num_peer: int) -> None:
         """A request that has started goes on when its pages are there."""
-        if self._kv.is_loading(request.seq):
+        if self._kv.offload.is_loading(request.seq):
             self._loading[request.seq] = request, self._clock.now()
             self._emit(events.PagesLoading(self._clock.now(), request.request_id, num_host, num_disk, num_peer))
 
     def moved(self, done: Sequence[Moved]) -> list[tuple[int, str]]:
         """Returns the sequences with a page that could not be loaded, and why."""
         now = self._clock.now()
-        moves, broken = self._kv.moved(done)
+        moves, broken = self._kv.offload.moved(done)
         for tier, is_load in sorted({(move.tier, move.is_load) for move in moves}):
             own = [result for move, result in zip(moves, done, strict=True) if (move.tier, move.is_load) == (tier, is_load)]
             moved = [result for result in own if result.num_bytes and not result.error]
@@ -63,7 +63,7 @@ class Pages:
             for why, num in Counter(result.error for result in own if result.error).items():
                 self._emit(events.MovesFailed(now, tier.name.lower(), is_load, num, why))
         for seq, (request, since) in list(self._loading.items()):
-            if not self._kv.holds(seq) or not self._kv.is_loading(seq):
+            if not self._kv.holds(seq) or not self._kv.offload.is_loading(seq):
                 del self._loading[seq]
                 if self._kv.holds(seq) and seq not in broken:
                     self._emit(events.PagesLoaded(now, request.request_id, now - since))

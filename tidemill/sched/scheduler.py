@@ -103,7 +103,7 @@ class Scheduler:
         plan = StepPlan(self._step)
         num_running, num_waiting = len(self.running), len(self.waiting.requests)
         state = StepState(self.token_budget, self.token_budget, num_running, num_running)
-        state.num_evicted, state.num_stored = self.kv.num_evicted, self.kv.num_stored
+        state.num_evicted, state.num_stored = self.kv.num_evicted, self.kv.offload.num_stored
         self._fetch_announced()
         state.num_waiting, state.num_rows = num_waiting, self.num_rows
         state.waited_s = self._waited_s()
@@ -118,7 +118,7 @@ class Scheduler:
         """The plan with the changes of rows and pages that go with it; None if it has nothing."""
         num_evicted = self.kv.num_evicted - state.num_evicted
         if num_evicted:
-            num_stored = self.kv.num_stored - state.num_stored
+            num_stored = self.kv.offload.num_stored - state.num_stored
             why = "least recently used, to make room"
             self._emit(events.PagesEvicted(self._clock.now(), num_evicted, why, num_stored))
         if plan.is_empty:
@@ -150,7 +150,7 @@ class Scheduler:
     def _fetch_announced(self) -> None:
         """Fetches announced pages of other engines. Where no request is preempted, they do not go
         into pages that are promised to those that run."""
-        self.kv.fetch_announced(lambda: 0 if self._evict else self._pages.num_to_the_end(self.running))
+        self.kv.offload.fetch_announced(lambda: 0 if self._evict else self._pages.num_to_the_end(self.running))
 
     def _planned(self, plan: StepPlan, num_prefilling: int) -> events.StepPlanned:
         requests, items = self.requests, plan.items
@@ -195,7 +195,7 @@ class Scheduler:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
         now, self.table.committed = self._clock.now(), plan.step
-        self.kv.trust(plan.step + 1)
+        self.kv.offload.trust(plan.step + 1)
         progress: list[Progress] = []
         requests, has_finished = self.requests, False
         for item in plan.items:
@@ -245,7 +245,7 @@ class Scheduler:
 
     def decode(self, requests: Iterable[Request], plan: StepPlan, state: StepState) -> None:
         """One more token for each. Most need nothing but a line in the plan: theirs is written here, as `_schedule` does it."""
-        page_size, is_loading, running, items = self.kv.page_size, self.kv.num_loading > 0, Status.RUNNING, plan.items
+        page_size, is_loading, running, items = self.kv.page_size, self.kv.offload.num_loading > 0, Status.RUNNING, plan.items
         for request in requests:
             if state.num_left == 0 or (request.in_background and state.num_background_left <= 0):
                 break
@@ -257,7 +257,7 @@ class Scheduler:
                 continue  # its last token is under way
             if request.is_held or (num_in_flight and request.waits_for_tokens):
                 continue  # what comes next depends on the one under way
-            if is_loading and self.kv.is_loading(request.seq):
+            if is_loading and self.kv.offload.is_loading(request.seq):
                 continue
             if not request.is_plain:
                 self._decode_further(request, plan, state)
@@ -324,7 +324,7 @@ class Scheduler:
             if state.num_left <= 0:
                 return
             if started.status is Status.RUNNING and started.in_background is in_background:
-                if self.kv.is_loading(started.seq):
+                if self.kv.offload.is_loading(started.seq):
                     continue
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
@@ -362,7 +362,7 @@ class Scheduler:
                 return False
             if not self._admit(request):
                 forked = self.table.forked
-                nothing_goes_on = not self.running and not forked and not self.kv.num_loading
+                nothing_goes_on = not self.running and not forked and not self.kv.offload.num_loading
                 if nothing_goes_on and self.retention.give_up_a_pin(request):
                     continue
                 if self.running or not forked:
@@ -373,7 +373,7 @@ class Scheduler:
                 continue
             state.num_running += 1
             count = self._chunk(request, request.num_needed, state) if state.num_left > 0 else 0
-            if count and not self.kv.is_loading(request.seq):
+            if count and not self.kv.offload.is_loading(request.seq):
                 count = self._until_cut(request, count)
                 if not self._make_room_for_chunk(request, count, plan):
                     return False

@@ -253,7 +253,7 @@ class RequestTable:
                 self.preempt(request, reason, is_lost=True)
         self.retention.clear(reason)
         self.kv.clear_prefixes()
-        self.kv.fail_moves()
+        self.kv.offload.fail_moves()
         self.inputs.clear()
 
     def moved(self, done: Sequence[Moved]) -> None:
@@ -281,7 +281,7 @@ class RequestTable:
             drafted = self._pages_with_drafts(request)
             self.kv.release(request.seq)
             self.pages.unsent.page_zeroes += self.kv.unused(drafted)
-        self.kv.is_gone(request.seq)
+        self.kv.offload.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
         request.status = Status.FINISHED

@@ -41,7 +41,7 @@ class DeferredFinishes(Part):
         while True:
             if (plan := scheduler.plan_moves()) is not None:
                 self.engine.runner.change_pages(plan)
-            exporting, now = scheduler.kv.exporting, self.engine.clock.now()
+            exporting, now = scheduler.kv.offload.exporting, self.engine.clock.now()
             over = [each for each in self._kept if exporting.isdisjoint(each.keys) or now > each.until_s]
             if len(over) == len(self._kept):
                 break
@@ -80,5 +80,5 @@ class DeferredFinishes(Part):
         that are."""
         kv = self.engine.scheduler.kv
         if request is None:
-            return kv.exporting
-        return kv.exporting_of(request.tokens, request.spec.salt, request.spec.segments)
+            return kv.offload.exporting
+        return kv.offload.exporting_of(request.tokens, request.spec.salt, request.spec.segments)

@@ -35,7 +35,7 @@ class PageMoves(Part):
         if isinstance(message, Expect):
             with suppress(TidemillError):  # an adapter that is not here: its request says so
                 salt = self.engine.part(AdapterStore).salt(message)
-                self.engine.scheduler.kv.expect(message.prompt_ids, salt, message.segments)
+                self.engine.scheduler.kv.offload.expect(message.prompt_ids, salt, message.segments)
 
     def alarms(self) -> Sequence[int]:
         return () if self._mover.alarm is None else (self._mover.alarm,)
@@ -49,7 +49,7 @@ class PageMoves(Part):
         if done := self._mover.done():
             self.engine.scheduler.table.moved(done)
         if (learned := self._mover.learned()) is not None:
-            self.engine.scheduler.kv.learn(learned.slots, learned.erased)
+            self.engine.scheduler.kv.offload.learn(learned.slots, learned.erased)
             for why in learned.problems:
                 self.engine.emit(events.TierNotUsed(self.engine.clock.now(), "peer", why))
 
@@ -57,12 +57,12 @@ class PageMoves(Part):
         self._mover.wait(_WAIT_S)
 
     def idle(self) -> None:
-        if self.engine.scheduler.kv.is_moving:
+        if self.engine.scheduler.kv.offload.is_moving:
             self.wait()
 
     def done(self, step: Step) -> None:
         """How long steps take says when it is better to compute pages again."""
-        tiers = self.engine.scheduler.kv.tiers
+        tiers = self.engine.scheduler.kv.offload.tiers
         if tiers is not None:
             tiers.costs.computed(step.plan.num_tokens, step.done_s - max(step.started_s, self._last_s))
         self._last_s = step.done_s
@@ -84,7 +84,7 @@ class PageMoves(Part):
 
 def save(engine: Engine, mover: PageMover, seconds: float = SAVE_S) -> None:
     """What is cached goes to disk, the latest first, as far as the time allows."""
-    scheduler, tiers = engine.scheduler, engine.scheduler.kv.tiers
+    scheduler, tiers = engine.scheduler, engine.scheduler.kv.offload.tiers
     if tiers is None or not tiers.disk.num:
         return
     until, pages = time.monotonic() + seconds, scheduler.kv.cached_pages()

@@ -97,7 +97,8 @@ def test_a_picture_is_kept_for_the_next_request_until_room_is_needed():
 
     def compute(which):
         segments = [Segment(1, 8, PICTURE, KEYS[which])]
-        scheduler.table.add(Submit("r", [5, *[0] * 8, 6], SamplingParams(max_tokens=1, seed=0), segments=segments, contents=CONTENTS))
+        params = SamplingParams(max_tokens=1, seed=0)
+        scheduler.table.add(Submit("r", [5, *[0] * 8, 6], params, segments=segments, contents=CONTENTS))
         while scheduler.has_work:
             plan = scheduler.plan()
             scheduler.commit(plan, runner.run(plan, scheduler))

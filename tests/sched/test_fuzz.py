@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 11), token=st.integers(0, 2))
     def choose(self, which, token):
-        held = [request for request in self.live.values() if request.is_held]
+        held = [request for request in self.live.values() if request.awaiting_choice]
         if held:
             self.go_on(held[which % len(held)], token)
 
@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request.guess(drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ())
             plan = self.scheduler.plan()
             if plan is None and not self.in_flight:
-                held = all(request.is_held for request in self.live.values())
+                held = all(request.awaiting_choice for request in self.live.values())
                 assert held or self.waits_for_moves(), "work is left but nothing was planned"
                 return
             if plan is not None and not plan.items:
@@ -223,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         written = []
         for item in plan.items:
             assert item.row == by_seq[item.seq].row
-            assert not by_seq[item.seq].is_held
+            assert not by_seq[item.seq].awaiting_choice
             for mine, theirs in zip(self.tokens[item.row][: item.start + item.count], by_seq[item.seq].tokens, strict=False):
                 assert mine == theirs
             for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
@@ -307,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.in_flight:
             self.commit()
         for _ in range(5000):
-            for request in [request for request in self.live.values() if request.is_held]:
+            for request in [request for request in self.live.values() if request.awaiting_choice]:
                 self.go_on(request, 1)
             plan = self.scheduler.plan()
             if plan is None:

@@ -131,7 +131,7 @@ class TierMachine(SchedulerMachine):
         while self.in_flight:
             self.commit()
         for _ in range(5000):
-            for request in [request for request in self.live.values() if request.is_held]:
+            for request in [request for request in self.live.values() if request.awaiting_choice]:
                 self.go_on(request, 1)
             plan = self.scheduler.plan()
             if plan is not None and plan.items:

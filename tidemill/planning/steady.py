@@ -133,7 +133,7 @@ class SteadyDecoding:
             or num_known + request.num_in_flight - request.num_computed != 1
             or request.in_background
             or request.waits_for_tokens
-            or request.cache is not None
+            or request.kv_policy is not None
             or request.drafts
             or (is_first and (self.names_all or not self._steps_ahead or request.children or request.prefix_leases))
             or (request.writable_end < request.num_computed and not self._owns_page(request))
@@ -466,7 +466,7 @@ class SteadyDecoding:
         request = scheduler.requests.get(item.seq)
         if request is None or request.epoch != item.epoch or item.samples or scheduler.kv.has_windows:
             return 0
-        if request.cache is not None or request.in_background or item.count + len(self._members) != scheduler.token_budget:
+        if request.kv_policy is not None or request.in_background or item.count + len(self._members) != scheduler.token_budget:
             return 0
         if scheduler.policy.prefill_first and self._members:
             return 0

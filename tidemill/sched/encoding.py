@@ -61,13 +61,13 @@ class EncoderOutputs:
             if not rows:
                 return False
             entry = self._entries[segment.key] = _Entry(rows)
-            self._pages.unsent.encodes.append(Encode(segment.kind, request.spec.contents[segment.key], rows))
+            self._pages.pending.encodes.append(Encode(segment.kind, request.spec.contents[segment.key], rows))
         self._entries.move_to_end(segment.key)
         user = request.seq, segment.start
         if user not in entry.users:
             entry.users.add(user)
             self._used_by.setdefault(request.seq, set()).add((segment.key, segment.start))
-            inputs = self._pages.unsent.row_inputs.setdefault(request.row, [])
+            inputs = self._pages.pending.row_inputs.setdefault(request.row, [])
             inputs.append(RowInput(request.row, segment.start, entry.rows))
         return True
 
@@ -103,7 +103,7 @@ class EncoderOutputs:
         self._entries.clear()
         self._used_by.clear()
         self._passed.clear()
-        self._pages.unsent.encodes.clear()
+        self._pages.pending.encodes.clear()
 
     def check_integrity(self) -> None:
         rows = [row for entry in self._entries.values() for row in entry.rows]

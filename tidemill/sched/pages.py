@@ -12,7 +12,7 @@ from tidemill.kv.manager import KVManager
 from tidemill.kv.prefix import Path
 from tidemill.kv.tiers import Moved
 from tidemill.sched.clock import Clock
-from tidemill.sched.plan import StepPlan, Unsent
+from tidemill.sched.plan import PendingUpdates, StepPlan
 from tidemill.sched.request import Request
 
 
@@ -20,7 +20,7 @@ class Pages:
     """Page tables as the runner has them: each change is noted until a plan sends it."""
 
     def __init__(self, kv: KVManager, clock: Clock, emit: EventSink) -> None:
-        self.unsent = Unsent()
+        self.pending = PendingUpdates()
         self._kv = kv
         self._clock = clock
         self._emit = emit
@@ -28,9 +28,9 @@ class Pages:
         self._loading: dict[int, tuple[Request, float]] = {}  # by seq, and since when
 
     def send_with(self, plan: StepPlan) -> None:
-        if not self.unsent.is_empty:
-            self.unsent.send_with(plan, self._kv.tables)
-            self.unsent = Unsent()
+        if not self.pending.is_empty:
+            self.pending.send_with(plan, self._kv.tables)
+            self.pending = PendingUpdates()
         plan.empty_pages = self._kv.take_emptied()
         plan.page_moves = self._kv.offload.take_moves()
 
@@ -39,7 +39,7 @@ class Pages:
         plan.page_moves = self._kv.offload.take_moves()
         if not plan.page_moves:
             return None
-        self.unsent.send_pages_with(plan)
+        self.pending.send_pages_with(plan)
         return plan
 
     # ---- loads
@@ -76,7 +76,7 @@ class Pages:
         """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
         if request.path is None:
             most = request.params.num_reusable
-            most = most if request.cache is None else min(most, request.cache.num_reusable)
+            most = most if request.kv_policy is None else min(most, request.kv_policy.num_reusable)
             request.path = self._kv.path(request.tokens, request.spec.salt, most, request.spec.segments)
         return request.path
 
@@ -93,14 +93,14 @@ class Pages:
         """Free pages that it would take now."""
         if self._kv.holds(request.seq):
             return self._kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
-        return self._kv.num_pages_to_admit(request.num_known, self.path(request), request.cache)
+        return self._kv.num_pages_to_admit(request.num_known, self.path(request), request.kv_policy)
 
     def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
         """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
         will take until their ends, at most."""
         if not to_the_end:
-            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.cache))
-        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known, request.cache)
+            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.kv_policy))
+        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known, request.kv_policy)
         return num + self.num_to_the_end(running)
 
     def num_to_the_end(self, running: Sequence[Request]) -> int:
@@ -108,7 +108,7 @@ class Pages:
         return sum(self._most_pages(request) - self._kv.num_pages_of(request.seq) for request in running)
 
     def _most_pages(self, request: Request) -> int:
-        return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.cache)
+        return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.kv_policy)
 
     def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int, int]] | None:
         """Pages for all its tokens, so that so many stay free. Returns what it starts from, the pages to copy, and
@@ -121,7 +121,7 @@ class Pages:
                 return None
             reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
             return reason, copies, (0, 0, 0)
-        start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.cache)
+        start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.kv_policy)
         if start is None:
             return None
         request.num_computed = start.num_cached
@@ -141,15 +141,15 @@ class Pages:
     def writable_end(self, request: Request, end: int) -> int:
         """The end up to which tokens can be written once those before `end` can be."""
         size = self._kv.page_size
-        return end if request.cache is not None else -(-end // size) * size
+        return end if request.kv_policy is not None else -(-end // size) * size
 
     def planned(self, request: Request, start: int) -> None:
         """Its tokens from this one on are in a plan. A page can be cached once it is full of tokens that
         are known here; between two page ends there is nothing to record. What is computed beside drafts
         waits for them: if they are NaN, it may be, too."""
         end = request.num_computed
-        if request.cache is not None and (num := request.cache.num_given_up(start, end)):
-            why = f"kv_policy {request.cache.kind}"
+        if request.kv_policy is not None and (num := request.kv_policy.num_given_up(start, end)):
+            why = f"kv_policy {request.kv_policy.kind}"
             self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
         may_end_a_page = end - start > 1 or end % self._kv.page_size <= request.num_in_flight
         if may_end_a_page and not request.num_drafts_in_flight:
@@ -158,16 +158,17 @@ class Pages:
     def make_writable(self, request: Request, count: int) -> bool:
         """Private pages for its next `count` tokens. False: there are not enough free pages."""
         end = request.num_computed + count
-        if self._kv.has_windows or request.cache is not None:
+        if self._kv.has_windows or request.kv_policy is not None:
             first = request.num_computed - request.num_drafts_in_flight  # where it goes on if they are wrong
             first = min(first, request.num_prompt - 1) if request.children else first
-            self.unsent.update_pages(request.row, self._kv.trim(request.seq, first))
+            self.pending.update_pages(request.row, self._kv.trim(request.seq, first))
         new = self._kv.extend(request.seq, end)
         if new is None:
             return False
-        self.unsent.update_pages(request.row, new)
+        self.pending.update_pages(request.row, new)
         groups = self._kv.groups
-        if len(groups) == 1 and new and new[0].first_index * groups[0].page_size <= request.num_computed and not request.cache:
+        is_simple = len(groups) == 1 and not request.kv_policy
+        if is_simple and new and new[0].first_index * groups[0].page_size <= request.num_computed:
             return True  # all of them are in new pages
         copies = self._kv.copies_to_write(request.seq, request.num_computed, end)
         if copies is None:
@@ -180,14 +181,14 @@ class Pages:
         tables = self._kv.tables(request.seq) if copies else []
         for group, index, source in copies:
             target = tables[group][index]
-            self.unsent.copy_page(request.row, source, target)
-            self.unsent.update_pages(request.row, [PageChange(group, index, [target])])
+            self.pending.copy_page(request.row, source, target)
+            self.pending.update_pages(request.row, [PageChange(group, index, [target])])
             self._emit(events.PageCopied(self._clock.now(), request.request_id, source, target))
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """Give back pages past so many tokens."""
         changes = self._kv.shrink(request.seq, num_tokens)
-        self.unsent.update_pages(request.row, changes)
+        self.pending.update_pages(request.row, changes)
         if changes:
             request.writable_end = 0
 

@@ -111,7 +111,7 @@ class StepPlan(msgspec.Struct, eq=False):
         return not self.items
 
 
-class Unsent(msgspec.Struct):
+class PendingUpdates(msgspec.Struct):
     """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
 
     left_rows: list[int] = []

@@ -22,7 +22,7 @@ def append(request: Request, tokens: list[int]) -> tuple[list[int], str | None]:
     before, num_output = len(own), len(own) - request.num_prompt
     for token in tokens:
         own.append(token)
-        if request.is_held:
+        if request.awaiting_choice:
             continue  # its latest token is not decided
         num_output += 1
         if token in request.ends and num_output >= request.params.min_tokens:

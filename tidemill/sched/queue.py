@@ -97,7 +97,7 @@ class _Class:
     def push(self, request: Request, now: float) -> None:
         self.num_waiting += 1
         request.account.num_waiting += 1
-        if request.parent is None and not request.is_held:
+        if request.parent is None and not request.awaiting_choice:
             self.make_ready(request, now)
 
     def make_ready(self, request: Request, now: float) -> None:
@@ -150,7 +150,7 @@ class _Class:
             assert tenant.num_requests >= tenant.num_waiting >= len(tenant.ready)
             assert tenant.ready == sorted(tenant.ready, key=_place)
             assert tenant.by_age == sorted(tenant.ready, key=_age)
-            assert all(request.parent is None and not request.is_held for request in tenant.ready)
+            assert all(request.parent is None and not request.awaiting_choice for request in tenant.ready)
 
 
 class WaitingQueue:

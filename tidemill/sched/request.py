@@ -61,7 +61,7 @@ class Request:
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
     hands_over: bool = False  # it goes on in another engine when it has reached `max_tokens`
-    root: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
+    family_id: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
 
     status: Status = Status.WAITING
     row: int = -1
@@ -77,7 +77,7 @@ class Request:
     prefix_leases: Sequence[Hold] = ()  # of its prefixes, that are to be made
     num_held: int = 0  # tokens of its longest prefix that was held for it
     epoch: int = 0  # raised by preemption and wrong drafts, so that results of steps planned before are recognised as stale
-    is_held: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
+    awaiting_choice: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
     deferred_because: str = ""
     path: Path | None = None  # of its tokens when it was last queued; made once, however often admission is tried
     started_s: float | None = None
@@ -88,7 +88,7 @@ class Request:
     account: Tenant = field(init=False)  # set when it is queued for the first time
     # Of the specs, what is looked at in every step:
     num_prompt: int = field(init=False)
-    cache: CachePolicy | None = field(init=False)
+    kv_policy: CachePolicy | None = field(init=False)
     in_background: bool = field(init=False)
     waits_for_tokens: bool = field(init=False)
     extra_bytes: int = field(init=False)  # that it keeps beside its pages while it has a row
@@ -98,8 +98,8 @@ class Request:
 
     def __post_init__(self) -> None:
         spec, params = self.row_spec, self.row_spec.params
-        self.root = self.seq if self.root < 0 else self.root
-        self.num_prompt, self.cache = spec.num_prompt, spec.cache
+        self.family_id = self.seq if self.family_id < 0 else self.family_id
+        self.num_prompt, self.kv_policy = spec.num_prompt, spec.cache
         self.in_background = self.priority >= BACKGROUND
         self.waits_for_tokens = params.waits_for_tokens
         self.extra_bytes = 0 if spec.cache is None else spec.cache.beside_bytes
@@ -121,7 +121,7 @@ class Request:
     def guess(self, drafts: Sequence[int]) -> None:
         """Its drafts for the next step; they replace those that it had."""
         self.drafts = drafts
-        has_more = drafts or self.num_drafts_in_flight or self.cache is not None
+        has_more = drafts or self.num_drafts_in_flight or self.kv_policy is not None
         self.is_plain = not (has_more or self.in_background)
 
     def fork(self, request_id: str, seq: int, params: SamplingParams) -> Request:
@@ -181,12 +181,12 @@ class Request:
     @property
     def place(self) -> tuple[int, int, int]:
         """Order in the queue: lower priority value, then earlier arrival; a fork comes right behind what it was forked from."""
-        return (self.priority, self.root, self.seq)
+        return (self.priority, self.family_id, self.seq)
 
     @property
     def rank(self) -> tuple[bool, bool, int, int, int]:
         """Order of running requests; the last one is preempted first. Ageing holds on: what it let start, it lets finish."""
-        return (self.in_background, not self.is_aged, self.priority, self.root, self.seq)
+        return (self.in_background, not self.is_aged, self.priority, self.family_id, self.seq)
 
     def yields_to(self, other: Request) -> bool:
         """It can be preempted so that `other` starts."""

@@ -91,7 +91,7 @@ class Scheduler:
         if plan.is_empty and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background.budget  # no other request can use this step
             self._fill(plan, state)
-            self._make_held_yield(plan, state)
+            self._make_undecided_yield(plan, state)
         return self.end_plan(plan, state)
 
     def begin_plan(self) -> tuple[StepPlan, StepState]:
@@ -184,10 +184,10 @@ class Scheduler:
         all_decode = len(plan.items) == len(self.running)
         self.prefill([] if all_decode else self._prompts(), plan, state)
 
-    def _make_held_yield(self, plan: StepPlan, state: StepState) -> None:
+    def _make_undecided_yield(self, plan: StepPlan, state: StepState) -> None:
         """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
-        while not plan.items and (held := [request for request in self.running if request.is_held]):
-            self.table.preempt(held[-1], "held, and those that it waits for have no slot or pages")
+        while not plan.items and (undecided := [request for request in self.running if request.awaiting_choice]):
+            self.table.preempt(undecided[-1], "held, and those that it waits for have no slot or pages")
             state.num_running = state.num_running_before = len(self.running)
             self._fill(plan, state)
 
@@ -216,7 +216,7 @@ class Scheduler:
                 request.num_in_flight -= item.num_drafts
                 request.num_drafts_in_flight -= item.num_drafts
             if request.waits_for_tokens:
-                request.is_held = request.params.beams is not None
+                request.awaiting_choice = request.params.beams is not None
             reason = None
             if len(kept) == 1 and kept[0] not in request.ends and len(own) - request.num_prompt < request.max_tokens - 1:
                 own.append(kept[0])  # nearly all: it goes on
@@ -255,7 +255,7 @@ class Scheduler:
                 continue
             if num_known - request.num_prompt >= request.max_tokens:
                 continue  # its last token is under way
-            if request.is_held or (num_in_flight and request.waits_for_tokens):
+            if request.awaiting_choice or (num_in_flight and request.waits_for_tokens):
                 continue  # what comes next depends on the one under way
             if is_loading and self.kv.offload.is_loading(request.seq):
                 continue
@@ -389,7 +389,7 @@ class Scheduler:
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
         ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
-        return not (self.kv.has_windows or request.cache) or self._make_writable(
+        return not (self.kv.has_windows or request.kv_policy) or self._make_writable(
             request, count, {item.seq for item in plan.items}
         )
 
@@ -417,7 +417,7 @@ class Scheduler:
     def _chunk(self, request: Request, num_needed: int, state: StepState) -> int:
         """The number of a prompt's tokens in this step. With a KV policy, a request that starts would not find the pages that
         this step computes: it starts in the next one, with all of them."""
-        state.may_fill = not request.in_background and request.cache is None
+        state.may_fill = not request.in_background and request.kv_policy is None
         count = self.policy.chunk(num_needed, state)
         return 0 if self._whole_prompts and count < num_needed else count
 
@@ -442,7 +442,7 @@ class Scheduler:
         self._emit(events.Admitted(now, request.request_id, *numbers, reason, *by_tier))
         self._pages.wait_for_loads(request, *by_tier)
         self._pages.copy(request, copies)
-        self._pages.unsent.rows[request.row] = request
+        self._pages.pending.rows[request.row] = request
         return True
 
     def _defer(self, request: Request, reason: str) -> None:

@@ -118,7 +118,7 @@ class RequestTable:
         self._emit(events.Forked(now, request_id, request.request_id, num_pages))
         if num_pages and child.num_needed == 1 and request.status is Status.RUNNING and self.free_rows:
             self.take_row(child)
-            self.pages.unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
+            self.pages.pending.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
             return child
         self.waiting.push(child, now)
         if num_pages:
@@ -146,9 +146,9 @@ class RequestTable:
         """Chooses the latest token of a held request; the request goes on with it."""
         request.tokens[-1] = token
         request.path = None
-        request.is_held = False
+        request.awaiting_choice = False
         if request.status is Status.RUNNING:
-            self.pages.unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
+            self.pages.pending.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
         elif request.parent is None:
             self.waiting.make_ready(request, self._clock.now())
 
@@ -174,9 +174,9 @@ class RequestTable:
         """Take its pages from a request that ends, because they hold NaN."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
             pages = self.kv.discard(request.seq)
-            self.pages.unsent.page_zeroes += pages
-            for row in self.pages.unsent.rows_that_copy(pages):
-                self.preempt(self.pages.unsent.rows[row], "the page that it was to copy holds NaN")
+            self.pages.pending.page_zeroes += pages
+            for row in self.pages.pending.rows_that_copy(pages):
+                self.preempt(self.pages.pending.rows[row], "the page that it was to copy holds NaN")
 
     def compute_again(self, request: Request, reason: str) -> None:
         """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
@@ -206,9 +206,9 @@ class RequestTable:
     def _leave_row(self, request: Request) -> None:
         self.running.remove(request)
         self.free_rows.append(request.row)
-        self.pages.unsent.forget(request.row)
-        if request.cache is not None:
-            self.pages.unsent.left_rows.append(request.row)
+        self.pages.pending.forget(request.row)
+        if request.kv_policy is not None:
+            self.pages.pending.left_rows.append(request.row)
         self.inputs.release(request.seq)
         request.row = -1
 
@@ -218,7 +218,7 @@ class RequestTable:
         now = self._clock.now()
         drafted = self._pages_with_drafts(request)
         leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
-        self.pages.unsent.page_zeroes += self.kv.unused(drafted)
+        self.pages.pending.page_zeroes += self.kv.unused(drafted)
         reason_and_swap = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *reason_and_swap))
         request.num_computed = 0
@@ -246,8 +246,8 @@ class RequestTable:
         """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `lost`: plans of which
         the runner may know nothing: what they were to clear and which rows they were to end is told again."""
         for plan in lost:
-            self.pages.unsent.page_zeroes += plan.page_zeroes
-            self.pages.unsent.left_rows += plan.left_rows
+            self.pages.pending.page_zeroes += plan.page_zeroes
+            self.pages.pending.left_rows += plan.left_rows
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self.preempt(request, reason, is_lost=True)
@@ -280,7 +280,7 @@ class RequestTable:
         if self.kv.holds(request.seq):
             drafted = self._pages_with_drafts(request)
             self.kv.release(request.seq)
-            self.pages.unsent.page_zeroes += self.kv.unused(drafted)
+            self.pages.pending.page_zeroes += self.kv.unused(drafted)
         self.kv.offload.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
@@ -301,12 +301,13 @@ class RequestTable:
         assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self.requests)
         rows = [r.row for r in self.running]
         assert sorted(rows + self.free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
-        self.pages.unsent.check_integrity(rows)
-        assert not any(request.is_held and request.num_in_flight for request in self.running)
+        self.pages.pending.check_integrity(rows)
+        assert not any(request.awaiting_choice and request.num_in_flight for request in self.running)
         for request in self.running:
             assert self.kv.holds(request.seq)
             for group, pages in zip(self.kv.groups, self.kv.tables(request.seq), strict=True):
-                num_slots = request.num_computed if request.cache is None else request.cache.num_slots(request.num_computed)
+                num_slots, policy = request.num_computed, request.kv_policy
+                num_slots = num_slots if policy is None else policy.num_slots(num_slots)
                 assert group.num_pages_for(num_slots) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         assert self.kv.sequences <= self.requests.keys(), "pages leaked"

@@ -321,7 +321,7 @@ def _after_each(tree: Tree, tokens: Sequence[int]) -> list[int]:
 
 def _can_have_drafts(request: Request) -> bool:
     params = request.params
-    if request.cache is not None:  # what it gives up cannot be taken back
+    if request.kv_policy is not None:  # what it gives up cannot be taken back
         return False
     is_decoding = request.status is Status.RUNNING and request.num_needed <= 1
     return is_decoding and request.takes_drafts and params.pooling is None and params.beams is None

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from tidemill.errors import ConfigError
+from tidemill.inputs import content_ids, name_of, overlapping
 from tidemill.planning.trace import Row
 from tidemill.record.format import SEGMENT_LEN, Ended
 from tidemill.record.reader import RecordedRequest, RecordedServer, Recording
@@ -54,8 +55,9 @@ def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, bl
     numbers: list[int] = []
     salt = f"{asked.adapter}\n{asked.salt}" if asked.adapter else asked.salt  # pages depend on the adapter, too
     root = (begun.model, salt)
-    for digest in begun.segments:
-        chain = blocks.of((root if not numbers else chain, digest))
+    for number, digest in enumerate(begun.segments):
+        inputs = overlapping(asked.segments, number * SEGMENT_LEN, (number + 1) * SEGMENT_LEN)
+        chain = blocks.of((root if not numbers else chain, digest, *map(name_of, inputs)))
         numbers.append(chain)
     took_s = ended.time_s - begun.time_s
     return Row(
@@ -71,7 +73,7 @@ def _row(request: RecordedRequest, ended: Ended, to_day_s: float, model: str, bl
         None if ended.first_s is None else ended.first_s - begun.time_s,
         None if ended.first_s is None else took_s,
         model,
-        tuple(request.prompt_ids()),
+        tuple(content_ids(request.prompt_ids(), asked.segments)),
         salt,
         () if beams else tuple(tuple(request.output_ids(index)) for index in range(len(ended.outputs))),
     )

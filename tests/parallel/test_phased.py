@@ -129,7 +129,7 @@ def test_what_it_is_not_for(tmp_path, folder):
         (tmp_path, {}, "experts"),
         (folder, {"pipeline_parallel": 2}, "--pipeline-parallel"),
         (folder, {"max_loras": 1}, "--lora"),
-        (folder, {"tensor_parallel": 1}, "needs several ranks"),
+        (folder, {"tensor_parallel": 1}, "needs --tensor-parallel"),
     ]:
         with pytest.raises(ConfigError, match=what):
             core_of(model, **{"tensor_parallel": 2, "tensor_layout": "phased"} | options)

@@ -10,6 +10,7 @@ from tests.engine.test_tiers import FreeMoves, one_by_one
 from tests.helpers import make_llama, run
 from tests.parallel.test_workers import as_threads, core_of, requests  # noqa: F401
 from tidemill import events
+from tidemill.capabilities import asked, check
 from tidemill.cli.main import app
 from tidemill.config import EngineOptions, settled
 from tidemill.engine.load import inspect
@@ -111,9 +112,9 @@ def test_numbers_that_cannot_be(folder, given):
         division(folder, pipeline_layers=given)
 
 
-def test_one_stage_is_not_divided(folder):
-    with pytest.raises(ConfigError, match="needs several stages"):
-        division(folder, pipeline_parallel=1, pipeline_layers="6")
+def test_one_stage_is_not_divided():
+    with pytest.raises(ConfigError, match="--pipeline-layers needs --pipeline-parallel: there is one stage"):
+        check(asked(EngineOptions(pipeline_parallel=1, pipeline_layers="6")))
 
 
 @pytest.mark.parametrize("by", ["given", "measured"])

@@ -59,8 +59,8 @@ def test_flash_attention_is_not_asked(on_gpu):
 def test_what_a_gpu_does_not_have_is_refused(on_gpu, tmp_path):
     with pytest.raises(ConfigError, match="kvquant4"):
         on_gpu(kv_dtype="kvquant4")
-    with pytest.raises(ConfigError, match="at least 64 dimensions, and these have"):
+    with pytest.raises(ConfigError, match="at least 64 dimensions"):
         on_gpu(kv_dtype="int4")
     make_llama(tmp_path, vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ConfigError, match="at least 32 dimensions, and these have 16"):
+    with pytest.raises(ConfigError, match="at least 32 dimensions"):
         on_gpu(tmp_path, kv_dtype="fp8")

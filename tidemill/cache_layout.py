@@ -80,6 +80,7 @@ class Place:
 
     group: int
     index: int
+    start: int = 0  # bytes of a token that lie before the layer's in a page, where layers differ in size
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,16 @@ class CacheLayout:
 
     groups: tuple[Group, ...]  # of keys and values, then of states: one for each page of a state
     places: tuple[Place, ...]  # of each layer with keys and values
-    layers_per_page: int
+    layers_per_page: int  # at most
     states: StateLayout | None = None
+    token_bytes: int = 0  # of a page, where layers differ in size; 0: all are alike
+    row_bytes: int = 1  # a page is a multiple of it, where layers differ in size
+
+    def page_bytes(self, page_size: int, layer_bytes: int) -> int:
+        """`layer_bytes`: of a token in each layer, where all are alike."""
+        if not self.token_bytes:
+            return self.layers_per_page * layer_bytes * page_size
+        return -(-self.token_bytes * page_size // self.row_bytes) * self.row_bytes
 
     @property
     def num_kv_groups(self) -> int:
@@ -105,14 +114,15 @@ class CacheLayout:
 
     def only(self, layers: Collection[int]) -> CacheLayout:
         """The layout with room for these layers alone, of the layers with keys and values. Groups and their page tables stay the
-        same. Pages of states, which may lie anywhere, stay whole."""
-        if self.states is not None:
+        same. Pages of states, which may lie anywhere, and of layers of different sizes stay whole."""
+        if self.states is not None or self.token_bytes:
             return self
-        places, num_in = list[Place](), Counter[int]()
-        for layer, place in enumerate(self.places):
-            places.append(Place(place.group, num_in[place.group] if layer in layers else 0))
-            num_in[place.group] += layer in layers
-        return replace(self, places=tuple(places), layers_per_page=max([1, *num_in.values()]))
+        own, num_in = dict[Place, Place](), Counter[int]()
+        for place in dict.fromkeys(self.places[layer] for layer in sorted(layers)):
+            own[place] = Place(place.group, num_in[place.group])
+            num_in[place.group] += 1
+        places = tuple(own.get(place, Place(place.group, 0)) for place in self.places)
+        return replace(self, places=places, layers_per_page=max([1, *num_in.values()]))
 
     def num_pages_for(self, num_tokens: int, most_at_once: int) -> int:
         """The most pages that a sequence of so many tokens holds, computed `most_at_once` tokens at a time."""
@@ -128,27 +138,59 @@ def one_place(num_layers: int, page_size: int) -> CacheLayout:
     return CacheLayout((Group(page_size),), (Place(0, 0),) * num_layers, 1)
 
 
-def lay_out(windows: Sequence[int], page_size: int, max_context: int) -> CacheLayout:
-    """`windows`: of each layer; 0 sees all. A window as long as the context is none."""
+def lay_out(
+    windows: Sequence[int], page_size: int, max_context: int, sizes: Sequence[int] = (), row_bytes: int = 1
+) -> CacheLayout:
+    """`windows`: of each layer; 0 sees all. A window as long as the context is none. `sizes`: bytes of a
+    token in each layer; none: they are alike. `row_bytes`: pages of layers of different sizes are a
+    multiple of it."""
     if not windows:
         return CacheLayout((), (), 0)
+    units = list(sizes) or [1] * len(windows)
     kinds: dict[int, list[int]] = {}  # by window: its layers
     for layer, window in enumerate(windows):
         kinds.setdefault(window if window < max_context else 0, []).append(layer)
-    per_page = _layers_per_page([len(layers) for layers in kinds.values()])
-    groups, places = list[Group](), dict[int, Place]()
+    of_kinds = [[units[layer] for layer in layers] for layers in kinds.values()]
+    capacity = _capacity(of_kinds)
+    groups, places, most = list[Group](), dict[int, Place](), 0
     for window, layers in sorted(kinds.items()):
-        for first in range(0, len(layers), per_page):
-            places |= {layer: Place(len(groups), i) for i, layer in enumerate(layers[first : first + per_page])}
+        first = 0
+        for num in _pages([units[layer] for layer in layers], capacity):
+            start = 0
+            for index, layer in enumerate(layers[first : first + num]):
+                places[layer] = Place(len(groups), index, start if sizes else 0)
+                start += units[layer]
             groups.append(Group(page_size, window))
-    return CacheLayout(tuple(groups), tuple(places[layer] for layer in range(len(windows))), per_page)
+            first, most = first + num, max(most, num)
+    layout = CacheLayout(tuple(groups), tuple(places[layer] for layer in range(len(windows))), most)
+    if not sizes:
+        return replace(layout, layers_per_page=capacity)
+    return replace(layout, token_bytes=capacity, row_bytes=row_bytes)
 
 
-def _layers_per_page(counts: list[int]) -> int:
-    """The layers of a page: so many that few places of the last page of each kind stay empty; of those, the most, for fewer page
-    tables."""
+def _pages(sizes: Sequence[int], capacity: int) -> list[int]:
+    """The numbers of layers in pages of this capacity, which are filled in order."""
+    pages, room = list[int](), 0
+    for size in sizes:
+        if size > room:
+            pages.append(0)
+            room = capacity
+        pages[-1] += 1
+        room -= size
+    return pages
 
-    def num_empty(per_page: int) -> int:
-        return sum(-count % per_page for count in counts)
 
-    return max(range(1, min(counts) + 1), key=lambda n: (num_empty(n) * 10 <= sum(counts), n))
+def _capacity(kinds: list[list[int]]) -> int:
+    """The size of a page: so large that few bytes of the last page of each kind of layers stay empty; of those, the largest,
+    for fewer page tables."""
+    largest, least = max(map(max, kinds)), min(map(sum, kinds))
+    sums = {sum(sizes[:num]) for sizes in kinds for num in range(1, len(sizes) + 1)}
+
+    def empty(capacity: int) -> int:
+        return sum(capacity * len(_pages(sizes, capacity)) - sum(sizes) for sizes in kinds)
+
+    def is_full(capacity: int) -> bool:
+        return empty(capacity) * 10 <= sum(map(sum, kinds))
+
+    choices = {largest, *(size for size in sums if largest <= size <= least)}
+    return max(choices, key=lambda size: (is_full(size), size if is_full(size) else -empty(size)))

@@ -72,9 +72,14 @@ class LayerSpec:
         return False
 
     @property
-    def stored(self) -> tuple[Part, ...]:
-        """The parts that the layer stores of each token."""
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of each token that the layer reads: its own, or those of the layer whose cache it reads."""
         return ()
+
+    @property
+    def stored(self) -> tuple[Part, ...]:
+        """The parts that the layer itself stores of each token."""
+        return self.parts if self.reads is None else ()
 
     @property
     def head_groups(self) -> int:
@@ -136,6 +141,7 @@ class AttentionSpec(LayerSpec):
     has_alibi: bool = False  # the distance between query and key, times a slope of the head, is taken off the score
     has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
     all_heads: int = 0  # of all ranks; 0: num_heads
+    values_in_keys: bool = False  # a value is the last part of its key, and not stored again
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
@@ -156,9 +162,9 @@ class AttentionSpec(LayerSpec):
         return self.value_head_dim or self.head_dim
 
     @property
-    def stored(self) -> tuple[Part, ...]:
-        if self.reads is not None:
-            return ()
+    def parts(self) -> tuple[Part, ...]:
+        if self.values_in_keys:
+            return (Part("keys", self.num_kv_heads, self.head_dim),)
         return Part("keys", self.num_kv_heads, self.head_dim), Part("values", self.num_kv_heads, self.value_dim)
 
     @property
@@ -199,8 +205,9 @@ class AttentionSpec(LayerSpec):
             "bidirectional": self.is_bidirectional,
             "distance bias": self.has_distance_bias,
             "ALiBi": self.has_alibi,
-            "keys and values of different sizes": self.value_dim != self.head_dim,
+            "keys and values of different sizes": self.value_dim != self.head_dim and not self.values_in_keys,
             "a cache of another layer": self.reads is not None,
+            "values in keys": self.values_in_keys,
         }
         return [kind for kind, value in has.items() if value]
 
@@ -470,12 +477,19 @@ class ModelConfig:
         source = self.layers[spec.reads] if 0 <= spec.reads < layer else None
         if source is None or not source.stored:
             return False
-        return spec.but(reads=None).stored == source.stored and spec.window == source.window
+        return spec.parts == source.stored and spec.window == source.window
 
     @property
     def token_layers(self) -> tuple[LayerSpec, ...]:
         """The specs of the layers that attend over what was stored of tokens."""
         return tuple(spec for spec in self.layers if spec.reads_tokens)
+
+    @property
+    def has_equal_parts(self) -> bool:
+        """Tells if all layers that store tokens store keys and values of one size: then pages have the dimensions [layers, 2,
+        heads, tokens, values]."""
+        sizes = {(part.num_heads, part.dim) for spec in self.layers for part in spec.parts}
+        return len(sizes) <= 1 and all(len(spec.parts) in (0, 2) for spec in self.layers)
 
     @property
     def has_states(self) -> bool:
@@ -486,7 +500,7 @@ class ModelConfig:
     def kinds(self) -> list[str]:
         """The features of its layers beyond causal attention over keys and values that all have the same size."""
         kinds = {kind for spec in self.token_layers for kind in spec.kinds}
-        are_alike = len({(spec.num_heads, spec.but(reads=None).stored) for spec in self.token_layers}) <= 1
+        are_alike = len({(spec.num_heads, spec.parts) for spec in self.token_layers}) <= 1
         return sorted(kinds | (set() if are_alike else {"layers of different sizes"}))
 
     @property
@@ -496,7 +510,7 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        return next((spec.stored[0].num_heads for spec in self.token_layers), 0)
+        return next((spec.parts[0].num_heads for spec in self.token_layers), 0)
 
     @property
     def head_dim(self) -> int:

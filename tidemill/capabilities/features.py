@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidemill.coverage import uncovered
+from tidemill.coverage import SHARED, UNEQUAL, uncovered
 from tidemill.kv_format import FORMATS
 from tidemill.kv_policy import KINDS
 
@@ -31,9 +31,8 @@ KINDS_OF_LAYERS = (
     "bidirectional",
     "distance bias",
     "ALiBi",
-    "keys and values of different sizes",
-    "a cache of another layer",
-    "layers of different sizes",
+    *UNEQUAL,
+    SHARED,
 )
 POLICIES = (*KINDS[1:], "random")  # KV policies but full
 CALIBRATED = tuple(name for name, kind in FORMATS.items() if kind.is_calibrated)

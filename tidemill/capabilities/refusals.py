@@ -15,6 +15,7 @@ from tidemill.capabilities.features import (
     POLICIES,
     SCALED,
 )
+from tidemill.coverage import SHARED, UNEQUAL
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_format import FORMATS, ON_DEVICE
 
@@ -102,6 +103,7 @@ _QUANTIZED = tuple(f"quantization {kind}" for kind in ("fp8", "int8", "int4", "s
 _LAYOUTS = ("tensor-layout 2d", "tensor-layout gathered", "tensor-layout phased")
 _KV_POLICIES = tuple(f"kv-policy {kind}" for kind in POLICIES)
 _KINDS = ("window", *KINDS_OF_LAYERS)
+_UNUSUAL = (*UNEQUAL, SHARED)
 _TIERS = ("kv-host-memory", "kv-disk")
 _PEERS = ("kv-export", "kv-import")
 _ROLES = ("prefill", "decode")
@@ -313,6 +315,24 @@ _CACHE = (
         _formats(CALIBRATED),
         "other formats have no constants of a model",
         "Give that, or leave --kv-calibration out.",
+    ),
+    *_no(
+        _UNUSUAL,
+        "GPU",
+        "the kernels there read keys and values of one size, of each layer its own",
+        "Use --device cpu.",
+    ),
+    *_no(
+        _formats(SCALED),
+        _UNUSUAL,
+        "pages with scales hold layers that are all alike",
+        "Leave --kv-dtype out.",
+    ),
+    *_no(
+        "kv-layout virtual",
+        _UNUSUAL,
+        "an address range holds layers that are all alike",
+        "Use --kv-layout paged.",
     ),
     *_no(
         "FlexAttention",
@@ -595,6 +615,13 @@ _RANKS = (
     *_no("ranks", "quantization sparse24", "sparse matrices are not divided", _ALONE, on="GPU"),
     *_no("pipeline-parallel", "nano-batching", "stages overlap by themselves", _ALONE, on="GPU"),
     *_no("pipeline-parallel", "states", "stages of GPUs have no states", _ALONE, on="GPU"),
+    *_no(
+        "pipeline-parallel",
+        SHARED,
+        "a layer and the one whose cache it reads may be in two stages",
+        _ALONE,
+    ),
+    *_no(_LAYOUTS, _UNUSUAL, "rows become heads of layers that are all alike", _ALONE),
     *_no("ranks", "encoder", "encoders are not divided", "Use --data-parallel."),
     *_no("ranks", "kv-layout virtual", "ranks read pages", _ALONE),
     *_no("ranks", _TIERS, "tiers of GPUs are of one rank", _ALONE, on="GPU"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
 from tidemill.capabilities import why_not
 from tidemill.config.compute import decide_max_requests, decide_token_budget
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
+from tidemill.coverage import SHARED, UNEQUAL
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS, SHORT_NAMES
 from tidemill.model_config import ModelConfig
@@ -23,7 +26,8 @@ def decide_kv_dtype(options: EngineOptions, dtype: str, device: str, model: Mode
         return one_of("kv_dtype", SHORT_NAMES.get(options.kv_dtype, options.kv_dtype), FORMATS), "given"
     if dtype == "float32":
         return "float32", "exact"
-    if model.kv_bits == 8 and model.pooler is None and (device == "cpu" or model.head_dim >= _LEAST_ON_GPU):
+    may_have_scales = model.pooler is None and not {*UNEQUAL, SHARED} & {*model.kinds}
+    if model.kv_bits == 8 and may_have_scales and (device == "cpu" or model.head_dim >= _LEAST_ON_GPU):
         return "fp8" if device == "cuda" else "int8", "the checkpoint asks for 8 bits (kv_cache_scheme)"
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
 
@@ -84,17 +88,33 @@ def decide_session_retention(options: EngineOptions, max_pinned: float) -> Decis
 def decide_layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
     if model.pooler is not None:
         return one_place(model.num_layers, page_size), "an encoder's layers use one place in turn"
-    layout = lay_out([spec.window for spec in model.token_layers], page_size, context)
+    layout = _kv_layout(model, kv_dtype, page_size, context)
     windowed = [group.window for group in layout.groups if group.window]
     if model.has_states:
         page_bytes = _kv_page_bytes(model, kv_dtype, page_size, layout)
         states = _states(model, page_bytes)
         each = f"{fmt_bytes(states.block_bytes)} in {states.block_pages} pages"
         return layout.with_states(states, STATE_INTERVAL), f"a state has {each}, and is kept every {STATE_INTERVAL} tokens"
-    if not windowed:
-        return layout, "one page table for all layers"
     per_page = f"pages hold {layout.layers_per_page} layers"
+    if layout.token_bytes:
+        taken = len(layout.groups) * layout.page_bytes(page_size, 0)
+        empty = 1 - model.kv_bytes_per_token(kv_dtype) * page_size / taken
+        per_page = f"layers differ in size: {100 * empty:.0f} % of a page stay empty"
+    if not windowed:
+        return layout, f"{per_page}; {len(layout.groups)} page tables" if layout.token_bytes else "one page table for all layers"
     return layout, f"{per_page}; {len(windowed)} of {len(layout.groups)} page tables give back what their window has passed"
+
+
+def _kv_layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> CacheLayout:
+    """A layer that reads another's cache has its place. Pages of different layers are a multiple of all their rows, so that
+    kernels can number rows from the first page to the last."""
+    storing = [layer for layer, spec in enumerate(model.layers) if spec.stored]
+    specs, row = [model.layers[layer] for layer in storing], FORMATS[kv_dtype].row_bytes
+    rows = math.lcm(*(row(part.dim) for spec in specs for part in spec.stored))
+    sizes = [] if model.has_equal_parts else [spec.token_bytes(kv_dtype) for spec in specs]
+    layout = lay_out([spec.window for spec in specs], page_size, context, sizes, rows * page_size)
+    readers = [layer if spec.reads is None else spec.reads for layer, spec in enumerate(model.layers) if spec.parts]
+    return replace(layout, places=tuple(layout.places[storing.index(layer)] for layer in readers))
 
 
 def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
@@ -123,5 +143,4 @@ def bytes_of_page(model: ModelConfig, kv_dtype: str, page_size: int, layout: Cac
 
 
 def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
-    num = model.num_kv_layers
-    return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
+    return layout.page_bytes(page_size, max(spec.token_bytes(kv_dtype) for spec in model.layers))

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
 from tidemill.kernels import kvquant, masks
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_runs, read_slots, runs_of_pages, write_kv
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_pages, read_slots, write_kv
 from tidemill.kernels.rope import apply_rope
 from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec
@@ -72,13 +72,14 @@ def block_bounds(num_tokens: int) -> list[tuple[int, int]]:
 
 
 @cache
-def decode_tile(num_repeats: int, dim: int, num_threads: int) -> int:
+def decode_tile(num_repeats: int, dim: int, num_threads: int, value_dim: int = 0) -> int:
     """Tokens of a decoding tile: 1 if its rows come out bit for bit as in a prompt's tile, else a prompt's tile."""
     generator = torch.Generator().manual_seed(dim)
     small, large = max(2, num_repeats), PREFILL_TILE * num_repeats
     q = torch.randn(4, large, dim, generator=generator)
     for size in {hi - lo for lo, hi in block_bounds(4 * _LAST_BLOCK)}:
-        k, v, acc = (torch.randn(4, n, dim, generator=generator) for n in (size, size, large))
+        k = torch.randn(4, size, dim, generator=generator)
+        v, acc = (torch.randn(4, n, value_dim or dim, generator=generator) for n in (size, large))
         scores = torch.bmm(q, k.transpose(1, 2))
         first, later = torch.bmm(scores, v), torch.baddbmm(acc, scores, v)
         for batch in (1, 4):
@@ -96,7 +97,7 @@ def decode_tile(num_repeats: int, dim: int, num_threads: int) -> int:
 @dataclass(slots=True)
 class _Block:
     num_tiles: int
-    runs: torch.Tensor  # of the first layer's keys, see `runs_of_pages`; ordered [tile, G, page]
+    pages: torch.Tensor  # [n, pages]
     hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query, or before its window; None if there are none
     moved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # keys that lie elsewhere: their tiles, numbers and slots
     first_key: int
@@ -135,7 +136,7 @@ def plan_attention(
     `page_tables`: [requests, pages], at least as wide as the last block. `spec`: of the layers, for their mask."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
-    small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
+    small = decode_tile(spec.num_heads // spec.num_kv_heads, spec.head_dim, torch.get_num_threads(), spec.value_dim)
     decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
         ones = np.ones_like(decoding)
@@ -161,8 +162,8 @@ def _make_groups(
 ) -> list[_Tiles]:  # fmt: skip
     """Tiles of one shape, sorted by reach and cut into groups of bounded memory. `ends`: after the last key each tile sees."""
     order = np.argsort(-ends, kind="stable")
-    rows = max(2, tile_len * (kv.num_heads // kv.num_kv_heads))
-    at_once = max(1, _MAX_SCORE_BYTES // (4 * kv.num_kv_heads * rows * _LAST_BLOCK))
+    rows = max(2, tile_len * (spec.num_heads // spec.num_kv_heads))
+    at_once = max(1, _MAX_SCORE_BYTES // (4 * spec.num_kv_heads * rows * _LAST_BLOCK))
     groups = []
     for begin in range(0, order.size, at_once):
         part = order[begin : begin + at_once]
@@ -179,9 +180,8 @@ def _make_groups(
             pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
             unseen = _unseen(masks.mask_of(spec, reach[:n, None, None]), positions[:n, :, None], lo, hi)
             hidden = None if unseen is None else torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
-            runs = runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten()
             moved = None if paths is None else _moved(paths, request[part[:n]], ends[part[:n]], page_tables, kv.page_size, lo, hi)
-            blocks.append(_Block(n, runs, hidden, moved, lo, hi - lo))
+            blocks.append(_Block(n, torch.from_numpy(pages), hidden, moved, lo, hi - lo))
         groups.append(
             _Tiles(
                 part.size,
@@ -225,7 +225,7 @@ def paged_attention(
     sinks_N: torch.Tensor | None = None,
     bias_NW: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty_like(q_TND)
+    out = q_TND.new_empty(*q_TND.shape[:2], spec.value_dim)
     for group in plan.groups:
         result = _attend(q_TND, kv, layer, group, spec, sinks_N, bias_NW)
         tokens = group.tokens
@@ -239,8 +239,8 @@ def _attend(
     q_TND: torch.Tensor, kv: PagedKV, layer: int, group: _Tiles, spec: AttentionSpec, sinks_N: torch.Tensor | None,
     bias_NW: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
-    num_kv_heads, dim = kv.num_kv_heads, kv.head_dim
+    """All tiles of a group over all their blocks. Returns [n * tile_len, N, values]."""
+    num_kv_heads, dim = spec.num_kv_heads, spec.head_dim
     n, tile_len = group.num_tiles, group.tile_len
     num_repeats = q_TND.shape[1] // num_kv_heads
     q = q_TND.index_select(0, group.tokens).mul_(spec.scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
@@ -253,12 +253,12 @@ def _attend(
     if sinks_N is not None:
         sinks = sinks_N.view(1, num_kv_heads, 1, num_repeats).expand(n, -1, tile_len, -1).reshape(n * num_kv_heads, -1, 1)
         top[:, : sinks.shape[1]] = sinks
-    total, acc = torch.full_like(top, sinks_N is not None), torch.zeros_like(q)
+    total, acc = torch.full_like(top, sinks_N is not None), q.new_zeros(*q.shape[:2], spec.value_dim)
     change = masks.change_of(spec, bias_NW)
     heads, queries = _rows_of(group, rows, num_kv_heads, num_repeats)
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
-        k = _read(kv, block, layer, False)
+        k = _read(kv, block, layer, 0)
         scores = torch.bmm(q[:batch], k.transpose(1, 2))
         if change is not None:
             keys = torch.arange(block.first_key, block.first_key + block.num_keys)
@@ -267,7 +267,7 @@ def _attend(
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
-        v = _read(kv, block, layer, True)
+        v = _read(kv, block, layer, 1)
         # Longer tiles come first, so those that reach this block are a leading part of the state.
         old_top, new_top = top[:batch], torch.maximum(top[:batch], block_top)
         shrink = old_top.sub_(new_top).exp_()
@@ -276,23 +276,22 @@ def _attend(
         _mix(acc[:batch].mul_(shrink), scores, v, block.hidden)
         top[:batch] = new_top
     out = acc.div_(total)[:, : tile_len * num_repeats]
-    out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
-    return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
+    out = out.view(n, num_kv_heads, tile_len, num_repeats, spec.value_dim).transpose(1, 2)
+    return out.reshape(n * tile_len, num_kv_heads * num_repeats, spec.value_dim)
 
 
-def _read(kv: PagedKV, block: _Block, layer: int, is_value: bool) -> torch.Tensor:
-    """A block's keys or values, [n * G, B, D]."""
-    at = kv.places[layer].index
+def _read(kv: PagedKV, block: _Block, layer: int, part: int) -> torch.Tensor:
+    """A block's keys (part 0) or values, [n * G, B, D]."""
     if kv.quant is not None:
-        made = kvquant.read_block(kv, layer, block.runs, block.first_key, block.num_keys, is_value)
+        made = kvquant.read_block(kv, layer, block.pages, block.first_key, block.num_keys, part == 1)
     else:
-        made = read_runs(kv, block.runs, at, is_value).view(block.num_tiles, kv.num_kv_heads, block.num_keys, kv.head_dim)
+        made = read_pages(kv, block.pages, layer, part)
     if block.moved is not None:
         tiles, keys, slots = block.moved
         if kv.quant is not None:
-            made[tiles, :, keys] = kvquant.read_slots(kv, layer, slots, block.first_key + keys, is_value)
+            made[tiles, :, keys] = kvquant.read_slots(kv, layer, slots, block.first_key + keys, part == 1)
         else:
-            made[tiles, :, keys] = read_slots(kv, slots, at, is_value)
+            made[tiles, :, keys] = read_slots(kv, slots, layer, part)
     return made.flatten(0, 1)
 
 
@@ -340,7 +339,7 @@ class TorchAttention:
 @dataclass(slots=True)
 class TorchStep:
     kv: PagedKV
-    plans: dict[tuple[int, int, bool], AttentionPlan]  # by the layers' group, window and whether they are bidirectional
+    plans: dict[tuple[int, ...], AttentionPlan]  # by what layers have in common, see `_kind`
     slots_GT: torch.Tensor  # where this step's keys and values go, in each group
     positions_T: torch.Tensor
 
@@ -352,38 +351,40 @@ class TorchStep:
         return learned.only_chosen(out).flatten(1)
 
 
-def _kind(place: Place, spec: AttentionSpec) -> tuple[int, int, bool]:
-    """Layers of which this is equal have one plan."""
-    return place.group, spec.window, spec.is_bidirectional
+def _kind(place: Place, spec: AttentionSpec) -> tuple[int, ...]:
+    """The values that are equal in layers that have one plan, the group first."""
+    sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    return place.group, spec.window, spec.is_bidirectional, *sizes
 
 
 def enter_heads(
     kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, slots_GT: torch.Tensor, learned: HeadWeights
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys, write keys and values into the cache. Returns the queries [T, N, D]."""
-    queries, keys, values = rotate_heads(kv, layer, qkv_TC, positions_T, learned)
-    at = kv.places[layer]
+    """Norm and rotate queries and keys, write what the layer stores into the cache. Returns the queries [T, N, D]."""
+    queries, *stored = rotate_heads(kv, layer, qkv_TC, positions_T, learned)
+    slots_T = slots_GT[kv.places[layer].group]
     if kv.quant is not None:
-        kvquant.enter(kv, layer, positions_T, slots_GT[at.group], keys, values)
-    else:
-        write_kv(kv, at.index, slots_GT[at.group], keys, values)
+        kvquant.enter(kv, layer, positions_T, slots_T, *stored)
+    elif stored:
+        write_kv(kv, layer, slots_T, *stored)
     return queries
 
 
 def rotate_heads(
     kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, learned: HeadWeights
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys, normed and rotated (keys not, where they are stored as they are before it), and values: [T, heads, D]."""
-    angles = kv.angles[layer]
-    heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
-    num_rotated = kv.num_heads + kv.num_kv_heads
-    turning = heads[:, :num_rotated]
-    if learned.q_norm is not None and learned.k_norm is not None:
-        q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
-        shape, eps = (kv.head_dim,), learned.eps
-        turning = torch.cat([F.rms_norm(q, shape, learned.q_norm, eps), F.rms_norm(k, shape, learned.k_norm, eps)], dim=1)
-    keys = turning[:, kv.num_heads :]
+) -> list[torch.Tensor]:
+    """Queries, and what the layer stores: keys and values, or nothing, [T, heads, D] each. Queries and
+    keys are normed and rotated (keys not, where they are stored as they are before it)."""
+    spec, angles = kv.specs[layer], kv.angles[layer]
+    heads = [(spec.num_heads, spec.head_dim), *((part.num_heads, part.dim) for part in spec.stored)]
+    columns = qkv_TC.split([num * dim for num, dim in heads], dim=1)
+    made = [x.unflatten(1, (num, dim)) for x, (num, dim) in zip(columns, heads, strict=True)]
+    for i, weight in enumerate((learned.q_norm, learned.k_norm)[: len(made)]):
+        if weight is not None:
+            made[i] = F.rms_norm(made[i], (spec.head_dim,), weight, learned.eps)
     if angles is not None:
-        turning = apply_rope(turning, angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T))
-    stored = keys if kv.quant is not None else turning[:, kv.num_heads :]
-    return turning[:, : kv.num_heads], stored, heads[:, num_rotated:]
+        cos, sin = angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T)
+        made[0] = apply_rope(made[0], cos, sin)
+        if kv.quant is None and len(made) > 1:
+            made[1] = apply_rope(made[1], cos, sin)
+    return made

@@ -44,6 +44,14 @@ class HeadWeights:
 PLAIN = HeadWeights()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One part of what a layer stores, in all pages."""
+
+    values: torch.Tensor  # [P, heads, S, dim]; formats of four bits and KVQuant: bytes
+    scales: torch.Tensor | None = None  # [P, heads, S], in int4 [.., 2], in KVQuant [.., 4]
+
+
 def attention_specs(layers: Iterable[LayerSpec]) -> tuple[AttentionSpec, ...]:
     """The specs of those layers that attend."""
     return tuple(spec for spec in layers if isinstance(spec, AttentionSpec))
@@ -53,7 +61,8 @@ def attention_specs(layers: Iterable[LayerSpec]) -> tuple[AttentionSpec, ...]:
 class PagedKV:
     """The memory that an attention backend works on."""
 
-    cache: torch.Tensor  # [P, layers of a page, 2, G, S, D]; int4: D / 2 bytes, see `quantize`
+    # [P, layers of a page, 2, G, S, D]; int4: D / 2 bytes, see `quantize`. Where layers differ in size: [P, values of a page].
+    cache: torch.Tensor
     tables: list[torch.Tensor]  # of each group: [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
     specs: tuple[AttentionSpec, ...]  # of each layer
     angles: list[Angles | None]  # of each layer
@@ -62,10 +71,42 @@ class PagedKV:
     # [P, layers of a page, 2, G, S], of a format that has them; of int4 [.., S, 2]: scale and offset; of KVQuant [.., S, 4]
     scales: torch.Tensor | None = None
     quant: KVQuant | None = None  # of KVQuant: what was calibrated
+    page_size: int = 0  # tokens of a page, where layers differ in size
+    parts: tuple[tuple[StoredPart, ...], ...] = ()  # of each layer: its keys and values
 
     def __post_init__(self) -> None:
         if not self.biases:
             object.__setattr__(self, "biases", [None] * len(self.specs))
+        if self.is_uniform:
+            object.__setattr__(self, "page_size", self.cache.shape[4])
+        parts = tuple(self._parts(spec, place) for spec, place in zip(self.specs, self.places, strict=True))
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Tells if keys and values of all layers have one size, so that pages have the dimensions of `cache`."""
+        return self.cache.dim() == 6
+
+    @property
+    def stored_parts(self) -> list[StoredPart]:
+        """The parts of all layers that have a cache of their own."""
+        layers = zip(self.specs, self.parts, strict=True)
+        return [part for spec, parts in layers for part in parts[: len(spec.stored)]]
+
+    def _parts(self, spec: AttentionSpec, place: Place) -> tuple[StoredPart, ...]:
+        if self.is_uniform:
+            views = self.cache[:, place.index].unbind(1)
+            scales = (None, None) if self.scales is None else self.scales[:, place.index].unbind(1)
+            return tuple(map(StoredPart, views, scales))
+        made, at = list[StoredPart](), place.start * self.page_size // self.cache.element_size()
+        for part in spec.parts:
+            shape = (self.cache.shape[0], part.num_heads, self.page_size, part.dim)
+            strides = (self.cache.stride(0), self.page_size * part.dim, part.dim, 1)
+            made.append(StoredPart(self.cache.as_strided(shape, strides, at)))
+            at += part.num_heads * self.page_size * part.dim
+        if spec.values_in_keys:
+            made.append(StoredPart(made[0].values[..., -spec.value_dim :]))
+        return tuple(made)
 
     @property
     def num_heads(self) -> int:
@@ -74,10 +115,6 @@ class PagedKV:
     @property
     def num_kv_heads(self) -> int:
         return self.cache.shape[3]
-
-    @property
-    def page_size(self) -> int:
-        return self.cache.shape[4]
 
     @property
     def head_dim(self) -> int:
@@ -129,7 +166,7 @@ def views(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values and scales of a pool that `new_cache` has made, as `PagedKV` has them."""
     if not FORMATS[dtype].has_scales:
-        return pool, None
+        return pool.view(_DTYPES[dtype]) if pool.dtype == torch.uint8 else pool, None
     shape = (pool.shape[0], num_layers, 2, num_kv_heads, page_size)
     row_bytes = FORMATS[dtype].row_bytes(head_dim)
     num_bytes = num_layers * 2 * num_kv_heads * page_size * row_bytes
@@ -185,38 +222,30 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, kind: KVFormat) -> to
     return values.float() * scales.float().unsqueeze(-1)
 
 
-def runs_of_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[..., n] pages to [..., G, n]: where each head's run lies in a cache flattened to [runs, S * D], for the first layer's
-    keys. The values' are G further on, the next layer's keys 2 G."""
-    _, num_layers, _, num_kv_heads, _, _ = cache.shape
-    heads = torch.arange(num_kv_heads, device=cache.device).unsqueeze(1)
-    return pages.to(torch.int64).unsqueeze(-2) * (num_layers * 2 * num_kv_heads) + heads
-
-
-def write_kv(kv: PagedKV, layer: int, slots_T: torch.Tensor, keys_TGD: torch.Tensor, values_TGD: torch.Tensor) -> None:
-    """`layer`: of a page; `slots_T`: page * page_size + offset."""
+def write_kv(kv: PagedKV, layer: int, slots_T: torch.Tensor, *stored: torch.Tensor) -> None:
+    """Writes the parts [T, heads, dim] that a layer has made of tokens. `slots_T`: page * page_size + offset."""
     pages, offsets = slots_T // kv.page_size, slots_T % kv.page_size
-    for i, given in enumerate((keys_TGD, values_TGD)):
-        if kv.scales is None:
-            kv.cache[pages, layer, i, :, offsets] = given.to(kv.cache.dtype)
+    for part, given in zip(kv.parts[layer], stored, strict=False):
+        if part.scales is None:
+            part.values[pages, :, offsets] = given.to(kv.cache.dtype)
         else:
-            kv.cache[pages, layer, i, :, offsets], kv.scales[pages, layer, i, :, offsets] = quantize(given, kv.format)
+            part.values[pages, :, offsets], part.scales[pages, :, offsets] = quantize(given, kv.format)
 
 
-def read_slots(kv: PagedKV, slots: torch.Tensor, layer: int, is_value: bool) -> torch.Tensor:
-    """Keys or values of single tokens in float32, [slots, G, D]."""
-    at = (slots // kv.page_size, layer, int(is_value), slice(None), slots % kv.page_size)
-    return kv.cache[at].float() if kv.scales is None else dequantize(kv.cache[at], kv.scales[at], kv.format)
+def read_slots(kv: PagedKV, slots: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+    """A part of single tokens in float32, [slots, heads, dim]."""
+    return _read(kv, kv.parts[layer][part], (slots // kv.page_size, slice(None), slots % kv.page_size))
 
 
-def read_runs(kv: PagedKV, runs: torch.Tensor, layer: int, is_value: bool) -> torch.Tensor:
-    """Keys or values of `runs_of_pages` in float32, [runs, S, D]. `layer`: of a page."""
-    num_heads = kv.num_kv_heads
-    if kv.scales is None:
-        flat = kv.cache.view(-1, kv.page_size * kv.head_dim)
-        return flat.index_select(0, runs + (2 * layer + is_value) * num_heads).view(-1, kv.page_size, kv.head_dim).float()
-    at = runs // (kv.cache.shape[1] * 2 * num_heads), layer, int(is_value), runs % num_heads
-    return dequantize(kv.cache[at], kv.scales[at], kv.format)
+def read_pages(kv: PagedKV, pages: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+    """A part of the tokens of pages [n, pages] in float32, [n, heads, tokens, dim]."""
+    stored = kv.parts[layer][part]
+    heads = torch.arange(stored.values.shape[1], device=pages.device)[:, None]
+    return _read(kv, stored, (pages.long()[:, None], heads)).flatten(2, 3)
+
+
+def _read(kv: PagedKV, part: StoredPart, at: tuple[torch.Tensor | slice, ...]) -> torch.Tensor:
+    return part.values[at].float() if part.scales is None else dequantize(part.values[at], part.scales[at], kv.format)
 
 
 def copy_pages(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:

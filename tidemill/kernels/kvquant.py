@@ -155,22 +155,21 @@ def enter(
 ) -> None:
     """Into the pages of the cache; keys are not rotated. `slots_T`: page * page_size + offset."""
     assert kv.quant is not None
-    assert kv.scales is not None
-    pages, offsets, at, own = slots_T // kv.page_size, slots_T % kv.page_size, kv.places[layer].index, kv.quant.layer(layer)
-    for i, (codes, extra) in enumerate((quantize_keys(keys_TGD, positions_T, own), quantize_values(values_TGD, own))):
-        kv.cache[pages, at, i, :, offsets] = codes
-        kv.scales[pages, at, i, :, offsets] = extra
+    pages, offsets, own = slots_T // kv.page_size, slots_T % kv.page_size, kv.quant.layer(layer)
+    made = quantize_keys(keys_TGD, positions_T, own), quantize_values(values_TGD, own)
+    for part, (codes, extra) in zip(kv.parts[layer], made, strict=True):
+        assert part.scales is not None
+        part.values[pages, :, offsets], part.scales[pages, :, offsets] = codes, extra
 
 
-def read_block(kv: PagedKV, layer: int, runs: torch.Tensor, first_key: int, num_keys: int, is_value: bool) -> torch.Tensor:
-    """Keys, rotated, or values of `runs_of_pages` ordered [tile, G, page], in float32: [tiles, G, num_keys, D]. Their first is at
-    position `first_key`."""
+def read_block(kv: PagedKV, layer: int, pages: torch.Tensor, first_key: int, num_keys: int, is_value: bool) -> torch.Tensor:
+    """Keys, rotated, or values of pages [tiles, pages] in float32: [tiles, G, num_keys, D]. Their first is at position
+    `first_key`."""
     assert kv.quant is not None
-    assert kv.scales is not None
-    num_heads, own = kv.num_kv_heads, kv.quant.layer(layer)
-    at = runs // (kv.cache.shape[1] * 2 * num_heads), kv.places[layer].index, int(is_value), runs % num_heads
-    codes, extra = kv.cache[at], kv.scales[at]  # [runs, S, ...]
-    codes, extra = (each.view(-1, num_heads, num_keys, each.shape[-1]) for each in (codes, extra))
+    own, part = kv.quant.layer(layer), kv.parts[layer][is_value]
+    assert part.scales is not None
+    at = pages.long()[:, None], torch.arange(kv.num_kv_heads)[:, None]
+    codes, extra = part.values[at].flatten(2, 3), part.scales[at].flatten(2, 3)
     if is_value:
         return dequantize_values(codes, extra, own)
     positions, angles = torch.arange(first_key, first_key + num_keys), kv.angles[layer]
@@ -184,9 +183,10 @@ def read_block(kv: PagedKV, layer: int, runs: torch.Tensor, first_key: int, num_
 def read_slots(kv: PagedKV, layer: int, slots: torch.Tensor, positions: torch.Tensor, is_value: bool) -> torch.Tensor:
     """Keys, rotated, or values of single tokens in float32, [slots, G, D]."""
     assert kv.quant is not None
-    assert kv.scales is not None
-    at = (slots // kv.page_size, kv.places[layer].index, int(is_value), slice(None), slots % kv.page_size)
-    codes, extra, own, angles = kv.cache[at], kv.scales[at], kv.quant.layer(layer), kv.angles[layer]
+    part, own, angles = kv.parts[layer][is_value], kv.quant.layer(layer), kv.angles[layer]
+    assert part.scales is not None
+    at = slots // kv.page_size, slice(None), slots % kv.page_size
+    codes, extra = part.values[at], part.scales[at]
     if is_value:
         return dequantize_values(codes, extra, own)
     keys = dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), positions, own).transpose(0, 1)

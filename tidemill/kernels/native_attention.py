@@ -11,16 +11,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.cache_layout import Place
 from tidemill.coverage import uncovered
 from tidemill.kernels import native
-from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV
 from tidemill.kernels.kvquant import KVQuantLayer, bounds_of
 from tidemill.kernels.native import structs
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import NUMBERS, Placed, Round, RowPolicy
 from tidemill.kernels.trees import Paths
-from tidemill.model_config import AttentionSpec
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
 # keep more threads busy. Bits do not depend on it.
@@ -42,20 +40,20 @@ class NativeAttention:
     def __init__(self, kv: PagedKV) -> None:
         assert native.lib is not None
         self.kv, self._lib = kv, native.lib
-        self._num_out = kv.num_heads * kv.head_dim
-        self._group = kv.num_heads // kv.num_kv_heads
+        self._group = max(spec.num_heads // spec.num_kv_heads for spec in kv.specs)
+        self._num_tasks = max(spec.num_kv_heads for spec in kv.specs)  # of a tile
         biases = kv.by_distance()
         tables = {id(bias): None if bias is None else _bias_table(bias) for bias in biases}  # layers may share one
         self._biases = [tables[id(bias)] for bias in biases]
         self._quants = [] if kv.quant is None else [_quant(kv.quant.layer(i)) for i in range(len(kv.specs))]
-        self._specs = [_spec(kv, *layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
+        self._specs = [_spec(kv, layer, bias) for layer, bias in enumerate(self._biases)]
         for own, (quant, _) in zip(self._specs, self._quants, strict=False):
             own.quant = ctypes.addressof(quant)
         for number, spec in enumerate(self._specs):
             spec.number = number
         self._layers = [
-            _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
-            for spec, at in zip(self._specs, kv.places, strict=True)
+            _Layer(ctypes.addressof(own), keys.values.data_ptr(), values.values.data_ptr(), spec.num_inner)
+            for own, (keys, values), spec in zip(self._specs, kv.parts, kv.specs, strict=True)
         ]
         self._tables = (ctypes.c_void_p * len(kv.tables))(*(table.data_ptr() for table in kv.tables))
         self._every_step = structs.Step(
@@ -79,9 +77,9 @@ class NativeAttention:
             return f"the C attention kernel does not read keys and values in {kv.format.name}"
         if kv.scales is not None and kv.head_dim > _MAX_CODE_DIM:
             return f"the C attention kernel takes heads of up to {_MAX_CODE_DIM} in {kv.format.name}"
-        if kv.num_heads // kv.num_kv_heads > _MIN_TILE_ROWS:
+        if any(spec.num_heads // spec.num_kv_heads > _MIN_TILE_ROWS for spec in kv.specs):
             return f"the C attention kernel takes up to {_MIN_TILE_ROWS} query heads a KV head"
-        return uncovered("C", kv.specs)
+        return uncovered("C", kv.specs, (), kv.format.name)
 
     def plan(
         self,
@@ -94,7 +92,7 @@ class NativeAttention:
     ) -> NativeStep:
         tiles = self._tiles(rows, np.cumsum(counts) - counts, starts, counts, paths)
         step = self._step(tiles, positions_T, slots_GT)
-        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
+        return NativeStep(self._lib, ctypes.addressof(step), self._layers, (step, tiles, positions_T, slots_GT))
 
     def plan_policies(
         self, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor, paths: Paths | None = None
@@ -109,13 +107,13 @@ class NativeAttention:
             made[i] = structs.Round(len(one.segments), ctypes.addressof(segments), ctypes.addressof(steps[i]) if i else None)
         steps[0].num_rounds, steps[0].rounds = len(rounds), ctypes.addressof(made)
         kept = (*steps, made, alive, tiles, positions_T, slots_GT)
-        return NativeStep(self._lib, ctypes.addressof(steps[0]), self._layers, self._num_out, kept)
+        return NativeStep(self._lib, ctypes.addressof(steps[0]), self._layers, kept)
 
     def _tiles(
         self, rows: np.ndarray, first_token: np.ndarray, starts: np.ndarray, counts: np.ndarray, paths: Paths | None
     ) -> _Tiles:
         """`starts`: where in the cache the first tokens are."""
-        balanced = int(counts.sum()) * self.kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
+        balanced = int(counts.sum()) * self._num_tasks // (_TASKS_PER_THREAD * self._lib.num_threads)
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
         request = np.arange(counts.size)
         tiles = np.array([first_token, counts, starts, rows, starts + counts], np.int64)
@@ -190,14 +188,18 @@ def _quant(layer: KVQuantLayer) -> tuple[structs.KVQuantSpec, dict[str, torch.Te
     return structs.KVQuantSpec(bits=layer.bits, **{name: tensor.data_ptr() for name, tensor in made.items()}), made
 
 
-def _spec(kv: PagedKV, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> structs.LayerSpec:
-    scales = (None, None) if kv.scales is None else (kv.scales[0, place.index, i].data_ptr() for i in (0, 1))
-    key_scales, value_scales = scales
+def _spec(kv: PagedKV, layer: int, bias: torch.Tensor | None) -> structs.LayerSpec:
+    spec, angles, place = kv.specs[layer], kv.angles[layer], kv.places[layer]
+    key_scales, value_scales = (None if part.scales is None else part.scales.data_ptr() for part in kv.parts[layer])
     return structs.LayerSpec(
         group=place.group,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
+        value_dim=spec.value_dim,
+        num_stored=sum(part.num_heads for part in spec.stored[:1]),
+        num_values=sum(part.num_heads for part in spec.stored[1:]),
+        value_row=spec.head_dim if spec.values_in_keys else spec.value_dim,
         num_rotated=0 if angles is None else 2 * angles.cos.shape[1],
         window=spec.window,
         is_bidirectional=spec.is_bidirectional,
@@ -219,6 +221,7 @@ class _Layer:
     spec: int
     keys: int
     values: int
+    num_out: int  # values of a token that come out
 
 
 @dataclass(slots=True)
@@ -226,12 +229,11 @@ class NativeStep:
     lib: native.Library
     address: int  # of the tm_step
     layers: list[_Layer]
-    num_out: int
     alive: tuple[Any, ...]  # what the tm_step points to
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
         at = self.layers[layer]
-        return self.lib.attention(self.address, at.spec, learned, qkv_TC, at.keys, at.values, self.num_out)
+        return self.lib.attention(self.address, at.spec, learned, qkv_TC, at.keys, at.values, at.num_out)
 
     def enter(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> None:
         at = self.layers[layer]

@@ -34,13 +34,13 @@ class PolicyStep:
     positions_T: torch.Tensor
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer].index
+        kv, spec = self.kv, self.kv.specs[layer]
         queries, keys, values = rotate_heads(kv, layer, qkv_TC, self.positions_T, learned)
         out = torch.empty_like(queries)
         for one in self.rounds:
-            write_kv(kv, at, one.slots, keys[one.written], values[one.written])
+            write_kv(kv, layer, one.slots, keys[one.written], values[one.written])
             if one.plan is not None:
-                out[one.tokens] = paged_attention(queries[one.tokens], kv, at, one.plan, spec, learned.sinks, kv.biases[layer])
+                out[one.tokens] = paged_attention(queries[one.tokens], kv, layer, one.plan, spec, learned.sinks, kv.biases[layer])
             for segment in one.round.segments:
                 _Segment(kv, layer, segment).run(queries, out, learned)
         return learned.only_chosen(out).flatten(1)

@@ -52,6 +52,8 @@ def move_tokens(
         if device.type == "cuda":
             places = places.pin_memory().to(device, non_blocking=True)
         from_page, from_offset, to_page, to_offset = places
-        for values in (kv.cache, kv.scales):
+        for values in (kv.cache, kv.scales) if kv.is_uniform else ():
             if values is not None:
                 values[to_page, :, :, :, to_offset] = values[from_page, :, :, :, from_offset]
+        for part in [] if kv.is_uniform else kv.stored_parts:
+            part.values[to_page, :, to_offset] = part.values[from_page, :, from_offset]

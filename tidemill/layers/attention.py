@@ -52,15 +52,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
-        self.layer, spec, dim = layer, config.layers[layer], config.head_dim
+        self.layer, spec = layer, config.layers[layer]
         assert isinstance(spec, AttentionSpec)
-        self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, config.norm_eps) if config.qk_norm and spec.stored else None
         own = heads_of(spec, weights.shard)
         self.sinks = Sinks(own.heads) if spec.has_sinks else None
-        q, kv = own.heads.times(dim).size, own.groups.times(dim).size
-        self.qkv = Linear(config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.attention_bias, weights=weights)
-        self.out = Linear(q, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
+        columns = {part.name[0]: own.groups.times(part.dim).size for part in spec.stored}  # k and v
+        q, inner = own.heads.times(spec.head_dim).size, own.heads.times(spec.value_dim).size
+        self.qkv = Linear(config.hidden_size, {"q": q, **columns}, bias=config.attention_bias, weights=weights)
+        self.out = Linear(inner, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
         self.fused_norm = False  # an RMSNorm that adds the result to the residual is all that reads it
         self.head_scores: Weight | None = None  # of a predictor that says which KV heads a token needs
 
@@ -85,6 +86,7 @@ class Attention(nn.Module):
 
     def _learned(self) -> HeadWeights:
         sinks = None if self.sinks is None else self.sinks.weight
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None:
             return HeadWeights(sinks=sinks)
-        return HeadWeights(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, sinks)
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        return HeadWeights(self.q_norm.weight, k_norm, self.q_norm.eps, sinks)

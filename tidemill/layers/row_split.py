@@ -118,5 +118,6 @@ class RowStep:
 
 
 def can_split(config: ModelConfig) -> bool:
-    """Tells if rows have nothing but attention to do with each other."""
-    return all(spec.num_exchanged for spec in config.layers)
+    """Tells if rows have nothing but attention to do with each other, which is the same in all layers."""
+    is_same = config.has_equal_parts and all(spec.reads is None for spec in config.layers)
+    return is_same and all(spec.num_exchanged for spec in config.layers)

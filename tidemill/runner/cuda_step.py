@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.config.cache import bytes_of_page
 from tidemill.coverage import uncovered
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.attention_lists import Lists
@@ -75,8 +76,9 @@ def find_missing(shape: ModelConfig) -> str:
 def new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:
     """Pages of keys and values, or of states where a model has no others; and the null page."""
     layout, num = config.layout, config.num_pages + 1
-    if layout.states is not None and not shape.token_layers:
-        return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
+    if not shape.token_layers or not shape.has_equal_parts:
+        page_bytes = bytes_of_page(shape, config.kv_dtype, config.page_size, layout)
+        return torch.zeros(num, page_bytes, dtype=torch.uint8, device=device)
     page, kind = (layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim), FORMATS[config.kv_dtype]
     if kind.has_scales:
         return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)

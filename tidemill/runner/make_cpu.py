@@ -105,7 +105,7 @@ def make_mixers(
         if config.kv_calibration is not None:
             quant = load_calibration(Path(config.kv_calibration), shape, config.kv_dtype)
         about = attention_specs(shape.layers), own, layout.places, biases, scales, quant
-        kv = PagedKV(values, kv_layout.tables, *about)
+        kv = PagedKV(values, kv_layout.tables, *about, page_size=config.page_size)
     if layout.states is not None:
         pool, tables = kv_layout.pool.flatten(1), state.tables[layout.num_kv_groups :]
         about_states = layout.states, shape.layers, layout.interval

@@ -183,7 +183,7 @@ def _paged_kv(
     own = [angle for angle, spec in specs if spec.reads_tokens]
     biases = model.distance_biases(config.max_context)
     about = attention_specs(shape.layers), own, config.layout.places, biases, scales
-    return PagedKV(values, kv_layout.tables, *about)
+    return PagedKV(values, kv_layout.tables, *about, page_size=config.page_size)
 
 
 def _fallback(missing: str, is_streamed: bool) -> str:

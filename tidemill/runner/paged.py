@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.config.cache import bytes_of_page
 from tidemill.kernels.kv_cache import new_cache, views
 from tidemill.model_config import ModelConfig
 from tidemill.runner.batch import Batch
@@ -20,8 +21,9 @@ def new_pool(config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
     """Pages of keys and values, or of states where a model has no others; and the null page. Mapped
     as they are used."""
     layout, num = config.layout, config.num_pages + 1
-    if layout.states is not None and not shape.token_layers:
-        return torch.from_numpy(np.zeros((num, layout.states.page_bytes), np.uint8))
+    if not shape.token_layers or not shape.has_equal_parts:
+        page_bytes = bytes_of_page(shape, config.kv_dtype, config.page_size, layout)
+        return torch.from_numpy(np.zeros((num, page_bytes), np.uint8))
     page = layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
     return new_cache(num, *page, config.kv_dtype)
 

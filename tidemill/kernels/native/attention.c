@@ -19,7 +19,7 @@ being one chain of operations: bits depend on the query's position and the token
 
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
 typedef struct {
-    long num_rows, group, start, dim; /* start: position of the first token */
+    long num_rows, group, start, dim, value_dim; /* start: position of the first token */
     long num_biased;                  /* rows without those that only fill a register tile */
     long window;
     long reach;         /* position of the last key that all rows see; -1: each its own, the tile is causal */
@@ -36,6 +36,8 @@ static long scratch_bytes(long dim) {
     long bytes = 2 * (2 * BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float), of_tiles = tiles_scratch_bytes(dim);
     return bytes > of_tiles ? bytes : of_tiles;
 }
+
+TM_INLINE long largest_dim(const tm_layer *l) { return l->head_dim > l->value_dim ? l->head_dim : l->value_dim; }
 
 /* A block of keys or values: where each position's numbers lie. */
 typedef const char *block_rows[BLOCK];
@@ -341,18 +343,20 @@ static void mix_seen(const tile *t, long row, int n, long first, const float *pr
     for (int r = 0; r < n; r++) {
         long num = last_key(t, row + r) + 1 - first;
         for (long k = 0; k < num && k < BLOCK; k++)
-            for (long i = r * t->dim; i < (r + 1) * t->dim; i += 8)
-                f32x8_store(acc + i, f32x8_fma(f32x8_load(acc + i), load(values[k], i - r * t->dim, format), f32x8_set(probs[r * BLOCK + k])));
+            for (long i = r * t->value_dim; i < (r + 1) * t->value_dim; i += 8)
+                f32x8_store(acc + i, f32x8_fma(f32x8_load(acc + i), load(values[k], i - r * t->value_dim, format), f32x8_set(probs[r * BLOCK + k])));
     }
 }
+
+TM_INLINE int size_of(long dim) { return dim == 64 ? 0 : dim == 128 ? 1 : 2; }
 
 /* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL; `codes`: in 8 or 4
    bits, or NULL. */
 static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int format,
                          const float *copied, const code_block *codes) {
     float scores[MANY * BLOCK], shrink[MANY];
-    long dim = t->dim, together = copied ? MANY : FEW;
-    int size = dim == 64 ? 0 : dim == 128 ? 1 : 2, is_broken = -1; /* -1: not known */
+    long dim = t->dim, value_dim = t->value_dim, together = copied ? MANY : FEW;
+    int size = size_of(dim), value_size = size_of(value_dim), is_broken = -1; /* -1: not known */
     for (long row = 0; row < t->num_rows; row += together) {
         int n = t->num_rows - row < together ? t->num_rows - row : together;
         long last = last_key(t, row + n - 1);
@@ -375,26 +379,26 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
             for (int r = 0; r < n; r++)
                 for (long k = last_key(t, row + r) + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
         soften_rows(scores, n, t->top + row, t->total + row, shrink);
-        float *acc = t->sums + row * dim;
+        float *acc = t->sums + row * value_dim;
         for (int r = 0; r < n; r++)
             if (shrink[r] != 1)
-                for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
+                for (long i = r * value_dim; i < (r + 1) * value_dim; i += 8) f32x8_store(acc + i, f32x8_mul1(f32x8_load(acc + i), shrink[r]));
         long num_keys = last + 1 - first < num ? last + 1 - first : num, num_seen = last_key(t, row) + 1 - first; /* by all of these rows */
         if (codes) {
-            if (codes->has_offsets) mix_offsets(scores, codes, dim, n, acc);
-            CODE_MIXES[size](scores, codes, num_keys, dim, n, acc);
-        } else if (num_seen < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, dim, format))))
+            if (codes->has_offsets) mix_offsets(scores, codes, value_dim, n, acc);
+            CODE_MIXES[value_size](scores, codes, num_keys, value_dim, n, acc);
+        } else if (num_seen < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, value_dim, format))))
             mix_seen(t, row, n, first, scores, values, format, acc);
         else if (copied)
-            COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);
+            COPIED_MIXES[value_size](scores, copied + BLOCK * dim, num_keys, value_dim, n, acc);
         else
-            MIXES[format][size](scores, values, num_keys, dim, n, acc);
+            MIXES[format][value_size](scores, values, num_keys, value_dim, n, acc);
     }
 }
 
 /* Zeros for the tokens of a tile that did not choose a head. Returns whether any did. */
 static int clear_unchosen(const tm_attention_job *j, long first, long len, long head) {
-    long num_chosen = 0, width = j->layer->num_heads / j->layer->num_kv_heads * j->layer->head_dim;
+    long num_chosen = 0, width = j->layer->num_heads / j->layer->num_kv_heads * j->layer->value_dim;
     for (long token = first; token < first + len; token++) {
         if (is_chosen(j, token, head)) num_chosen++;
         else memset(j->out + (token * j->layer->num_kv_heads + head) * width, 0, width * sizeof(float));
@@ -405,31 +409,29 @@ static int clear_unchosen(const tm_attention_job *j, long first, long len, long 
 void attention_tile(const tm_attention_job *j, long first_token, long len, long start, long end, const tm_places *where, long head, int thread) {
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
-    long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
+    long dim = l->head_dim, value_dim = l->value_dim, most = largest_dim(l), group = l->num_heads / l->num_kv_heads, num_rows = len * group;
     if (j->chosen && !clear_unchosen(j, first_token, len, head)) return;
     if (!l->is_bidirectional) end = start + len;
     if (tiles_serve(s, l)) {
-        attend_with_tiles(j, first_token, len, start, end, where, head, tm_scratch(thread, 1, scratch_bytes(dim)));
+        attend_with_tiles(j, first_token, len, start, end, where, head, tm_scratch(thread, 1, scratch_bytes(most)));
         return;
     }
     int format = l->quant ? TM_KV_F32 : (int)s->kv_format, has_codes = l->key_scales && !l->quant, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
-    float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
-    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], query_sums[MAX_TILE_ROWS + 2], *dequantized = copied + 2 * BLOCK * padded_dim(dim);
-    float *queries = dequantized + 2 * BLOCK * padded_dim(dim);
-    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = start, .dim = dim, .window = l->window,
+    float *copied = tm_scratch(thread, 1, scratch_bytes(most)); /* attention_op has made sure there is */
+    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], query_sums[MAX_TILE_ROWS + 2], *dequantized = copied + 2 * BLOCK * padded_dim(most);
+    float *queries = dequantized + 2 * BLOCK * padded_dim(most);
+    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = start, .dim = dim, .value_dim = value_dim, .window = l->window,
               .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
               .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
               .queries = queries, .sums = queries + padded * padded_dim(dim), .top = top, .total = total,
               .factors = (code_factor *)queries, .worth = worth, .query_sums = query_sums};
     for (long row = 0; row < padded; row++) {
         long token = first_token + row / group;
-        const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;
+        const float *q = j->qkv + token * qkv_width(l) + (head * group + row % group) * dim;
         float scaled[MAX_CODE_DIM], *query = has_codes ? scaled : t.queries + row * dim;
-        for (long i = 0; i < dim; i += 8) {
-            f32x8_store(query + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), l->scale * LOG2_E) : f32x8_set(0));
-            f32x8_store(t.sums + row * dim + i, f32x8_set(0));
-        }
+        for (long i = 0; i < dim; i += 8) f32x8_store(query + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), l->scale * LOG2_E) : f32x8_set(0));
+        for (long i = 0; i < value_dim; i += 8) f32x8_store(t.sums + row * value_dim + i, f32x8_set(0));
         /* A sink is a key that was seen before all others, of which only the score counts. */
         if (has_codes) {
             f32x8 sum = f32x8_set(0);
@@ -446,7 +448,7 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         code_block codes;
         long num = end - first < BLOCK ? end - first : BLOCK;
         find_block(s, dim, j->keys, where, head, first, num, keys);
-        find_block(s, dim, j->values, where, head, first, num, values);
+        find_block(s, l->value_row, j->values, where, head, first, num, values);
         if (first + BLOCK < end) prefetch(s, l, j, where->pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
@@ -467,14 +469,14 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         }
         if (is_copied) {
             copy_keys(keys, num, dim, format, copied);
-            copy_values(values, num, dim, format, copied + BLOCK * dim);
+            copy_values(values, num, value_dim, format, copied + BLOCK * dim);
         }
         attend_block(&t, first, num, keys, values, format, is_copied ? copied : NULL, has_codes ? &codes : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
         if (!is_chosen(j, first_token + row / group, head)) continue;
-        float *to = j->out + ((first_token + row / group) * l->num_heads + head * group + row % group) * dim;
-        for (long i = 0; i < dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * dim + i), 1.0f / total[row]));
+        float *to = j->out + ((first_token + row / group) * l->num_heads + head * group + row % group) * value_dim;
+        for (long i = 0; i < value_dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * value_dim + i), 1.0f / total[row]));
     }
 }
 
@@ -490,7 +492,7 @@ static void attend_tile(void *arg, long task, int thread) {
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out, const float *chosen) {
     tm_attention_job j = {step, layer, learned, qkv, keys, values, out, chosen};
     for (int t = 0; t < tm_num_threads(); t++)
-        if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
+        if (!tm_scratch(t, 1, scratch_bytes(largest_dim(layer)))) return -1;
     write_kv_op(step, layer, learned, qkv, keys, values);
     tm_parallel(step->num_tiles * layer->num_kv_heads, 1, attend_tile, &j);
     return step->num_rounds ? policy_rounds(&j) : 0;

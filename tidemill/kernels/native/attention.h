@@ -17,6 +17,9 @@ TM_INLINE long row_bytes(long dim, int format) {
     return dim * bits[format] / 8;
 }
 
+/* Values that a layer makes of a token. */
+TM_INLINE long qkv_width(const tm_layer *l) { return (l->num_heads + l->num_stored) * l->head_dim + l->num_values * l->value_dim; }
+
 TM_INLINE f32x8 load(const char *row, long i, int format) {
     if (format == TM_KV_F16) return f32x8_load_f16((const uint16_t *)row + i);
     return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
@@ -55,13 +58,15 @@ TM_INLINE float magnitude(const float *x, long num) {
 
 /* The same positions of keys and values, of which the hardware does not know that they come next: pages lie anywhere. */
 static inline void prefetch(const tm_step *s, const tm_layer *l, const tm_attention_job *j, const int32_t *pages, long head, long first, long num) {
-    long num_bytes = row_bytes(l->head_dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size);
+    long key_bytes = row_bytes(l->head_dim, (int)s->kv_format), value_bytes = row_bytes(l->value_row, (int)s->kv_format);
+    long most = key_bytes > value_bytes ? key_bytes : value_bytes, shift = __builtin_ctzl(s->page_size);
     for (long i = 0; i < num;) {
         long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
-        long page = pages[position >> shift], at = page * s->page_bytes + ((head << shift) + offset) * num_bytes;
-        for (long line = 0; line < run * num_bytes; line += 64) {
-            __builtin_prefetch(j->keys + at + line);
-            __builtin_prefetch(j->values + at + line);
+        long page = pages[position >> shift], row = (head << shift) + offset;
+        const char *keys = j->keys + page * s->page_bytes + row * key_bytes, *values = j->values + page * s->page_bytes + row * value_bytes;
+        for (long line = 0; line < run * most; line += 64) {
+            __builtin_prefetch(keys + line);
+            __builtin_prefetch(values + line);
         }
         if (l->key_scales) {
             __builtin_prefetch(scale_at(s, l->key_scales, page, head, offset));

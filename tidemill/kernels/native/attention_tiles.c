@@ -19,7 +19,7 @@ depend on other rows, on tiles, on pages or on the rest of the batch. A request 
 static const tile_shapes SHAPES = {.palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
 int tiles_serve(const tm_step *step, const tm_layer *layer) {
-    return has_tiles && step->kv_format == TM_KV_BF16 && !layer->quant && !layer->bias && layer->head_dim % STEP == 0;
+    return has_tiles && step->kv_format == TM_KV_BF16 && !layer->quant && !layer->bias && layer->head_dim % STEP == 0 && layer->value_dim == layer->head_dim;
 }
 
 /* Queries and sums; values and keys; scores and probabilities. */
@@ -296,7 +296,7 @@ void attend_with_tiles(const tm_attention_job *j, long first_token, long len, lo
         long num = num_rows - row < ROWS ? num_rows - row : ROWS;
         for (long r = 0; r < ROWS; r++) {
             const float *sinks = r < num ? j->learned.sinks : NULL;
-            q[r] = r < num ? j->qkv + ((first_token + (row + r) / group) * (l->num_heads + 2 * l->num_kv_heads) + head * group + (row + r) % group) * dim : NULL;
+            q[r] = r < num ? j->qkv + (first_token + (row + r) / group) * qkv_width(l) + (head * group + (row + r) % group) * dim : NULL;
             /* A sink is a key that was seen before all others, of which only the score counts. */
             top[row + r] = sinks ? sinks[head * group + (row + r) % group] * LOG2_E : -1e30f; /* lower than any score */
             total[row + r] = sinks ? 1 : 0;

@@ -93,23 +93,24 @@ static void write_token(void *arg, long token, int thread) {
     long dim = l->head_dim, half = l->num_rotated / 2, slot = s->slots[l->group * s->num_tokens + token];
     long page = slot / s->page_size, offset = slot % s->page_size;
     int format = (int)s->kv_format;
-    float *q = j->qkv + token * (l->num_heads + 2 * l->num_kv_heads) * dim;
-    float *k = q + l->num_heads * dim, *v = k + l->num_kv_heads * dim;
-    for (long h = 0; h < l->num_heads + l->num_kv_heads; h++) {
+    float *q = j->qkv + token * qkv_width(l), *k = q + l->num_heads * dim, *v = k + l->num_stored * dim;
+    for (long h = 0; h < l->num_heads + l->num_stored; h++) {
         if (j->learned.q_norm) norm(q + h * dim, h < l->num_heads ? j->learned.q_norm : j->learned.k_norm, j->learned.eps, dim);
         if (l->quant && h >= l->num_heads) continue; /* its keys are stored as they are before rotation */
         if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
     }
-    for (long h = 0; h < l->num_kv_heads && slot >= 0; h++) { /* below 0: policy_rounds writes them */
-        long at = page * s->page_bytes + (h * s->page_size + offset) * row_bytes(dim, format);
+    for (long h = 0; h < l->num_stored && slot >= 0; h++) { /* below 0: policy_rounds writes them */
+        long row = h * s->page_size + offset;
+        char *key = j->keys + page * s->page_bytes + row * row_bytes(dim, format);
+        char *value = j->values + page * s->page_bytes + row * row_bytes(l->value_row, format);
         if (l->quant) {
             kvquant_put(s, l, j->keys, j->values, page, h, offset, s->positions[token], k + h * dim, v + h * dim);
         } else if (l->key_scales) {
-            put_codes(j->keys + at, scale_at(s, l->key_scales, page, h, offset), k + h * dim, dim, format);
-            put_codes(j->values + at, scale_at(s, l->value_scales, page, h, offset), v + h * dim, dim, format);
+            put_codes(key, scale_at(s, l->key_scales, page, h, offset), k + h * dim, dim, format);
+            put_codes(value, scale_at(s, l->value_scales, page, h, offset), v + h * l->value_dim, l->value_dim, format);
         } else {
-            put(j->keys + at, k + h * dim, dim, format);
-            put(j->values + at, v + h * dim, dim, format);
+            put(key, k + h * dim, dim, format);
+            if (h < l->num_values) put(value, v + h * l->value_dim, l->value_dim, format);
         }
     }
 }

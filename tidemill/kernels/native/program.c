@@ -50,7 +50,7 @@ TM_API const field *tm_layout(void) {
         {"tm_kvquant", sizeof(tm_kvquant)}, KVQUANT(bits), KVQUANT(scales), KVQUANT(factors), KVQUANT(offsets), KVQUANT(key_bounds),
         KVQUANT(value_bounds), KVQUANT(key_levels), KVQUANT(value_levels),
         {"tm_step", sizeof(tm_step)}, {"tm_layer", sizeof(tm_layer)}, {"tm_op", sizeof(tm_op)},
-        LAYER(group), LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window),
+        LAYER(group), LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(value_dim), LAYER(num_stored), LAYER(num_values), LAYER(value_row), LAYER(num_rotated), LAYER(window),
         LAYER(is_bidirectional), LAYER(bias_stride), LAYER(bias), LAYER(cos), LAYER(sin), LAYER(key_scales), LAYER(value_scales), LAYER(quant),
         LAYER(number),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_bytes),

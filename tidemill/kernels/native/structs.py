@@ -11,7 +11,8 @@ class LayerSpec(ctypes.Structure):
     """tm_layer of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
+        *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "value_dim")),
+        *((name, _LONG) for name in ("num_stored", "num_values", "value_row", "num_rotated", "window")),
         *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
         *((name, _POINTER) for name in ("bias", "cos", "sin", "key_scales", "value_scales", "quant")),
         ("number", _LONG),

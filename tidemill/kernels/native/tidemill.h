@@ -38,7 +38,9 @@ typedef struct {
 /* What a layer's attention computes. Field by field as in __init__.py, like tm_step. */
 typedef struct {
     long group; /* whose page table names the layer's pages */
-    long num_heads, num_kv_heads, head_dim;
+    long num_heads, num_kv_heads, head_dim, value_dim; /* head_dim: of queries and keys */
+    long num_stored, num_values; /* keys and values that the layer makes of a token: of all KV heads; 0: another layer's are read, or a value is a part of its key */
+    long value_row;         /* from a value to the next in the cache: value_dim, or head_dim where it is a part of its key */
     long num_rotated;       /* dimensions of a head, from the first on */
     long window;            /* a query sees so many keys, its own the last; 0: all before it */
     long is_bidirectional;  /* a query sees all keys up to the end of its sequence in this step */
@@ -94,9 +96,9 @@ typedef struct {
     const tm_step *step;
     const tm_layer *layer;
     tm_learned learned;
-    float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
-    char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
-    float *out;          /* [token][q heads][head_dim] */
+    float *qkv;          /* [token][q heads | k heads | v heads], qkv_width of attention.h */
+    char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim, value_dim] */
+    float *out;          /* [token][q heads][value_dim] */
     const float *chosen; /* [token][kv heads]: scores; heads at 0 and below give zeros, and those that no token chose are not computed; NULL: all are */
 } tm_attention_job;
 

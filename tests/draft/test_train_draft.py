@@ -210,7 +210,7 @@ def test_tokens_are_those_without_drafts(llm, tiny_folder, text, tmp_path, kind)
     }
     asked = {name: (prompt, one) for name, one in params.items()}
     expected = engine_run(plain, asked)
-    drafter, nums = drafted.drafting.drafters[0], []
+    drafter, nums = drafted.part(Drafting).drafters[0], []
     propose = drafter.propose
     drafter.propose = lambda asks: [nums.append(len(made)) or made for made in propose(asks)]
     for _ in range(2):  # the second time, the prompt is in the cache

@@ -14,6 +14,7 @@ from tests.helpers import Guesser, guess_with
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
+from tidemill.engine.parts.drafting import Drafting
 from tidemill.runner.spec import Ask
 from tidemill.sampling import SamplingParams
 
@@ -48,10 +49,10 @@ def test_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     expected = ask(core("off"), requests)
     known = {tuple(prompt): expected[name][0] for name, (prompt, _) in requests.items()}
     drafted = guess_with(core("auto"), Poison(known, 1.0))
-    assert drafted.drafting is not None
+    drafting = drafted.part(Drafting)
     for sure in (0.9, 1e-30, 1e-30):  # later rounds take pages of the first; steps follow such drafts
-        drafted.drafting.sure = sure
+        drafting.sure = sure
         assert ask(drafted, requests) == expected
-    drafted.drafting = None
+    drafted.use(*drafted.parts_but(Drafting))
     assert ask(drafted, requests) == expected
     assert not drafted.runner.cache[1:].isnan().any(), "a page that was given up holds NaN"

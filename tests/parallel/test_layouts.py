@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.parallel.test_cuts import config, spec
+from tidemill.capabilities.features import Setup
 from tidemill.config import EngineOptions
 from tidemill.machine import Machine
 from tidemill.parallel.layouts import DEVICES, Layout, Phase, choose, cost, engine_seconds, gather_from, layouts, rank_costs
@@ -55,12 +56,18 @@ def test_more_ranks_than_kv_heads_read_keys_more_than_once():
 def test_auto_takes_the_fastest_that_the_model_and_options_allow():
     here = Machine(num_cores=4, memory_bytes=2**34, available_bytes=2**34, kernels="some")
     options = EngineOptions(tensor_parallel=4, tensor_layout="auto")
-    name, why = settle_layout(options, "cpu", MODEL, here)
+
+    def settled(device="cpu", machine=here, **changes):
+        dtype = {"cpu": "float32", "cuda": "bfloat16"}[device]
+        asked = replace(options, **changes)
+        return settle_layout(Setup(asked, MODEL, machine, device, dtype, "dense", dtype))
+
+    name, why = settled()
     assert why.startswith(f"estimated for a prompt of 512 tokens and 256 more: {name} ")
     assert all(f"{other} " in why for other in ("1d", "2d", "gathered"))
-    assert "2d" not in settle_layout(replace(options, tensor_parallel=3), "cpu", MODEL, here)[1]  # no grid
-    assert "gathered" not in settle_layout(options, "cpu", MODEL, replace(here, kernels=""))[1]
-    assert settle_layout(options, "cuda", MODEL, here)[0] == "1d"
+    assert "2d" not in settled(tensor_parallel=3)[1]  # no grid
+    assert "gathered" not in settled(machine=replace(here, kernels=""))[1]
+    assert settled("cuda")[0] == "1d"
 
 
 def test_more_of_the_prompt_makes_gathering_cheaper():

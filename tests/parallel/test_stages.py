@@ -14,6 +14,7 @@ from tidemill.capabilities import asked, check
 from tidemill.cli.main import app
 from tidemill.config import EngineOptions, settled
 from tidemill.engine.load import inspect
+from tidemill.engine.parts.tiers import PageMoves
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.kernels.machine import detect
 from tidemill.kv.tiers import Tier
@@ -168,7 +169,7 @@ def test_pages_of_other_engines_beside_host_memory(folder, expected, as_threads)
         tiers.costs = FreeMoves()
         while len(tiers.peers) < len(first.scheduler.kv.offload.tiers.exports):
             first.step()
-            second._take_moves()
+            second.part(PageMoves).take()
         second.scheduler.kv.behind.announced.clear()  # they are fetched when they are needed
         assert {tiers.tier_of(tiers.find(key)) for key in tiers.peers._at} == {Tier.PEER}
         assert run(second, requests()) == expected

@@ -53,7 +53,7 @@ def test_int8_says_what_the_cpu_says(folder, on_gpu):
 
 
 def test_flash_attention_is_not_asked(on_gpu):
-    assert on_gpu(kv_dtype="fp8", fast_math=True).runner.flash.why == "it does not read fp8 keys and values"
+    assert on_gpu(kv_dtype="fp8", fast_math=True).runner.flash.why == "it does not read keys and values with scales"
 
 
 def test_what_a_gpu_does_not_have_is_refused(on_gpu, tmp_path):

@@ -98,7 +98,7 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     begun, happened = prefill(first)
     num = len(first.scheduler.kv.offload.tiers.exports)
     while moved(happened, "export", is_load=False) < num:  # the last ones are told after the last step
-        first._take_moves()
+        first.part(PageMoves).take()
         happened += first.take_events()
     assert moved(happened, "export", is_load=False) == num > 0
     has_learned(second, num)

@@ -60,7 +60,10 @@ def test_auto_takes_the_fastest_that_the_model_and_options_allow():
     def settled(device="cpu", machine=here, **changes):
         dtype = {"cpu": "float32", "cuda": "bfloat16"}[device]
         asked = replace(options, **changes)
-        return settle_layout(Setup(asked, MODEL, machine, device, dtype, "dense", dtype))
+        setup = Setup(
+            options=asked, model=MODEL, machine=machine, device=device, dtype=dtype, scheme="dense", kv_dtype=dtype
+        )
+        return settle_layout(setup)
 
     name, why = settled()
     assert why.startswith(f"estimated for a prompt of 512 tokens and 256 more: {name} ")

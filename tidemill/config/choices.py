@@ -1,6 +1,7 @@
 """The values that options may have."""
 
 from tidemill.capabilities import HEADS
+from tidemill.config import extensions
 
 DTYPES = {
     "cpu": ("float32", "quantized"),
@@ -28,12 +29,14 @@ SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     **{name: (name,) for name in ("forced", "ngram", "suffix", *HEADS)},
     "draft-model": ("forced", "draft-model"),
 }
+for _name in extensions.names_of(extensions.DRAFTERS):
+    SPECULATE.setdefault(_name, (_name,))
 ACCEPTANCE = ("exact", "rejection")
 LAYOUTS = ("paged", "virtual")
 MAX_RANKS = 64
 TENSOR_LAYOUTS = ("1d", "2d", "gathered", "phased", "auto")
 COLLECTIVES = ("auto", "ipc", "nccl")
-POLICIES = (
+POLICIES: tuple[str, ...] = (
     "continuous",
     "splitfuse",
     "prefill-first",
@@ -41,5 +44,8 @@ POLICIES = (
     "dynamic",
     "none",
 )  # of scheduling
+POLICIES += tuple(
+    name for name in extensions.names_of(extensions.POLICIES) if name not in POLICIES
+)
 INDEXES = ("hash", "radix")  # of prefixes
 ORDERS = ("arrival", "prefix")  # of the queue

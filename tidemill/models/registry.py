@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from tidemill.config import extensions
 from tidemill.errors import CheckpointError
 from tidemill.models.base import Model
 from tidemill.weights.checkpoint import Checkpoint
@@ -123,6 +124,9 @@ def model_class(checkpoint: Checkpoint) -> type[Model]:
     if name == "llama" and checkpoint.metadata.get("llama.expert_count"):
         name = "llama with experts"  # GGUF's word for Mixtral
     target = ARCHITECTURES.get((checkpoint.format, name))
+    if target is None and (found := extensions.load(extensions.MODELS, f"{checkpoint.format}.{name}")):
+        family: type[Model] = found
+        return family
     if target is None:
         known = ", ".join(sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format}))
         raise CheckpointError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.config import extensions
 from tidemill.errors import ConfigError
 
 
@@ -111,8 +112,10 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Policy, SplitFuse
 
 def make_policy(name: str, window_s: float = 0.0, step_cost: int = 0) -> Policy:
     """`window_s`: of a policy that forms batches. `step_cost`: in tokens, see `Policy`."""
-    if name not in POLICIES:
-        raise ConfigError(f"There is no scheduling policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
-    policy = POLICIES[name]()
+    kind = POLICIES.get(name) or extensions.load(extensions.POLICIES, name)
+    if kind is None:
+        known = ", ".join((*POLICIES, *extensions.names_of(extensions.POLICIES)))
+        raise ConfigError(f"There is no scheduling policy {name!r}.", fix=f"Choose one of {known}.")
+    policy: Policy = kind()
     policy.window_s, policy.step_cost = window_s, step_cost
     return policy

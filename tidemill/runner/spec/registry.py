@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tidemill.config import HEADS, EngineConfig
+from tidemill.config import HEADS, EngineConfig, extensions
 from tidemill.models.base import Model
 from tidemill.runner.base import Runner
 from tidemill.runner.spec import Drafter
@@ -48,4 +48,9 @@ DRAFTERS: dict[str, Callable[[DrafterParts], Drafter]] = {
 
 
 def make_drafters(parts: DrafterParts) -> list[Drafter]:
-    return [DRAFTERS[name](parts) for name in parts.config.speculate]
+    return [_factory(name)(parts) for name in parts.config.speculate]
+
+
+def _factory(name: str) -> Callable[[DrafterParts], Drafter]:
+    """One of ours, or of another package."""
+    return DRAFTERS[name] if name in DRAFTERS else extensions.load(extensions.DRAFTERS, name)

@@ -6,7 +6,12 @@ import sys
 from tests.seeded import SEED
 from tidemill.sampling import SamplingParams
 
-SCRIPT = "from tidemill.sampling import SamplingParams as P; print(P().seeded().seed, P(seed=9).seeded().seed)"
+SCRIPT = """
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Submit
+
+print(*[Submit("x", [1], SamplingParams(seed=seed)).params.seed for seed in (None, 9)])
+"""
 
 
 def seeds_of_a_child() -> list[int]:

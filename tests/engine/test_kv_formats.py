@@ -10,6 +10,7 @@ from tests.engine.test_lora import ask, make_lora
 from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tests.models.test_families import make
 from tidemill.config import EngineOptions, resolve
+from tidemill.engine.parts.adapters import AdapterStore
 from tidemill.errors import ConfigError
 from tidemill.kernels import machine
 from tidemill.sampling import SamplingParams
@@ -81,7 +82,7 @@ def test_adapters_have_the_bits_of_a_lone_request(folders, tmp_path, kv_dtype):
 
     def core():
         made = make_core(load_model(folders[1]), kv_dtype=kv_dtype, max_loras=1)
-        made.adapters.load_now(1, "a", str(lora))
+        made.part(AdapterStore).load_now(1, "a", str(lora))
         return made
 
     requests = {"with": (PROMPT, PARAMS, 1), "without": (PROMPT, PARAMS, 0)}
@@ -139,7 +140,7 @@ def test_values_that_are_no_numbers_reach_their_request_alone(tmp_path, backend,
 def test_what_cannot_be_is_refused(folders, asked, more, fix):
     config = load_model(folders[1]).config
     config = replace(config, layers=tuple(replace(spec, **more) for spec in config.layers))
-    with pytest.raises(ConfigError, match="kv_dtype") as refused:
+    with pytest.raises(ConfigError, match="kv.dtype") as refused:
         resolve(EngineOptions(device="cpu", kv_dtype=asked), config, machine.detect())
     assert fix in refused.value.fix
     assert refused.value.param == "kv_dtype"

@@ -93,7 +93,7 @@ def triton_plan(spec):
     def plan(rows, starts, counts):
         items, num, room = np.stack([rows, starts, counts], axis=1), int(counts.sum()), 2
         work = cuda_work.make_work(items.astype(np.int32), np.ones(rows.size, bool), [], 1, 1)
-        work.chains, words = cuda_work.chains(items), np.full(200, 7, np.int32)
+        work.state_sequences, words = cuda_work.state_sequences(items), np.full(200, 7, np.int32)
         work.write(words, num + 1, NUM_ROWS - 1, (0, 0, 0, room))
         at = [HEADER + i * cuda_work.padded(num + 1) for i in range(2)]
         return made.step(scan.StateLists(*(torch.from_numpy(words[i : i + num]) for i in at), torch.from_numpy(words), room))

@@ -818,15 +818,15 @@ _REQUESTS = (
         "Leave one of them out.",
     ),
     *_no(
-        "beams",
         _OF_SAMPLING,
+        "beams",
         "beams are the most likely outputs of the model itself",
         "Leave one of them out.",
     ),
-    *_no("beams", ("stop", "stop_regex"), "beams end at tokens", "Use stop_token_ids."),
+    *_no(("stop", "stop_regex"), "beams", "beams end at tokens", "Use stop_token_ids."),
     *_no(
-        "beams",
         ("logprob_token_ids", "prompt_logprobs", "pooling"),
+        "beams",
         "beams have logprobs of their own",
         "Leave one of them out.",
     ),

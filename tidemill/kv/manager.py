@@ -154,7 +154,8 @@ class KVManager:
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
         num_tokens, partly = self._num_usable(found.pages, num_pages, segments) * self.page_size, []
-        if self.can_fork and num_tokens < most < num_tokens + self.page_size:
+        is_in_page = most // self.page_size == found.num_tokens // self.page_size  # else `partly` is of a later page
+        if self.can_fork and is_in_page and num_tokens < most < num_tokens + self.page_size:
             # What this step writes can be shared, but not copied, which is done before it.
             partly = next((pages for pages in found.partly if all(pages) and self._fresh.isdisjoint(pages)), [])
             num_tokens = most if partly else num_tokens

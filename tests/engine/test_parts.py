@@ -6,7 +6,9 @@ import weakref
 from tests.helpers import greedy, load_model, make_core, run
 from tidemill.engine.moments import Moments, Part
 from tidemill.engine.parts import PARTS
+from tidemill.engine.parts.announcer import Announcer
 from tidemill.engine.parts.structured import StructuredOutput
+from tidemill.events import Admitted
 from tidemill.wire import Abort, Delta, Finish, Submit
 
 
@@ -91,6 +93,15 @@ def test_parts_see_that_a_step_failed_and_a_sample_was_finished(tiny_folder, cap
     assert [refused.request_id for refused in core.step()[1]] == ["y"]
     assert seen[-1] == ("b", "step_failed")
     capsys.readouterr()
+
+
+def test_admitted_requests_are_told_of_before_anything_can_end_the_process(tiny_folder):
+    core, seen = watched_core(tiny_folder)
+    core.use(Announcer(lambda told: seen.append(("announcer", told))), *core.parts)
+    run(core, {"x": ([1, 2, 3], greedy(2))})
+    name, told = seen[seen.index(("a", "fill_plan")) - 1]
+    assert name == "announcer"
+    assert any(isinstance(event, Admitted) for event in told)
 
 
 def test_a_moment_that_no_part_implements_is_bound_to_none(tiny_folder):

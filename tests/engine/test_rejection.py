@@ -16,7 +16,8 @@ from tests.runner.test_sampler import check
 from tidemill import events
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.parts.drafting import Drafting
-from tidemill.errors import ConfigError
+from tidemill.engine.parts.structured import StructuredOutput
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine as here
 from tidemill.kernels.noise import gumbel_argmax
@@ -174,6 +175,30 @@ def test_grammars_hold(tiny_folder):
     texts = [tokenizer.decode([id for id in one.tokens if id not in tokenizer.eos_token_ids]) for one in found.values()]
     assert set(texts) <= set(answers)
     assert len(set(texts)) > 1
+
+
+def test_a_grammar_that_fails_fails_alone(tiny_folder, monkeypatch):
+    """Its drafts are in the plan by then."""
+    model, tokenizer = load_model(tiny_folder), Tokenizer.load(tiny_folder)
+    params = SamplingParams(temperature=0.0, max_tokens=8, grammar=Grammar("regex", "the mill turns"))
+    core = structured_core(model, tiny_folder, "llguidance", acceptance="rejection")
+    guess_with(core, Guesser({tuple(PROMPT): tokenizer.encode("the mill turns")}, 1.0))
+    core.submit(Submit("x", PROMPT, params))
+    core.submit(Submit("other", PROMPT[1:], greedy(8)))
+    masks = core.part(StructuredOutput).masks
+
+    def fail_beside_drafts(plan):
+        made, broken = masks(plan)
+        return made, broken | {item.seq: InvalidRequest("no") for item in plan.items if item.num_drafts and item.seq == 0}
+
+    monkeypatch.setattr(core.part(StructuredOutput), "masks", fail_beside_drafts)
+    failed, tokens = [], []
+    while core.has_work:
+        output, refused = core.step()
+        failed += [each.request_id for each in refused]
+        tokens += [token for delta in output.deltas if delta.request_id == "other" for token in delta.token_ids]
+    assert failed == ["x"]
+    assert len(tokens) == 8
 
 
 @pytest.mark.parametrize(

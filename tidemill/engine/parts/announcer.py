@@ -15,6 +15,7 @@ class Announcer(Part):
         """`tell`: gets the events so far."""
         self._tell = tell
 
-    def before_launch(self, step: Step) -> None:
+    def fill_plan(self, step: Step) -> None:
+        """Before other parts add to it: a grammar's masks can end the process, too."""
         if step.plan.new_rows:
             self._tell(self.engine.emit.take())

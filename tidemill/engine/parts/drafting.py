@@ -135,7 +135,7 @@ class Drafting(Part):
         """The distributions that drafts of a plan were drawn from, by row and position."""
         probs = {}
         for item in plan.items if plan.drafts else ():
-            guess = self._guesses[item.seq].tokens if item.num_drafts else ()
+            guess = self._guesses.get(item.seq, _NO_GUESS).tokens if item.num_drafts else ()  # it may have just failed
             if isinstance(guess, Drawn):
                 first = item.start + item.count - item.num_drafts
                 for i in range(item.num_drafts):

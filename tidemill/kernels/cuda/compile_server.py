@@ -112,6 +112,7 @@ def _fix_keys() -> None:
         "policy_attention",
         "pooling",
         "rounding",
+        "routing",
         "sampling",
         "scaled_attention",
         "scaled_gemm",

@@ -174,7 +174,7 @@ class CudaEncoder:
             for step in steps if not self._uses_flex else ():  # torch's ops would read what was not computed
                 step.run(model=few_layers)
             self._pool(np.zeros((self._max_requests, 2), np.int32))
-            self.model.compile(nums_rows)
+            few_layers.compile(nums_rows)
         self.model.prepare(nums_rows)
         self._pool(np.zeros((self._max_requests, 2), np.int32))
         for step in steps:

@@ -117,7 +117,7 @@ class CudaRunner(DeviceRunner):
             for step in steps if attention.compiles_alone else ():
                 step.run(model=few_layers)
             self._warm_up()
-            model.compile(nums_rows)
+            few_layers.compile(nums_rows)
         model.prepare(nums_rows)
         self._warm_up()
         for step in steps:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.kernels.cuda.attention_lists import SPLIT
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.policies import Policies
@@ -37,6 +38,7 @@ from tidemill.sched.plan import StepItem, StepPlan
 
 
 class CudaRunner(DeviceRunner):
+    shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
     kv_layout: PagedLayout | VirtualCudaLayout
 
     @torch.inference_mode()

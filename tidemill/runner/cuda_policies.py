@@ -18,7 +18,7 @@ from tidemill.kernels.cuda.records import HEADER, SINGLE_ROW
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.policies import Placed, Policies, Round, RowPolicy
 from tidemill.runner.cuda_graphs import NO_LISTS, Grid
-from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled, look_up_in
+from tidemill.runner.cuda_slots import CudaBatch, CudaSlots, Sampled, with_inputs
 from tidemill.runner.cuda_work import Work, padded, prompts, singles
 from tidemill.runner.state import upload
 
@@ -249,7 +249,9 @@ class PolicySteps:
             slots.adapters.write(work.rows, size)
         where = slots.buffers.write(work, size, NO_LISTS)
         rows, positions = slots.buffers.tokens_of(size)
-        ids, _ = look_up_in(slots.state, rows, positions)
+        # Not by `look_up_in`: streams go on past the ends of their page tables.
+        ids = slots.state.tokens[rows.long(), positions.long()]
+        ids = with_inputs(slots.state, rows, positions, ids)
         forward = slots.all_layers
         compute = slots.adapters.forward(forward) if batch.has_lora else forward
         slots.buffers.hidden[:size].copy_(compute(slots.model, ids, positions, step))

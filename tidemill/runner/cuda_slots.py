@@ -140,10 +140,17 @@ def look_up_in(
     a row of embeddings."""
     tables, page_size = state.kv_tables, state.page_size
     ids, slots = look_up(rows_T, positions_T, state.tokens, tables, page_size)
-    if state.inputs is not None:
-        inputs = state.inputs[rows_T.long(), positions_T.long()]
-        ids = torch.where(inputs > 0, -inputs, ids)
-    return ids, slots
+    return with_inputs(state, rows_T, positions_T, ids), slots
+
+
+def with_inputs(
+    state: RowState, rows_T: torch.Tensor, positions_T: torch.Tensor, ids_T: torch.Tensor
+) -> torch.Tensor:
+    """The ids, where there are rows of embeddings their numbers, as `look_up_in` returns them."""
+    if state.inputs is None:
+        return ids_T
+    inputs = state.inputs[rows_T.long(), positions_T.long()]
+    return torch.where(inputs > 0, -inputs, ids_T)
 
 
 @dataclass(slots=True)

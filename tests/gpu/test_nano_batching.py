@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from bench.gpu_nano import drop
 from tests.gpu.engines import ask, random_llama
@@ -31,7 +32,8 @@ def test_steps_in_halves_have_the_bits_of_whole_ones(tmp_path: Path) -> None:
     for how in ("off", "on"):
         options = {"kv_memory_bytes": 2**29, "max_requests": 128, "token_budget": 512, "nano_batching": how}
         core = load_core(EngineOptions(model=str(folder), **options))  # type: ignore[arg-type]
-        cuts = getattr(core.runner, "_cuts", {})
+        runner: Any = core.runner
+        cuts = dict(runner.microbatches.cuts)
         seen[how] = ask(core, requests)
         alone = ask(core, {"r40": requests["r40"]})["r40"]
         assert bool(cuts) == (how == "on")

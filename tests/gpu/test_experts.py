@@ -6,9 +6,13 @@ import math
 from functools import partial
 
 import torch
+from torch.testing import assert_close
 
 from bench.gpu_moe import EXPERTS, HIDDEN, INNER, TOP_K, Weights, all_weights, new_tokens
 from tidemill.kernels.cuda import moe
+from tidemill.kernels.cuda.routing import score_experts
+from tidemill.kernels.routing import score_experts_reference
+from tidemill.model_config import MoESpec, Routing
 
 
 def reference(x: torch.Tensor, logits: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -86,3 +90,27 @@ def test_graph() -> None:
             logits.copy_(other_logits)
             graph.replay()
             assert torch.equal(out, run(other_x, other_logits, weights)), (num, seed)
+
+
+def test_scores() -> None:
+    """Experts by their scores: the reference's, and the same bits for a token alone."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    for num_experts, shared_size, routing in (
+        (128, 0, Routing(score="sigmoid", has_bias=True, scale=2.5)),
+        (160, 64, Routing(score="sigmoid", has_bias=True, num_groups=8, top_groups=4)),
+        (256, 0, Routing(score="softmax", num_groups=8, top_groups=2, best_of_group=1)),
+    ):
+        spec = MoESpec(
+            num_experts=num_experts, top_k=8, expert_size=64, renormalise=True, scoring="scores", routing=routing,
+            shared_size=shared_size,
+        )  # fmt: skip
+        logits = torch.randn(300, num_experts, device="cuda", generator=generator) * 2
+        bias = torch.randn(num_experts, device="cuda", generator=generator) * 0.1 if routing.has_bias else None
+        made, expected = score_experts(logits, spec, bias), score_experts_reference(logits, spec, bias)
+        assert_close(made, expected, rtol=1e-5, atol=1e-7)
+        for i in (0, 7, 299):
+            assert torch.equal(score_experts(logits[i : i + 1].clone(), spec, bias)[0], made[i]), i
+        logits[5] = math.nan
+        broken = score_experts(logits, spec, bias)
+        assert broken[5, :num_experts].isnan().sum() == spec.top_k
+        assert torch.equal(broken[6:], made[6:])

@@ -25,12 +25,13 @@ from tidemill.engine.parts.drafting import Drafting
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
-from tidemill.kernels.cuda import attention, flash, gemm, glu, moe, tuning
+from tidemill.kernels.cuda import attention, attention_lists, flash, gemm, glu, moe, tuning
 from tidemill.kernels.cuda import norm as cuda_norm
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
+from tidemill.planning.calibration import shared_unit
 from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_attention, cuda_graphs, cuda_kinds, cuda_last, cuda_runner, cuda_work, flash_trial, make_cuda
 from tidemill.runner.make import make_runner
@@ -211,6 +212,7 @@ def assert_same(answers, expected):
 
 def test_it_says_what_the_cpu_says(expected, on_gpu):
     core = on_gpu()
+    assert shared_unit(core) == attention_lists.SPLIT  # a calibration measures prefixes that sequences share
     assert_same(run(core, REQUESTS), expected)
     assert_same(run(core, {"one": REQUESTS["one"]}), {"one": expected["one"]})  # from the prefix cache
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers import greedy, run
 from tests.test_config import LARGE, SMOLLM2
-from tidemill.capabilities import FEATURES, REFUSALS, check, check_request, in_use, requested, why_not
+from tidemill.capabilities import FEATURES, REFUSALS, asked, check, check_request, in_use, requested, why_not
+from tidemill.capabilities.features import CALIBRATED
 from tidemill.cli.options import OPTIONS
 from tidemill.config import EngineOptions, resolve
 from tidemill.config.resolve import set_up
@@ -141,6 +142,16 @@ def test_what_is_refused_is_refused_with_its_words():
         assert caught.value.message == expected.message(setup.notes)
         assert caught.value.fix == expected.fix
         assert refusal.holds(in_use(setup))
+
+
+@pytest.mark.parametrize("kind", CALIBRATED)
+def test_a_calibrated_cache_may_be_asked_for(kind):
+    """Also where only the options are known: servers and LLM look at them before a model is read."""
+    check(asked(EngineOptions(kv_dtype=kind, kv_calibration="file")))
+    with pytest.raises(ConfigError, match="kv-calibration"):
+        check(asked(EngineOptions(kv_calibration="file")))
+    with pytest.raises(ConfigError, match="kv-calibration"):
+        check(asked(EngineOptions(kv_dtype=kind)))
 
 
 def test_requests_are_refused_when_they_are_made():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.coverage import SHARED, UNEQUAL, uncovered
-from tidemill.kv_format import FORMATS
+from tidemill.kv_format import FORMATS, SHORT_NAMES
 from tidemill.kv_policy import KINDS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A row. One of the three tests tells if it is in use; without any, whoever uses it says so."""
+    """A row. Any of the three tests tells that it is in use; without one, whoever uses it says so."""
 
     name: str
     group: str
@@ -112,8 +112,16 @@ def _has_policy(kind: str) -> Callable[[SamplingParams], bool]:
     return lambda p: p.kv_policy is not None and p.kv_policy.kind == kind
 
 
-def _is_format(kind: str) -> Callable[[Setup], bool]:
-    return lambda s: s.kv_dtype == kind
+def _format(kind: str) -> Feature:
+    """A format of the KV cache is known when options ask for it, before it is decided."""
+    return Feature(
+        name=f"kv-dtype {kind}",
+        group=CACHE,
+        words=f"--kv-dtype {kind}",
+        param="kv_dtype",
+        asked=lambda o: SHORT_NAMES.get(o.kv_dtype, o.kv_dtype) == kind,
+        holds=lambda s: s.kv_dtype == kind,
+    )
 
 
 def _by_nixl(options: EngineOptions) -> bool:
@@ -239,10 +247,7 @@ _WEIGHTS = (
 )
 
 _CACHE = (
-    *(
-        _fact(f"kv-dtype {kind}", CACHE, f"--kv-dtype {kind}", _is_format(kind), "kv_dtype")
-        for kind in FORMATS
-    ),
+    *map(_format, FORMATS),
     Feature(
         name="kv-dtype",
         group=CACHE,
